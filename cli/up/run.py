@@ -117,6 +117,7 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
                 follow(command.log_path)
             await supervisor.wait_ready()
             status = await supervisor.while_alive(_with_draft(server, supervisor))
+            supervisor.end_start()
             status.print()
             for command in openai:
                 print(f"OpenAI's interface: {command.address}/v1", flush=True)

@@ -15,6 +15,7 @@ from slipstream.cli.cancellation import background
 from slipstream.cli.status import CHANNEL_OPTIONS, WHOLE_SERVER, wait_until_serving
 from slipstream.cli.up.process import ServiceProcess, ServiceReport
 from slipstream.cli.up.smg import HTTP, smg_answers, wait_until_smg_serves
+from slipstream.common.rpc.service_options import WRONG_SETTINGS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -84,6 +85,11 @@ class Service:
         process = self.process
         is_orderly = process.exit_status == 0 or (process.exit_status is not None and not self.is_ready)
         return not process.fault and not is_orderly
+
+    @property
+    def has_wrong_settings(self) -> bool:
+        """True if its process ended before it was ready because its settings or its model cannot be served."""
+        return not self.is_ready and self.process.exit_status == WRONG_SETTINGS
 
     def report(self) -> ServiceReport:
         """What it is now."""

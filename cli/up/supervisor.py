@@ -64,6 +64,7 @@ class Supervisor:
         self._changed = asyncio.Event()
         """Set, and replaced, when a service or its state is another."""
         self._hurry = asyncio.Event() if hurry is None else hurry
+        self._is_starting = True
 
     async def __aenter__(self) -> Supervisor:
         return self
@@ -113,12 +114,17 @@ class Supervisor:
         """
         await self.while_alive(self._until_ready())
 
+    def end_start(self) -> None:
+        """From here on no optional service ends what serves, whatever is wrong with it."""
+        self._is_starting = False
+
     async def watch(self) -> NoReturn:
         """Returns never: raises UnavailableError, with the end of its log, when a service dies for good.
 
         A service that dies or hangs, and whose command says `restarts`, is started again instead, with all services of
         its `group` if its death breaks them; unless it dies before it was ever ready, or too often. Raises
-        DeadlineExceededError when it then does not become ready in time. An optional one is always started again.
+        DeadlineExceededError when it then does not become ready in time. An optional one is always started again, but
+        for one with wrong settings, without which the others serve on; until `end_start` it dies for good, too.
         """
         while True:
             changed = self._changed
@@ -222,13 +228,16 @@ class Supervisor:
         lost.process.fault = self._fault_of(lost)
         lost.last_end = lost.process.describe_end()
         self._set(lost, ServiceState.DIED)
+        record = self._records[lost.group if lost.ended_at_work else lost.name]
+        if lost.is_kept and lost.command.is_optional and lost.has_wrong_settings:
+            self._consider_doing_without(lost, record)
         affected = [lost] if lost.is_kept else []
         if lost.ended_at_work:
             affected += [one for one in self._watched() if one is not lost and one.is_kept and one.group == lost.group]
         if not lost.is_kept:
             lost.due = math.inf
         if affected:
-            self._schedule(lost, affected, self._records[lost.group if lost.ended_at_work else lost.name])
+            self._schedule(lost, affected, record)
 
     def _fault_of(self, lost: Service) -> str:
         try:
@@ -242,9 +251,19 @@ class Supervisor:
             message = f"{' and '.join(one.name for one in names)} {late}; {logs}"
             raise DeadlineExceededError(message) from None
 
+    def _consider_doing_without(self, lost: Service, record: RestartRecord) -> None:
+        """Keeps a service no longer that no restart mends. Raises UnavailableError while the start is under way."""
+        end, log = _end_of(lost), _log_of(lost.process)
+        if not lost.was_ever_ready and self._is_starting:
+            raise UnavailableError(f"{end}; {log}")
+        # What could be served before may be in its place again soon, such as the model's directory.
+        if not lost.was_ever_ready or record.is_used_up(time.monotonic()):
+            lost.is_kept = False
+            logger.warning("%s and is not tried again: the others serve without it; %s", end, log)
+
     def _schedule(self, lost: Service, affected: list[Service], record: RestartRecord) -> None:
         now = time.monotonic()
-        end = f"{lost.name} {lost.last_end}{'' if lost.is_ready else ' before it was ready'}"
+        end = _end_of(lost)
         optional = [one for one in affected if one.command.is_optional]
         needed = [one for one in affected if not one.command.is_optional]
         is_wrong = lost in needed and not lost.was_ever_ready
@@ -309,6 +328,10 @@ class Supervisor:
         finally:
             process.send(signal.SIGKILL)
             await process.ended.wait()
+
+
+def _end_of(lost: Service) -> str:
+    return f"{lost.name} {lost.last_end}{'' if lost.is_ready else ' before it was ready'}"
 
 
 def _log_of(process: ServiceProcess) -> str:

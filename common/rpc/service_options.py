@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 
-from slipstream.common.errors import CheckpointError, ConfigError, SlipstreamError
+from slipstream.common.errors import AddressInUseError, CheckpointError, ConfigError, SlipstreamError
 from slipstream.common.fail_points import check_fail_points
 from slipstream.common.rpc.access import AccessSettings, check_internal
 from slipstream.common.rpc.listener import Listener
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+WRONG_SETTINGS = 2
+"""Exit status of a service whose settings or model are wrong: to start it again changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +84,11 @@ def serve(
 
 
 def report(name: str, error: Exception) -> int:
-    """Prints the error that ends a service. Returns the exit status: 2 if the settings or the model are wrong."""
+    """Prints the error that ends a service. Returns the exit status: `WRONG_SETTINGS`, or 1 for what may pass."""
     with suppress(OSError):  # the disk that the log is on may be full
         print(f"slipstream-{name}: {error}", file=sys.stderr)
-    return 2 if isinstance(error, (ConfigError, CheckpointError)) else 1
+    is_wrong = isinstance(error, (ConfigError, CheckpointError)) and not isinstance(error, AddressInUseError)
+    return WRONG_SETTINGS if is_wrong else 1
 
 
 def run_command(command: Callable[..., None]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,8 +22,7 @@ from tests.harness.supervised import Kills, States, sockets_in, supervisor_of, w
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from slipstream.cli.up.process import ServiceCommand
     from tests.harness.supervised import MakeCommand
 
 pytestmark = pytest.mark.timeout(30)
@@ -176,3 +177,56 @@ async def test_an_optional_service_that_dies_too_often_waits_and_the_others_serv
         assert (draft.num_restarts, draft.is_running) == (1, False)
         assert draft.due is not None
         assert 290 < draft.due - time.monotonic() <= 300
+
+
+def unservable_draft(fake_service: MakeCommand, broken: Path) -> ServiceCommand:
+    """A draft whose settings are wrong while a file exists."""
+    draft = fake_service("draft", "--status", "2", "--die-when", str(broken))
+    return replace(draft, restarts=True, is_optional=True, group="workers")
+
+
+async def test_a_start_fails_with_an_optional_service_whose_settings_are_wrong(fake_service: MakeCommand) -> None:
+    async with supervisor_of() as supervisor:
+        supervisor.start(fake_service("verify", "--ready-when", "/nothing"), unservable_draft(fake_service, Path("/")))
+        with pytest.raises(UnavailableError, match=r"^draft ended with exit status 2 before it was ready; ") as caught:
+            await supervisor.wait_ready()
+    assert "fake service cannot load its model" in str(caught.value)
+
+
+async def test_the_others_serve_on_without_an_optional_service_whose_settings_are_wrong(
+    fake_service: MakeCommand, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not started again with its group either."""
+    states = States()
+    async with supervisor_of(on_change=states) as supervisor:
+        supervisor.start(replace(fake_service("verify"), restarts=True, group="workers"))
+        await supervisor.wait_ready()
+        supervisor.end_start()
+        supervisor.start(unservable_draft(fake_service, Path("/")))
+        verify, draft = supervisor.service("verify"), supervisor.service("draft")
+
+        async def kill_verify() -> None:
+            await until(lambda: draft.due == math.inf)
+            os.kill(verify.process.pid, signal.SIGKILL)
+            await until(lambda: verify.num_restarts == 1 and verify.is_ready)
+
+        await supervisor.while_alive(kill_verify())
+        assert (draft.report().state, draft.report().last_end) == ("died", "ended with exit status 2")
+    line = "draft ended with exit status 2 before it was ready and is not tried again: the others serve without it; "
+    assert caplog.text.count(line) == caplog.text.count("fake service cannot load its model") == 1
+    assert states.num("draft", ServiceState.LOADING) == 1
+
+
+@pytest.mark.usefixtures("short_pauses")
+async def test_an_optional_service_whose_settings_become_wrong_is_tried_a_few_times(
+    fake_service: MakeCommand, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, states = tmp_path / "broken", States()
+    async with supervisor_of(restarts=FEW, on_change=states) as supervisor:
+        supervisor.start(fake_service("verify"), replace(unservable_draft(fake_service, broken), group=""))
+        await until(lambda: all(one.is_ready for one in supervisor.services()))
+        await supervisor.wait_ready()
+        broken.touch()
+        await supervisor.while_alive(until(lambda: supervisor.service("draft").due == math.inf))
+    assert states.num("draft", ServiceState.LOADING) == states.num("draft", ServiceState.DIED) == MAX_DEATHS
+    assert caplog.text.count("and is not tried again: the others serve without it; ") == 1

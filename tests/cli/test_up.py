@@ -95,6 +95,27 @@ def test_it_ends_in_order_when_the_reader_of_its_output_is_gone(tmp_path: Path) 
     assert has_stopped_its_service(tmp_path)
 
 
+def test_it_fails_with_the_message_of_a_draft_that_cannot_be_served(tmp_path: Path) -> None:
+    errors = tmp_path / "errors"
+    with errors.open("wb") as file, up_on_fakes(tmp_path, "--draft", "/", stderr=file.fileno()) as up:
+        assert up.wait(20) == 1
+    assert "draft ended with exit status 2 before it was ready; the end of its log" in errors.read_text()
+    assert errors.read_text().count("fake service cannot load its model") == 1
+    assert not (tmp_path / "scheduler.sock").exists()
+
+
+def test_it_serves_on_without_a_draft_that_cannot_be_served_any_more(tmp_path: Path) -> None:
+    errors, broken = tmp_path / "errors", tmp_path / "broken"
+    options = ("--draft", str(broken), "--max-restarts", "1")
+    with errors.open("wb") as file, up_on_fakes(tmp_path, *options, stderr=file.fileno()) as up:
+        until((tmp_path / "server").exists, up)
+        broken.touch()
+        until(lambda: "is not tried again: the others serve without it" in errors.read_text(), up)
+        up.send_signal(signal.SIGINT)
+        assert up.wait(10) == 0
+    assert has_stopped_its_service(tmp_path)
+
+
 @pytest.fixture
 def pipes(mps_dir: Path) -> Path:
     """Directory of the MPS daemon."""

@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--ready-when", type=Path, help="SERVING once this file exists")
     parser.add_argument("--die-at-once", action="store_true")
     parser.add_argument("--die-when", type=Path, help="dies once this file exists, at the start at once")
+    parser.add_argument("--status", type=int, default=1, help="exit status of a death at the start")
     parser.add_argument("--deaf", type=int, default=0, help="ignore this many SIGTERM")
     parser.add_argument("--journal", type=Path, help="gets a line for each SIGTERM")
     options = parser.parse_args()
@@ -32,7 +33,8 @@ def main() -> None:
         return options.die_at_once or (options.die_when is not None and options.die_when.exists())
 
     if must_die():
-        sys.exit("fake service cannot load its model")
+        print("fake service cannot load its model", file=sys.stderr)
+        sys.exit(options.status)
 
     num_terms = 0
 

@@ -1,7 +1,8 @@
-"""`slipstream up` with a fake scheduler and a fake gateway: up_on_fakes.py STATE_DIR [--mps] [--terminal PATH]
+"""`slipstream up` on fake services: up_on_fakes.py STATE_DIR [--mps] [--terminal PATH] [--draft PATH] ...
 
-They serve at STATE_DIR/scheduler.sock and gateway.sock. The scheduler notes each SIGTERM in STATE_DIR/journal; the
-gateway is started again when it dies.
+A scheduler and a gateway serve at STATE_DIR/scheduler.sock and gateway.sock. The scheduler notes each SIGTERM in
+STATE_DIR/journal; the gateway is started again when it dies. With --draft there is a draft, too, at draft.sock, which
+cannot be served while PATH exists.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def main() -> None:
     parser.add_argument("state_dir", type=Path)
     parser.add_argument("--mps", action="store_true", help="starts the MPS daemon")
     parser.add_argument("--terminal", help="becomes the controlling terminal")
+    parser.add_argument("--draft", help="starts a draft")
+    parser.add_argument("--max-restarts", type=int, default=5)
     options = parser.parse_args()
     if options.terminal:
         terminal = os.open(options.terminal, os.O_RDWR)
@@ -48,10 +51,13 @@ def main() -> None:
         os.close(terminal)
     folder = options.state_dir
     scheduler = _fake(folder, "scheduler", "--journal", str(folder / "journal"))
-    services = [[scheduler], [replace(_fake(folder, "gateway"), restarts=True)]]
+    drafts = [] if options.draft is None else [_fake(folder, "draft", "--status", "2", "--die-when", options.draft)]
+    workers = [replace(draft, restarts=True, is_optional=True) for draft in drafts]
+    services = [workers, [scheduler], [replace(_fake(folder, "gateway"), restarts=True)]]
     models = ModelChoice(target=Path("/usr"), draft=None, algorithm="none")
     gpu = {"device": "cuda", "mps": "on"} if options.mps else {"device": "cpu"}
-    config = UpConfig(models=models, state_dir=folder, listen="127.0.0.1:0", **gpu)
+    more = {"max_restarts": options.max_restarts, **gpu}
+    config = UpConfig(models=models, state_dir=folder, listen="127.0.0.1:0", **more)
     with (
         patch.object(up, "_commands", lambda _config, _listen: services),
         patch.object(up, "fetch_status", _fetch_status),
