@@ -57,6 +57,8 @@ class Served:
 class Stack:
     """Services that live together in one temporary directory, on one device. An asynchronous context manager.
 
+    They die with this process, if they are started on the main thread.
+
     Workers live as long as the stack; schedulers come and go. Under MPS the workers are clients of a daemon that the
     stack starts, and the schedulers stay outside.
     """

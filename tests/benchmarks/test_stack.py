@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.harness.waiting import block_until, runs
+
 FAKE_SERVICE = Path(__file__).parents[1] / "harness" / "fake_service.py"
 BENCHMARK = f"""
 import asyncio, sys
@@ -36,7 +38,7 @@ def test_the_services_of_a_benchmark_that_is_killed_die_with_it() -> None:
         finally:
             benchmark.kill()
     try:
-        service.wait(timeout=10)
+        block_until(lambda: not runs(service))
     finally:
         if service.is_running():
             service.kill()

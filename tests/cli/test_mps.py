@@ -15,7 +15,7 @@ from slipstream.cli.up.config import placed
 from slipstream.cli.up.mps import MpsMode, mps_daemon, outside_mps
 from slipstream.cli.up.process import ServiceCommand
 from slipstream.common.errors import ConfigError, FailedPreconditionError
-from tests.harness.waiting import until
+from tests.harness.waiting import runs, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -123,7 +123,7 @@ async def test_its_server_ends_with_it(directory: Path, has_died: bool) -> None:
         assert server.is_running()
         if has_died:
             control.kill()
-    await until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
+    await until(lambda: not runs(server))
     assert not control.is_running()
 
 

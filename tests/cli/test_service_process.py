@@ -15,6 +15,7 @@ import pytest
 from slipstream.cli.status import check
 from slipstream.common.errors import UnavailableError
 from tests.harness.supervised import supervisor_of
+from tests.harness.waiting import block_until, runs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,5 +74,4 @@ def test_services_die_with_a_supervisor_that_is_killed(fake_service: MakeCommand
         assert parent.stdout is not None
         service = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-        psutil.wait_procs([service], timeout=5)
-        assert not service.is_running() or service.status() == psutil.STATUS_ZOMBIE
+        block_until(lambda: not runs(service))

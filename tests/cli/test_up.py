@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from tests.harness.waiting import block_until, runs
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -39,12 +41,6 @@ def until(is_so: Callable[[], bool], up: subprocess.Popen[bytes]) -> None:
     """Returns when it is so; the command must live that long, and the test's timeout bounds it."""
     while not is_so():
         assert up.poll() is None
-        time.sleep(0.02)
-
-
-def until_ended(processes: list[psutil.Process]) -> None:
-    """Returns when none of them runs; the test's timeout bounds it."""
-    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes):
         time.sleep(0.02)
 
 
@@ -144,7 +140,7 @@ def test_a_signal_while_the_mps_daemon_starts_ends_both(
         up.send_signal(signal.SIGTERM)
         assert up.wait(10) == 0
     assert told(pipes) == ["start_server", "quit"]
-    until_ended(processes)
+    block_until(lambda: not any(map(runs, processes)))
 
 
 def test_a_signal_while_the_mps_daemon_quits_hides_no_error(
@@ -162,4 +158,4 @@ def test_a_signal_while_the_mps_daemon_quits_hides_no_error(
         (pipes / "go").touch()
         assert up.wait(10) == 1
     assert "scheduler was killed by SIGKILL" in errors.read_text()
-    until_ended(processes)
+    block_until(lambda: not any(map(runs, processes)))

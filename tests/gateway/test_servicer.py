@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ from tests.harness.example_states import CONTEXT_TOKENS, STATE, TOKENS_PER_STEP,
 from tests.harness.generation_server import collect, generation_server, tokens_of
 from tests.harness.scripted_scheduler import EOS_ID
 from tests.harness.tokenizers_by_kind import TEXT, make_tokenizer
-from tests.harness.waiting import TIMEOUT_S, until
+from tests.harness.waiting import TIMEOUT_S, block_until, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,8 +97,7 @@ async def test_output_that_has_piled_up_is_one_message(server: GenerationServer,
     await until(lambda: len(server.loop.running) == 1)
     # The event loop, which is also the server's, is held up while the fake loop runs to the end.
     server.loop.may_step.set()
-    while server.loop.running:
-        time.sleep(0.001)  # noqa: ASYNC251 - holding up the event loop is the point
+    block_until(lambda: not server.loop.running)
     received = [await first, *await collect(chunks)]
     # All but what was on its way.
     assert len(received) < 100

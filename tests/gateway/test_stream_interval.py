@@ -8,7 +8,7 @@ import time
 from slipstream.client import AsyncClient
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.generation_server import collect, generation_server, tokens_of
-from tests.harness.waiting import until
+from tests.harness.waiting import block_until, until
 
 NUM_TOKENS = 600
 
@@ -64,7 +64,6 @@ async def test_a_gateway_that_is_behind_coalesces() -> None:
         assert len((await anext(chunks)).token_ids) == TOKENS_PER_STEP
         await until(lambda: server.metric("publish_to_send_seconds_count") == 1)
         server.loop.pause_tokens = None
-        while server.loop.running:
-            time.sleep(0.001)  # noqa: ASYNC251 - holding up the event loop is the point
+        block_until(lambda: not server.loop.running)  # holding up the event loop is the point
         assert len(tokens_of(await collect(chunks))) == NUM_TOKENS - TOKENS_PER_STEP
         assert server.metric("coalesced_messages_total") >= 1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
+
+import psutil
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,3 +19,19 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while not condition():  # noqa: ASYNC110 - nobody sets an event for what is looked at here
             await asyncio.sleep(0.002)
+
+
+def block_until(condition: Callable[[], bool]) -> None:
+    """As `until`, and blocks the thread."""
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < give_up_at, "it does not come to hold"
+        time.sleep(0.002)
+
+
+def runs(process: psutil.Process) -> bool:
+    """True until it has ended, reaped or not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -28,6 +28,7 @@ from slipstream.scheduler.workers.draft_session import DraftSession
 from slipstream.scheduler.workers.held import DraftTarget
 from slipstream.scheduler.workers.session import EpochNumbers, WorkerSession
 from slipstream.scheduler.workers.sizing import EpochSizes, Workers
+from tests.harness.waiting import block_until
 from tests.harness.workers import describe
 
 if TYPE_CHECKING:
@@ -202,8 +203,7 @@ def test_an_epoch_that_ends_breaks_off_the_drain_of_a_draft_that_hangs() -> None
         link.drains.clear()
         with ThreadPoolExecutor(1) as client:
             swapping = client.submit(session.swap, DraftSwap(address="", terms=SwapTerms(judge_steps=0)))
-            while not link.num_detached:
-                time.sleep(0.001)
+            block_until(lambda: link.num_detached > 0)
             left_at = time.monotonic()
             session.leave()
             session.detach_all(0, drain=False)

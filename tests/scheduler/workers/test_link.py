@@ -23,6 +23,7 @@ from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchToge
 from slipstream.services.worker.servicer import DeviceThread, WorkerServicer
 from tests.harness.grpc_server import running_server
 from tests.harness.leaks import nothing_left
+from tests.harness.waiting import until
 from tests.harness.workers import LocalWorker, SharedArenas, attach, attachment_to, decode, describe
 
 if TYPE_CHECKING:
@@ -215,8 +216,7 @@ async def test_a_worker_that_stops_while_it_attaches_is_unavailable_not_a_mistak
         busy = threading.Event()
         draft.device_thread.submit(busy.wait)
         attaching = asyncio.create_task(asyncio.to_thread(link.attach, attachment_to(arena)))
-        while draft.device_thread._work_queue.qsize() == 0:  # noqa: ASYNC110 - until the call has arrived
-            await asyncio.sleep(0.001)
+        await until(lambda: draft.device_thread._work_queue.qsize() > 0)
         await draft.server.stop(0)
         with pytest.raises(UnavailableError):
             await attaching

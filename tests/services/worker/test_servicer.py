@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -129,8 +128,7 @@ async def test_the_next_scheduler_attaches_after_the_last_one_was_lost_with_a_st
             # The stash is never signalled: that command was not sent any more.
             await run(worker.Execute(), 1, 2, epoch=epoch, waits=100 * epoch)
         # The server sees the connection's end at its own time; until then the worker is not free.
-        while served.worker.engine.epoch is not None:  # noqa: ASYNC110 - the device thread has no event for it
-            await asyncio.sleep(0.001)
+        await until(lambda: served.worker.engine.epoch is None)
 
 
 async def test_the_next_scheduler_attaches_after_the_last_one_was_lost_before_its_first_step(served: Served) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,10 @@ from slipstream.common.device.manifest import EVENT, EVENTS, TIMELINE, BufferSpe
 from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.worker.step import FenceName
 from tests.harness import fake_cuda
+from tests.harness.waiting import block_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tests.harness.fake_cuda import FakeCuda
 
@@ -69,12 +69,6 @@ def make_arena(gpu: Any, kind: str = TIMELINE) -> Any:
     return arena.create(SPECS, list(FenceName), kind, gpu, gpu.retired)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Returns as soon as it holds; pytest's timeout bounds it."""
-    while not condition():
-        time.sleep(0.001)
-
-
 def land(copy: Any, value: int) -> None:
     """The step is done, and its copy has come."""
     copy._landed.value = value
@@ -105,7 +99,7 @@ def test_nothing_is_allocated_or_freed_while_a_stream_waits(cuda: FakeCuda, gpu:
         num_calls = len(cuda.calls)
         thread = threading.Thread(target=work)
         thread.start()
-        until(gpu.calls.lock.locked)
+        block_until(gpu.calls.lock.locked)
         assert cuda.calls[num_calls:] == []
         land(copy, step)
         thread.join()
