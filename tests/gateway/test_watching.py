@@ -105,8 +105,9 @@ async def test_a_deadline_ends_the_job(is_running: bool) -> None:
         server.loop.pause_tokens = TOKENS_PER_STEP
         await client.create_job([5], job_id="other", max_new_tokens=9)
         await state_of(client, "other", JobState.RUNNING)
+        timeout_s = 1.0 if is_running else 0.2  # where it runs, its first step is to come before
         with pytest.raises(DeadlineExceededError):
-            await collect(client.generate([6], job_id="mine", max_new_tokens=9, timeout_s=0.2))
+            await collect(client.generate([6], job_id="mine", max_new_tokens=9, timeout_s=timeout_s))
         ended = await state_of(client, "mine", JobState.ENDED)
         assert (ended.finish_reason, ended.num_tokens) == ("abort", TOKENS_PER_STEP * is_running)
         assert [job.spec.job_id for job in server.loop.cancelled] == ["mine"]
