@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from slipstream.common.worker.step import StepKind
+from slipstream.common.worker.step import PrefillChunk, StepKind
+from slipstream.scheduler.core.batch_sizes import BatchSizes
 from slipstream.services.worker import rehearsal
+from slipstream.services.worker.forward_sizes import with_padding
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from slipstream.common.api.sequence import SamplingParams
-    from slipstream.common.worker.step import PrefillChunk
 
 
 @pytest.mark.parametrize("num_slots", [2, 9])
@@ -68,3 +71,43 @@ def test_mixed_steps_have_every_size_and_every_way_to_sample(
     assert kinds == {(True, False), (False, False), (False, True)}
     assert len({mode for mode in modes if mode[0] == most}) == 6, "with logprobs and without"
     assert modes[-1][1].is_plain, "a slot is left without penalties"
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "num_draft_tokens", "chunk_tokens", "shared_tokens"),
+    [(2, 4, 64, 64), (17, 0, 100, 100), (34, 15, 256, 64), (101, 4, 700, 700), (257, 4, 512, 32)],
+)
+def test_no_step_of_the_scheduler_has_a_size_that_was_not_rehearsed(
+    num_slots: int, num_draft_tokens: int, chunk_tokens: int, shared_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths = {StepKind.PREFILL: 0, StepKind.PLAIN: 1, StepKind.DECODE: num_draft_tokens + 1}
+
+    def size_of(chunks: Sequence[PrefillChunk], beside: int) -> int:
+        padded = with_padding(chunks, chunk_tokens, beside=beside)
+        return beside + sum(len(chunk.tokens) for chunk in padded)
+
+    rehearsed: set[int] = set()
+
+    def take(role: Any, state: Any, kind: StepKind, chunks: tuple[PrefillChunk, ...], **how: Any) -> None:
+        rehearsed.add(size_of(chunks, widths[kind] * len(how.get("slots", ()))))
+
+    monkeypatch.setattr(rehearsal, "rehearse", take)
+    shape = SimpleNamespace(chunk_tokens=chunk_tokens, num_slots=num_slots, num_draft_tokens=num_draft_tokens)
+    state: Any = SimpleNamespace(attachment=SimpleNamespace(shape=shape))
+    rehearsal.rehearse_prompts(None, state)  # type: ignore[arg-type]
+    for kind in (StepKind.DECODE, StepKind.PLAIN):
+        rehearsal.rehearse_mixed(None, state, kind)  # type: ignore[arg-type]
+    sizes = BatchSizes(
+        num_slots=num_slots,
+        num_pages=2,
+        page_tokens=16,
+        chunk_tokens=chunk_tokens,
+        num_draft_tokens=num_draft_tokens,
+        run_ahead=1,
+        shared_chunk_tokens=shared_tokens,
+    )
+    # One slot at least has a prompt.
+    for num_decoded in {width * rows for width in widths.values() for rows in range(num_slots - 1)}:
+        for num_tokens in range(1, sizes.room_for_prompts(num_decoded) + 1):
+            chunk = PrefillChunk(slot=1, start=0, tokens=(0,) * num_tokens, is_last=True)
+            assert size_of([chunk], num_decoded) in rehearsed, (num_decoded, num_tokens)
