@@ -21,6 +21,7 @@ from slipstream.cli.options import (
     JsonOutputOption,
     ServerOption,
     StateDirOption,
+    naming_options,
 )
 from slipstream.cli.swap_draft import SwapOptions, run_swap
 from slipstream.cli.up.config import DEFAULT_SERVER, UpConfig, default_state_dir
@@ -118,9 +119,10 @@ def generate(
     if not _is_utf8(text):
         raise ConfigError("PROMPT", text, "text in UTF-8")
     access, called = shared(ConnectionOptions, values).access(), options.call()
-    if detach:
-        _exit_with(run_create(server, options.prompt(text), options.request(), **called, **access))
-    _exit_with(run_generate(server, options.prompt(text), options.request(), as_json=as_json, **called, **access))
+    with naming_options():
+        if detach:
+            _exit_with(run_create(server, options.prompt(text), options.request(), **called, **access))
+        _exit_with(run_generate(server, options.prompt(text), options.request(), as_json=as_json, **called, **access))
 
 
 @_command()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict, cast
 
 import typer
 
+from slipstream.common.errors import ConfigError, InvalidArgumentError
 from slipstream.common.rpc.address import check_target
 from slipstream.common.rpc.keepalive import CONNECT_TIMEOUT_S
 from slipstream.common.settings import Settings, setting
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from slipstream.client.connection import AccessOptions
     from slipstream.client.requests import Prompt, RequestOptions
 
@@ -87,8 +91,19 @@ class GenerateOptions(Settings, heading="Request"):
     n: int | None = setting(None, unit="N", help="Outputs for the prompt, each with a seed of its own.")
     stop: list[str] | None = setting(None, unit="TEXT", help="A text that ends the output; may be repeated.")
     stop_token_id: list[int] | None = setting(None, unit="ID", help="A token that ends the output; may be repeated.")
+    logit_bias: list[str] | None = setting(
+        None, unit="ID:BIAS", help="Make a token likelier, or with less than 0 less likely; may be repeated."
+    )
     ignore_eos: bool = setting(False, help="Go on after the model's end of sequence.")
     no_speculation: bool = setting(False, help="Use no drafts.")
+    max_draft_tokens: int | None = setting(
+        None, unit="K", help="Draft tokens that may be accepted in a step; 0 uses no drafts.", unset="the server's"
+    )
+    cache_salt: str | None = setting(
+        None,
+        unit="TEXT",
+        help="Share cached prompts only with requests of the same salt. Other users of this host see it here.",
+    )
     priority: int | None = setting(None, unit="P", help="Requests of a higher priority start first.", unset="0")
     logprobs: int | None = setting(
         None, unit="N", help="With --json: each token's log-probability, and those of the N likeliest."
@@ -102,6 +117,11 @@ class GenerateOptions(Settings, heading="Request"):
         above=0,
         high=86400,
     )
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the option."""
+        super().__post_init__()
+        self._biases()
 
     def prompt(self, text: str) -> Prompt:
         """The text, or a conversation that begins with it."""
@@ -118,8 +138,35 @@ class GenerateOptions(Settings, heading="Request"):
             del named[name]
         named |= {
             "stop_token_ids": self.stop_token_id,
+            "logit_bias": self._biases(),
             "logprobs": self.logprobs is not None,
             "top_logprobs": self.logprobs,
             "speculation": False if self.no_speculation else None,
         }
         return cast("RequestOptions", named)
+
+    def _biases(self) -> dict[int, float] | None:
+        biases: dict[int, float] = {}
+        for one in self.logit_bias or ():
+            token, _, bias = one.partition(":")
+            try:
+                token_id, value = int(token), float(bias)
+            except ValueError:
+                raise ConfigError("logit_bias", one, "ID:BIAS, a token's id and a number from -100 to 100") from None
+            if token_id in biases:
+                raise ConfigError("logit_bias", one, "each token once")
+            biases[token_id] = value
+        return biases or None
+
+
+@contextmanager
+def naming_options() -> Iterator[None]:
+    """Has an error that names a field of a request name the option of `generate` that it comes from, if one does."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        name = error.field.rpartition(".")[2].partition("[")[0]
+        name = {"stop_token_ids": "stop_token_id", "top_logprobs": "logprobs"}.get(name, name)
+        if name not in (field.name for field in fields(GenerateOptions)):
+            raise
+        raise InvalidArgumentError.described("--" + name.replace("_", "-"), error.description) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -224,3 +225,53 @@ def test_the_command_line_asks_for_all_that(server: str) -> None:
     assert (wrong.returncode, "--logprobs: got 3" in wrong.stderr) == (2, True)
     chat = slipstream(*options, "--chat", "Hello")
     assert (chat.returncode, "messages: got" in chat.stderr) == (2, True)
+
+
+def test_the_command_line_biases_tokens_bounds_drafts_and_salts_the_cache(server: str, client: Client) -> None:
+    options = ("generate", "--server", server, "--json", "--max-new-tokens", "40", "--ignore-eos")
+
+    def report(*more: str, prompt: str = PROMPT) -> dict[str, Any]:
+        found = slipstream(*options, *more, prompt)
+        assert found.returncode == 0, found.stderr
+        return dict(json.loads(found.stdout))
+
+    first, *_ = tokens = tokens_of(generate(client, **GREEDY))
+    bounded = report("--max-draft-tokens", "1")
+    assert bounded["token_ids"] == tokens
+    assert sum(count > 0 for count in bounded["accepted_per_position"]) == 1
+    assert report("--max-draft-tokens", "0")["num_verify_steps"] == 0
+    biased = report("--logit-bias", f"{first}:-100", "--logit-bias", f"{tokens[1]}:0.5")
+    assert first not in biased["token_ids"]
+    long, salt = PROMPT * 20, str(uuid.uuid4())
+    report(prompt=long)
+    assert [report("--cache-salt", salt, prompt=long)["cached_tokens"] > 0 for _ in range(2)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--logit-bias", "7"),
+        ("--logit-bias", "7:much"),
+        ("--logit-bias", "7:101"),
+        ("--logit-bias", "7:nan"),
+        ("--logit-bias", "-7:1"),
+        ("--logit-bias", "999999:1"),
+        ("--max-draft-tokens", "5"),
+        ("--max-draft-tokens", "-1"),
+        ("--cache-salt", "x" * 129),
+        ("--top-p", "2"),
+        ("--stop-token-id", "999999"),
+        ("--stop", ""),
+        ("--job-id", "a b"),
+    ],
+)
+def test_the_command_line_names_the_option_of_a_bad_value(server: str, option: str, value: str) -> None:
+    found = slipstream("generate", "--server", server, option, value, PROMPT)
+    assert found.returncode == 2
+    assert found.stderr.startswith(f"slipstream: error: {option}: got ")
+    assert found.stderr.count("\n") == 1
+
+
+def test_a_token_is_biased_once(server: str) -> None:
+    found = slipstream("generate", "--server", server, "--logit-bias", "7:1", "--logit-bias", "7:2", PROMPT)
+    assert found.stderr == "slipstream: error: --logit-bias: got '7:2', accepted: each token once\n"
