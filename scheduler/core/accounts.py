@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slipstream.common.api.output_chunk import TokenLogprobs
-    from slipstream.scheduler.core.results import Step, StepResult, StepSlots
+    from slipstream.scheduler.core.results import StepResult
     from slipstream.scheduler.core.sequence import Sequence
+    from slipstream.scheduler.core.step import Step, StepSlots
 
     Ints = NDArray[np.int64]
     Counts = NDArray[np.int32]

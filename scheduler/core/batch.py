@@ -11,14 +11,14 @@ import numpy as np
 from slipstream.common.errors import DeadlineExceededError, InternalError
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.accounts import CommittedTokens, SlotAccounts
-from slipstream.scheduler.core.allocators import NO_SLOT, SlotAllocator
 from slipstream.scheduler.core.batch_sizes import BatchCounts, BatchSizes
 from slipstream.scheduler.core.draft_reach import DraftReach
 from slipstream.scheduler.core.outbox import Outbox
 from slipstream.scheduler.core.page_lists import PageLists
 from slipstream.scheduler.core.prefix_cache import NO_DRAFT, Prefix, PrefixCache
 from slipstream.scheduler.core.prompts import Prompts
-from slipstream.scheduler.core.results import Step, StepSlots
+from slipstream.scheduler.core.sequence import NO_SLOT, SlotAllocator
+from slipstream.scheduler.core.step import Step, StepSlots
 
 if TYPE_CHECKING:
     from slipstream.scheduler.core.accounts import Bools, Counts, Ints, TakenIn

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from slipstream.scheduler.core.draft_policy import DraftPolicy
     from slipstream.scheduler.core.outbox import OutputSink
     from slipstream.scheduler.core.plan import PlannedStep
-    from slipstream.scheduler.core.results import ResultReader, Step, StepResult
+    from slipstream.scheduler.core.results import ResultReader, StepResult
     from slipstream.scheduler.core.speculation import Speculation
+    from slipstream.scheduler.core.step import Step
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
     from slipstream.scheduler.telemetry.decode_record import DecodeRecord
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics

@@ -10,7 +10,6 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import ResourceExhaustedError
-from slipstream.scheduler.core.allocators import PageAllocator
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
 NO_LIMIT = 1 << 62
 """More tokens than a sequence has."""
+PADDING_PAGE = 0
 _KEY_BYTES = 16
 
 
@@ -226,3 +226,39 @@ class PrefixCache:
 
     def _forget(self, page: int) -> None:
         del self._entries[self._keys.pop(page)]
+
+
+class PageAllocator:
+    """Hands out page numbers 1 and up, for the KV pools of draft and verify alike; page 0 is padding, never read.
+
+    A freed page may be handed out at once: stale work that still writes to it comes before its new
+    owner's on the same stream, and only at positions that are written again before they are read.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        """`num_pages`: page 0 included."""
+        self.num_pages = num_pages - 1
+        """Pages in all."""
+        self._free = list(range(num_pages - 1, PADDING_PAGE, -1))
+        self._taken: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Free pages."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> tuple[int, ...]:
+        """Takes `count` pages. Raises ResourceExhaustedError if there are fewer; then none is taken."""
+        if count > len(self._free):
+            raise ResourceExhaustedError(f"{count} KV pages wanted, {len(self._free)} free", retry_after_ms=100)
+        pages = tuple(self._free[len(self._free) - count :][::-1])
+        del self._free[len(self._free) - count :]
+        self._taken.update(pages)
+        return pages
+
+    def release(self, pages: tuple[int, ...]) -> None:
+        """Gives pages back."""
+        for page in pages:
+            assert page in self._taken, f"page {page} is given back but was not taken"
+            self._taken.remove(page)
+            self._free.append(page)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.scheduler.core.prefix_cache import NO_DRAFT
-from slipstream.scheduler.core.results import StepSlots
+from slipstream.scheduler.core.step import StepSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable

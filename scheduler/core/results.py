@@ -1,8 +1,7 @@
-"""A step as the loop sends it, and the copy of its result from the FutureMap to the host."""
+"""Results of steps, and their copy from the FutureMap to the host."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,11 +11,10 @@ from slipstream.common.api.output_chunk import TokenLogprobs
 from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.access_log import LogOp
 from slipstream.common.worker.layout import NOT_FINITE, BufferName
-from slipstream.common.worker.step import FenceName, StepCommand, StepKind
-from slipstream.scheduler.core.plan import OrderedStep, mask_of
+from slipstream.common.worker.step import FenceName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     import torch
     from numpy.typing import NDArray
@@ -24,9 +22,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, Device
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.layout import EpochShape
-    from slipstream.common.worker.step import FenceOps, PrefillChunk, SlotUpdate
-    from slipstream.scheduler.core.allocators import SlotLease
-    from slipstream.scheduler.core.plan import PlannedStep
+    from slipstream.scheduler.core.step import Step
 
 _PUBLISHED = (BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS)
 _LOGPROBS = (BufferName.OUTPUT_LOGPROBS, BufferName.TOP_TOKENS, BufferName.TOP_LOGPROBS)
@@ -34,112 +30,6 @@ _LOGPROBS = (BufferName.OUTPUT_LOGPROBS, BufferName.TOP_TOKENS, BufferName.TOP_L
 Interval = tuple[int, int]
 """Start and end of a worker's part of a step, in nanoseconds of the clock that all stamps share."""
 _NO_LOGPROBS: Mapping[int, tuple[TokenLogprobs, ...]] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class StepSlots:
-    """Some slots that take part in a step, with the leases that they have then."""
-
-    slots: tuple[int, ...]
-    rows: NDArray[np.int64]
-    """The same numbers."""
-    generations: NDArray[np.int64]
-    """Of the leases: a result for another lease belongs to another sequence."""
-    mask: int
-    """The same slots as a mask of rows."""
-
-    @classmethod
-    def of(cls, leases: Iterable[SlotLease]) -> StepSlots:
-        """Those of these leases, in their order."""
-        leases = list(leases)
-        slots = tuple([lease.slot for lease in leases])
-        generations = np.array([lease.generation for lease in leases], np.int64)
-        return cls(slots, np.array(slots, np.int64), generations, mask_of(slots))
-
-    def __add__(self, other: StepSlots) -> StepSlots:
-        """These, then the others."""
-        rows, generations = (np.concatenate(pair) for pair in zip(self._arrays, other._arrays, strict=True))
-        return StepSlots((*self.slots, *other.slots), rows, generations, self.mask | other.mask)
-
-    @property
-    def _arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return self.rows, self.generations
-
-
-class Step(NamedTuple):
-    """A step: the sequences that take part, and the data that the workers need for it."""
-
-    number: int
-    """The last one of its numbers: a mixed step that is drafted has two, the first for the draft's first command."""
-    kind: StepKind
-    """Of a mixed step: how it decodes."""
-    members: StepSlots
-    """The slots that decode; in a prefill, those that take in prompts."""
-    yielding: StepSlots
-    """The slots that the step brings tokens for: those that decode first."""
-    num_draft_tokens: int = 0
-    """K of the draft that takes part, in a decode step; else 0."""
-    most_more: NDArray[np.int32] | None = None
-    """The most tokens that it brings to each of `yielding`; None is one."""
-    is_beyond_draft: NDArray[np.bool_] | None = None
-    """For each of `yielding`, whether it is decoded plainly as it is too long for the draft; None if none is."""
-    top_logprobs: Mapping[int, int] = MappingProxyType({})
-    """By place in `yielding`: how many of the most likely tokens a sequence asked for that asked for logprobs."""
-    chunks: tuple[PrefillChunk, ...] = ()
-    updates: tuple[SlotUpdate, ...] = ()
-
-    @property
-    def is_mixed(self) -> bool:
-        """True if it decodes and takes in prompts."""
-        return bool(self.chunks) and self.kind is not StepKind.PREFILL
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompts that it takes in."""
-        return sum(len(chunk.tokens) for chunk in self.chunks)
-
-    @property
-    def ordered(self) -> OrderedStep:
-        """The step as the plan sees it."""
-        prompts = mask_of(chunk.slot for chunk in self.chunks) if self.is_mixed else 0
-        if prompts and self.kind is StepKind.PLAIN:
-            return OrderedStep(self.number, StepKind.PREFILL, self.members.mask | prompts)
-        return OrderedStep(self.number, self.kind, self.members.mask, prompts)
-
-    def command(self, ops: FenceOps, epoch: int, attachment: int = 0) -> StepCommand:
-        """What verify gets. `attachment`: of the draft that takes part; 0 for none."""
-        return StepCommand(
-            epoch=epoch,
-            step=self.number,
-            kind=self.kind,
-            slots=self.members.slots,
-            ops=ops,
-            chunks=self.chunks,
-            updates=self.updates,
-            top_logprobs=self.most_top_logprobs,
-            attachment=attachment,
-        )
-
-    def commands_to_draft(self, planned: PlannedStep, attachment: int) -> list[StepCommand]:
-        """What a draft gets: one command, none, or two in a mixed step, the first of which drafts."""
-        if planned.draft is None:
-            return []
-        command = self.command(planned.draft, attachment)
-        if not self.is_mixed:
-            return [command]
-        slots = tuple([chunk.slot for chunk in self.chunks])
-        taking_in = replace(command, kind=StepKind.PREFILL, slots=slots)
-        if planned.draft_prompts is None:
-            return [taking_in]
-        return [
-            replace(command, step=self.ordered.drafted, chunks=()),
-            replace(taking_in, ops=planned.draft_prompts, updates=()),
-        ]
-
-    @property
-    def most_top_logprobs(self) -> int | None:
-        """The most top logprobs that a sequence asked for; None if none asked for logprobs."""
-        return max(self.top_logprobs.values(), default=None)
 
 
 class StepResult(NamedTuple):

@@ -1,17 +1,67 @@
-"""A sequence while the scheduler has it: its tokens, its slot and pages, and how much of it was sent."""
+"""Sequences while the scheduler has them: their tokens, pages and slots, and how much of them was sent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from slipstream.common.worker.layout import PADDING_SLOT
 from slipstream.common.worker.step import PrefillChunk, SlotUpdate
-from slipstream.scheduler.core.allocators import NO_SLOT
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from slipstream.common.api.sequence import SequenceSpec
-    from slipstream.scheduler.core.allocators import SlotLease
     from slipstream.scheduler.core.prefix_cache import Prefix
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLease:
+    """A slot, a row of every shared buffer, for as long as one sequence has it."""
+
+    slot: int
+    generation: int
+    """Unique among the leases of a slot: a result of another generation belongs to another sequence."""
+
+
+NO_SLOT = SlotLease(PADDING_SLOT, 0)
+"""The lease of a sequence that has no slot."""
+
+
+class SlotAllocator:
+    """Hands out slots 1 and up; row 0 is padding."""
+
+    def __init__(self, num_slots: int) -> None:
+        """`num_slots`: row 0 included."""
+        self.num_slots = num_slots - 1
+        """Slots in all."""
+        self._free = list(range(num_slots - 1, PADDING_SLOT, -1))
+        self.generations: NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        """Of the current lease of each slot, or of none."""
+
+    @property
+    def num_free(self) -> int:
+        """Free slots."""
+        return len(self._free)
+
+    def allocate(self) -> SlotLease:
+        """Takes a slot; there must be a free one."""
+        assert self._free, "a free slot was seen before"
+        slot = self._free.pop()
+        self.generations[slot] += 1
+        return SlotLease(slot, int(self.generations[slot]))
+
+    def release(self, lease: SlotLease) -> None:
+        """Gives a slot back; the lease is not current from now on."""
+        assert self.is_current(lease), f"slot {lease.slot}: generation {lease.generation} is over"
+        self.generations[lease.slot] += 1
+        self._free.append(lease.slot)
+
+    def is_current(self, lease: SlotLease) -> bool:
+        """True while the sequence that was given this lease has the slot."""
+        return bool(self.generations[lease.slot] == lease.generation)
 
 
 @dataclass(slots=True, eq=False)

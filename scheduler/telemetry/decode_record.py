@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slipstream.scheduler.core.accounts import TakenIn
-    from slipstream.scheduler.core.results import Step
+    from slipstream.scheduler.core.step import Step
     from slipstream.scheduler.workers.attachment import DraftAttachment
 
 KEPT_STEPS = 4096

@@ -15,7 +15,8 @@ from tests.harness.simulated_run import Run, make_job, reference, token_of
 
 if TYPE_CHECKING:
     from slipstream.scheduler.core.draft_policy import DraftPolicy
-    from slipstream.scheduler.core.results import Step, StepResult
+    from slipstream.scheduler.core.results import StepResult
+    from slipstream.scheduler.core.step import Step
     from slipstream.scheduler.telemetry.draft_metrics import LossCause
     from slipstream.scheduler.workers.attachment import DraftAttachment
     from tests.harness.counted_jobs import Job

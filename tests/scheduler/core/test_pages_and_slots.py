@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.common.errors import ResourceExhaustedError
-from slipstream.scheduler.core.allocators import PADDING_PAGE, PADDING_SLOT, PageAllocator, SlotAllocator, SlotLease
+from slipstream.common.worker.layout import PADDING_SLOT
+from slipstream.scheduler.core.prefix_cache import PADDING_PAGE, PageAllocator
+from slipstream.scheduler.core.sequence import SlotAllocator, SlotLease
 
 
 @given(st.integers(2, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=60))

@@ -13,8 +13,9 @@ from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.layout import NOT_FINITE, RESULT_FENCES, BufferName, EpochShape
 from slipstream.common.worker.step import FenceName, StepKind
-from slipstream.scheduler.core.allocators import SlotLease
-from slipstream.scheduler.core.results import ResultReader, Step, StepResult, StepSlots
+from slipstream.scheduler.core.results import ResultReader, StepResult
+from slipstream.scheduler.core.sequence import SlotLease
+from slipstream.scheduler.core.step import Step, StepSlots
 from slipstream.services.worker.future_map import FutureMap, Logprobs, VerifyResult
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.layout import RESULT_FENCES, BufferName, DraftShape, EpochShape
 from slipstream.common.worker.step import Role, StepKind
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.allocators import SlotLease
-from slipstream.scheduler.core.results import Step
+from slipstream.scheduler.core.sequence import SlotLease
+from slipstream.scheduler.core.step import Step
 from slipstream.scheduler.telemetry.step_metrics import (
     DRAFT_TO_VERIFY,
     VERIFY_TO_DRAFT,
