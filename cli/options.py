@@ -111,7 +111,6 @@ class GenerateOptions(Settings, heading="Request"):
 
     connect_timeout_s: float = setting(
         CONNECT_TIMEOUT_S,
-        name="connect_timeout",
         unit="SECONDS",
         help="How long a server that does not answer is tried.",
         above=0,

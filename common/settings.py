@@ -36,7 +36,6 @@ HELP_WIDTH = {"max_content_width": 100}
 class _Spec:
     help: str
     unit: str | None
-    name: str | None
     unset: str | None
     parse: Callable[[str], Any] | None
     accepts: Callable[[Any], bool] | None
@@ -44,7 +43,7 @@ class _Spec:
 
     def check(self, name: str, value: object) -> None:
         if value is not None and self.accepts is not None and not self.accepts(value):
-            raise ConfigError(self.name or name, str(value) if isinstance(value, Path) else value, self.accepted)
+            raise ConfigError(name, str(value) if isinstance(value, Path) else value, self.accepted)
 
 
 def setting(
@@ -58,7 +57,6 @@ def setting(
     choices: tuple[str, ...] = (),
     accepts: Callable[[Any], bool] | None = None,
     accepted: str = "",
-    name: str | None = None,
     unset: str | None = None,
     parse: Callable[[str], Any] | None = None,
     default_factory: Any = MISSING,
@@ -67,8 +65,8 @@ def setting(
 
     `unit` is the placeholder that the help shows for the value ("MS", "DIR"). A value is accepted from `low`, or only
     `above` a bound, to `high`; or if it is one of `choices`; or if `accepts` says so, which `accepted` puts in words.
-    None, where it is the default, is always accepted; `unset` says what it stands for. `name` replaces the field's name
-    in the option and in errors. `parse` reads the value from the command line, and raises ValueError.
+    None, where it is the default, is always accepted; `unset` says what it stands for. `parse` reads the value from the
+    command line, and raises ValueError.
     """
     if choices:
         accepts, accepted = accepts or choices.__contains__, accepted or ", ".join(choices)
@@ -77,7 +75,7 @@ def setting(
         assert (low is None) != (above is None), "a range has one lower end"
         accepts = (lambda value: above < value <= high) if low is None else (lambda value: low <= value <= high)
         accepted = accepted or (f"above {above}, to {high}" if low is None else f"{low} to {high}")
-    spec = _Spec(help=help, unit=unit, name=name, unset=unset, parse=parse, accepts=accepts, accepted=accepted)
+    spec = _Spec(help=help, unit=unit, unset=unset, parse=parse, accepts=accepts, accepted=accepted)
     return field(default=default, default_factory=default_factory, metadata={_SPEC: spec})
 
 
@@ -158,7 +156,7 @@ def _parameters(kind: type) -> Iterator[inspect.Parameter]:
     for member, spec in sorted(_settings(kind), key=lambda setting: places[setting[0].name]):
         default = member.default_factory() if member.default_factory is not MISSING else member.default
         option = typer.Option(
-            _option_name(member, spec),
+            _option_name(member),
             parser=spec.parse,
             metavar=None if hints[member.name] is bool else spec.unit,
             help=f"{spec.help}  [default: {spec.unset}]" if spec.unset else spec.help,
@@ -176,12 +174,12 @@ def _parameters(kind: type) -> Iterator[inspect.Parameter]:
 def arguments(settings: object) -> list[str]:
     """The words of a command line that say what differs from the defaults."""
     words: list[str] = []
-    for member, spec in _settings(type(settings)):
+    for member, _spec in _settings(type(settings)):
         value = getattr(settings, member.name)
         if value != member.default:
-            words += [_option_name(member, spec)] if value is True else [_option_name(member, spec), str(value)]
+            words += [_option_name(member)] if value is True else [_option_name(member), str(value)]
     return words
 
 
-def _option_name(member: Field[Any], spec: _Spec) -> str:
-    return "--" + (spec.name or member.name).replace("_", "-")
+def _option_name(member: Field[Any]) -> str:
+    return "--" + member.name.replace("_", "-")

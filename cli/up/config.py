@@ -89,12 +89,9 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSetting
         high=65535,
         unset="none",
     )
-    ready_timeout_s: float = setting(
-        300.0, name="ready_timeout", help="Time for the models to load.", unit="SECONDS", above=0, high=86400
-    )
+    ready_timeout_s: float = setting(300.0, help="Time for the models to load.", unit="SECONDS", above=0, high=86400)
     drain_timeout_s: float = setting(
         GatewayConfig.grace_s,
-        name="drain_timeout",
         help="Time for running requests to finish when stopped.",
         unit="SECONDS",
         above=0,

@@ -86,7 +86,7 @@ def test_the_version_of_the_command_is_the_package_s() -> None:
         (("up", "--no-such-option"), "--no-such-option"),
         (("up", "--slots", "many"), "'--slots'"),
         (("generate", "x", "--server", "here"), "--server: got 'here'"),
-        (("generate", "x", "--connect-timeout", "0"), "--connect-timeout: got 0.0"),
+        (("generate", "x", "--connect-timeout-s", "0"), "--connect-timeout-s: got 0.0"),
         (("status", "--server", "here:http"), "--server: got 'here:http'"),
         (("check-drafter", "--address", "unix:/none", "--timeout", "0"), "--timeout: got 0.0"),
     ],
@@ -112,7 +112,7 @@ def test_nobody_at_the_address() -> None:
 def test_generate_gives_up_a_server_that_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-    found = slipstream("generate", "--server", address, "--connect-timeout", "0.3", "Hello")
+    found = slipstream("generate", "--server", address, "--connect-timeout-s", "0.3", "Hello")
     assert found.returncode == 1
     note, error = found.stderr.splitlines()
     assert note == f"slipstream: no answer yet: trying {address} for 0.3 s"

@@ -70,7 +70,7 @@ def test_a_user_without_a_home_has_a_state_directory(monkeypatch: pytest.MonkeyP
         ("read_timeout_s", {"read_timeout_s": float("inf")}),
         ("outage_timeout_s", {"outage_timeout_s": 0}),
         ("threads", {"threads": 0}),
-        ("drain_timeout", {"drain_timeout_s": float("nan")}),
+        ("drain_timeout_s", {"drain_timeout_s": float("nan")}),
         ("metrics_port", {"metrics_port": -1}),
         ("metrics_port", {"metrics_port": 65533}),
         ("log_level", {"log_level": "LOUD"}),

@@ -27,9 +27,7 @@ class Full(Basic):
     """One of each sort."""
 
     where: Path = setting(help="Folder.", unit="DIR", accepts=Path.is_dir, accepted="a directory")
-    limit_s: float | None = setting(
-        None, name="limit", help="Time.", unit="SECONDS", above=0, high=60, unset="for ever"
-    )
+    limit_s: float | None = setting(None, help="Time.", unit="SECONDS", above=0, high=60, unset="for ever")
     loud: bool = setting(False, help="Says more.")
     texts: list[str] | None = setting(None, help="Texts.", unit="TEXT")
     made: object = None
@@ -56,9 +54,9 @@ def parsed(*words: str) -> tuple[Any, str]:
         ("slots", {"slots": 65}),
         ("kind", {"kind": "c"}),
         ("where", {"where": Path("/nothing")}),
-        ("limit", {"limit_s": 0}),
-        ("limit", {"limit_s": float("nan")}),
-        ("limit", {"limit_s": float("inf")}),
+        ("limit_s", {"limit_s": 0}),
+        ("limit_s", {"limit_s": float("nan")}),
+        ("limit_s", {"limit_s": float("inf")}),
     ],
 )
 def test_a_wrong_setting_is_named(name: str, values: dict[str, Any]) -> None:
@@ -69,7 +67,7 @@ def test_a_wrong_setting_is_named(name: str, values: dict[str, Any]) -> None:
 
 
 def test_options_become_settings_and_arguments_again() -> None:
-    words = ["--slots", "5", "--where", "/tmp", "--limit", "2.5", "--loud", "--own", "4"]
+    words = ["--slots", "5", "--where", "/tmp", "--limit-s", "2.5", "--loud", "--own", "4"]
     config, _ = parsed(*words)
     assert config == Full(slots=5, where=Path("/tmp"), limit_s=2.5, loud=True, made=4)
     assert arguments(config) == words[:-2]
@@ -82,7 +80,7 @@ def test_help_has_units_and_defaults() -> None:
         "--slots N Rows. [default: 16]",
         "--kind a|b Which. [default: a]",
         "--where DIR Folder. [required]",
-        "--limit SECONDS Time. [default: for ever]",
+        "--limit-s SECONDS Time. [default: for ever]",
         "--loud Says more.",
     ):
         assert part in text
