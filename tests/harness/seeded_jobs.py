@@ -24,16 +24,20 @@ def make_jobs(
     *,
     stop_token_ids: frozenset[int] = frozenset(),
     max_draft_tokens: tuple[int | None, ...] = (None,),
+    top_logprobs: tuple[int | None, ...] = (None,),
+    samplings: tuple[SamplingParams, ...] = SAMPLINGS,
+    seed: int = SEED,
 ) -> list[Job]:
-    """Prompts of 1 to 40 tokens, the same ones each time; `max_draft_tokens` of one job after the other, in turn."""
-    rng = random.Random(SEED)
+    """Prompts of 1 to 40 tokens, the same ones each time. What is given as a tuple is of one job after the other."""
+    rng = random.Random(seed)
     specs = [
         SequenceSpec(
             job_id=str(number),
             prompt=tuple(rng.randrange(256) for _ in range(rng.choice((1, 7, 8, 9, 23, 40)))),
             max_new_tokens=rng.randrange(10, 24),
-            sampling=SAMPLINGS[number % len(SAMPLINGS)],
+            sampling=samplings[number % len(samplings)],
             stop_token_ids=stop_token_ids,
+            top_logprobs=top_logprobs[number % len(top_logprobs)],
             max_draft_tokens=max_draft_tokens[number % len(max_draft_tokens)],
         )
         for number in range(count)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
+from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import MismatchError
 from slipstream.scheduler.config import SchedulerConfig
@@ -20,8 +19,8 @@ from slipstream.services.worker.config import EAGLE3, MTP, NGRAM, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from slipstream.services.worker.language_model import LanguageModel
 from slipstream.services.worker.ragged_graphs import RaggedGraphs
+from tests.harness import seeded_jobs
 from tests.harness.checkpoints import write_checkpoint, write_guesser
-from tests.harness.counted_jobs import Job
 from tests.harness.eagle3_checkpoints import MODULES, make_head, write_head
 from tests.harness.inline_device import InlineDevice
 from tests.harness.leaks import nothing_left
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from slipstream.services.models.attention import ForwardBatch
     from slipstream.services.models.decoder import DecoderOutput
     from slipstream.services.worker.engine import RoleEngine
+    from tests.harness.counted_jobs import Job
 
 SEED = 5
 SAMPLINGS = (
@@ -85,19 +85,7 @@ def roles(checkpoints: Checkpoints, draft: str, device: Device, width: int | Non
 
 def make_jobs() -> list[Job]:
     """Prompts of 1 to 40 tokens; one of each kind of sampling, twice; every third asks for logprobs."""
-    rng = random.Random(SEED)
-    specs = [
-        SequenceSpec(
-            job_id=str(number),
-            prompt=tuple(rng.randrange(256) for _ in range(rng.choice((1, 7, 8, 9, 23, 40)))),
-            max_new_tokens=rng.randrange(10, 24),
-            sampling=SAMPLINGS[number % len(SAMPLINGS)],
-            stop_token_ids=frozenset(),
-            top_logprobs=3 if number % 3 == 2 else None,
-        )
-        for number in range(2 * len(SAMPLINGS))
-    ]
-    return [Job(spec) for spec in specs]
+    return seeded_jobs.make_jobs(2 * len(SAMPLINGS), top_logprobs=(None, None, 3), samplings=SAMPLINGS, seed=SEED)
 
 
 def make_config(**changes: Any) -> SchedulerConfig:
