@@ -29,7 +29,11 @@ class GatewaySettings(AccessSettings, heading="Requests and jobs"):
         high=MAX_GATEWAYS,
     )
     queue: int = setting(
-        256, help="Requests that may wait for a slot; one more is refused.", unit="N", low=1, high=2**20
+        256,
+        help="Outputs that may wait for their first slot, n of a request; a request that brings more is refused.",
+        unit="N",
+        low=1,
+        high=2**20,
     )
     stream_interval_ms: float | None = setting(
         None,

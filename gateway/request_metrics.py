@@ -67,9 +67,14 @@ GIVEN_UP = counter(
     "slipstream_sequences_given_up_total",
     "Sequences that failed because all work was lost again and again while they ran: they may be the cause.",
 )
-RUNNING = gauge("slipstream_num_requests_running", "Requests that have a slot.")
-WAITING = gauge("slipstream_num_requests_waiting", "Requests that wait for a slot.")
-QUEUE_CAPACITY = gauge("slipstream_queue_capacity", "Requests that can wait for a slot; one more is refused.")
+RUNNING = gauge(
+    "slipstream_num_requests_running",
+    "Outputs, n of a request, that were given a slot and have not ended; preempted ones count.",
+)
+WAITING = gauge("slipstream_num_requests_waiting", "Outputs, n of a request, that wait for their first slot.")
+QUEUE_CAPACITY = gauge(
+    "slipstream_queue_capacity", "Outputs that can wait for their first slot; requests that bring more are refused."
+)
 SPECS = (
     *(FIRST_TOKEN, INTER_TOKEN, END_TO_END, QUEUE_TIME),
     *(

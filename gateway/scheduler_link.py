@@ -183,7 +183,7 @@ class SchedulerLink:
             raise self._shut.again()
         if self.num_waiting + num_sequences > self._capacity:
             few = "full" if num_sequences == 1 else f"too full for {num_sequences} more"
-            message = f"the queue is {few}: {self.num_waiting} jobs are waiting, of at most {self._capacity}"
+            message = f"the queue is {few}: {self.num_waiting} outputs are waiting, of at most {self._capacity}"
             raise ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
 
     def cancel(self, sequence: RunningSequence) -> None:

@@ -59,7 +59,7 @@ def _now() -> list[Panel]:
     return [
         numbers(
             "Requests running",
-            "Requests that have a slot.",
+            "Outputs, n of a request, that were given a slot and have not ended; preempted ones count.",
             Query(total(series(RUNNING)), "running"),
             unit="none",
             base="blue",
@@ -67,7 +67,7 @@ def _now() -> list[Panel]:
         ),
         numbers(
             "Queue",
-            "Requests that wait for a slot, as a share of those that may; at 100 % further ones are refused.",
+            "Outputs that wait for their first slot, as a share of those that may; at 100 % further ones are refused.",
             Query(f"{total(series(WAITING))} / {total(series(QUEUE_CAPACITY))}", "queue"),
             unit="percentunit",
             limits=NEARLY_FULL,

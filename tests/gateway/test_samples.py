@@ -79,7 +79,7 @@ async def test_all_find_room_in_the_queue_or_none() -> None:
         await client.create_job([5], job_id="runs", max_new_tokens=3)
         await state_of(client, "runs", JobState.RUNNING)
         await client.create_job([5], job_id="waits", n=3, max_new_tokens=3)
-        with pytest.raises(ResourceExhaustedError, match="too full for 2 more: 3 jobs are waiting") as caught:
+        with pytest.raises(ResourceExhaustedError, match="too full for 2 more: 3 outputs are waiting") as caught:
             await client.create_job([5], job_id="late", n=2, max_new_tokens=3)
         assert caught.value.retry_after_ms > 0
         assert server.link.num_waiting == 3

@@ -289,11 +289,11 @@ async def test_a_full_queue_says_when_to_come_again(client: AsyncClient) -> None
         await until(lambda: server.link.num_running == 1)
         waiting = asyncio.ensure_future(collect(client.generate([6], max_new_tokens=2)))
         await until(lambda: server.link.num_waiting == 1)
-        with pytest.raises(ResourceExhaustedError, match="1 jobs are waiting") as caught:
+        with pytest.raises(ResourceExhaustedError, match="1 outputs are waiting") as caught:
             await collect(client.generate([7]))
         assert caught.value.retry_after_ms > 0
         # Too long a text for the context, and nobody has looked.
-        with pytest.raises(ResourceExhaustedError, match="1 jobs are waiting"):
+        with pytest.raises(ResourceExhaustedError, match="1 outputs are waiting"):
             await collect(client.generate("a b " * CONTEXT_TOKENS))
         assert server.manager.num_jobs == 2
         assert server.metric("num_requests_running") == 1
