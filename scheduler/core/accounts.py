@@ -367,7 +367,10 @@ class CommittedTokens:
         tokens = np.stack([taken_in.tokens for taken_in in steps], 1)
         num_tokens = np.stack([taken_in.num_tokens for taken_in in steps], 1)
         is_new = np.arange(tokens.shape[2]) < num_tokens[:, :, None]
-        ends = self._lengths[rows, None] + num_tokens.cumsum(1)
-        at, step, column = is_new.nonzero()
-        self._tokens[rows[at], (ends - num_tokens)[at, step] + column] = tokens[is_new]
-        self._lengths[rows] = ends[:, -1]
+        num_new = num_tokens.sum(1)
+        ends = self._lengths[rows] + num_new
+        # New tokens come slot by slot, those of a slot one behind the other, in the table as in `tokens`.
+        first = rows * self._tokens.shape[1] + ends - num_new.cumsum()
+        new_tokens = tokens[is_new]
+        self._tokens.reshape(-1)[np.arange(len(new_tokens)) + first.repeat(num_new)] = new_tokens
+        self._lengths[rows] = ends
