@@ -50,8 +50,12 @@ class StepResult(NamedTuple):
 class ResultReader:
     """Copies results on a private stream that waits for publish alone: other queued work does not delay it."""
 
-    def __init__(self, device: Device, arena: Arena, shape: EpochShape, log: AccessLog) -> None:
+    def __init__(
+        self, device: Device, arena: Arena, shape: EpochShape, log: AccessLog, *, is_debug: bool = False
+    ) -> None:
+        """`is_debug`: verify marks the lengths in rows that no step has published, and they are looked at."""
         self._shape = shape
+        self._is_debug = is_debug
         self._log = log
         self._publish = publish = arena.fence(FenceName.VERIFY_PUBLISH)
         stamps = (BufferName.VERIFY_STAMPS, BufferName.DRAFT_STAMPS)
@@ -73,7 +77,8 @@ class ResultReader:
     def resolve(self, step: Step, timeout_s: float) -> StepResult | None:
         """Waits for the row; None if the time is over first.
 
-        Raises FutureMapError if the row was consumed before, or if no step published it.
+        Raises FutureMapError if the row was consumed before, if it cannot be a result or, in debug mode, if no step
+        published it.
         """
         if step.number <= self._last_consumed:
             raise FutureMapError(f"step {step.number} is consumed again, after step {self._last_consumed}")
@@ -123,12 +128,14 @@ class ResultReader:
         """Copies the rows of the step: the next step's result may overwrite the shared ones."""
         rows = step.yielding.rows
         most = step.num_draft_tokens
-        accepted, lengths = num_accepted.take(rows), seq_lens.take(rows)
+        accepted = num_accepted.take(rows)
         not_finite: tuple[int, ...] = ()
         # Without their sign, negative numbers are too large as well.
         is_wrong = accepted.view(np.uint32) > most
-        is_wrong |= lengths < 0
+        if self._is_debug:
+            is_wrong |= seq_lens.take(rows) < 0
         if np.count_nonzero(is_wrong):
+            lengths = seq_lens.take(rows)
             is_not_finite = (accepted == NOT_FINITE) & (lengths >= 0)
             not_finite = tuple(is_not_finite.nonzero()[0].tolist())
             accepted[is_not_finite], is_wrong[is_not_finite] = 0, False

@@ -224,7 +224,7 @@ class Epoch:
             ring=self._shape.ring,
             step_timeout_s=config.step_timeout_s,
         )
-        results = ResultReader(self._device, arena, self._shape, log)
+        results = ResultReader(self._device, arena, self._shape, log, is_debug=config.debug)
         self._held.callback(results.close)
         loop = StepLoop(
             settings,

@@ -32,7 +32,7 @@ class Shared:
         self.arena = device.create_arena(SHAPE.specs(), RESULT_FENCES)
         buffers = {BufferName(spec.name): self.arena.tensor(spec.name) for spec in SHAPE.specs()}
         self.verify = FutureMap(SHAPE, buffers, vocab_size=100, log=AccessLog(), is_debug=True)
-        self.reader = ResultReader(device, self.arena, SHAPE, AccessLog())
+        self.reader = ResultReader(device, self.arena, SHAPE, AccessLog(), is_debug=True)
 
     def publish(self, number: int, rows: list[int], accepted: list[int], logprobs: Logprobs | None = None) -> None:
         """As verify's stream does."""
