@@ -1,5 +1,6 @@
 """Models on disk: folders of the Hugging Face layout, weights as bfloat16 safetensors."""
 
+import json
 import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -68,6 +69,27 @@ def save(model: Llama, folder: Path, tokenizer: Path) -> None:
     for name in _TOKENIZER_FILES:
         if folder.resolve() != tokenizer.resolve():
             shutil.copyfile(tokenizer / name, folder / name)
+
+
+def save_head(weights: dict[str, Tensor], shape: LlamaShape, folder: Path, **config: Any) -> None:
+    """Write the weights of a head for a target of this shape. ``config``: the fields of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+    values = asdict(shape)
+    theta = values.pop("rope_theta")
+    values |= {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "bos_token_id": END_OF_TEXT_ID,
+        "dtype": "bfloat16",
+        "eos_token_id": END_OF_TEXT_ID,
+        "hidden_act": "silu",
+        "mlp_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+    }
+    (folder / "config.json").write_text(json.dumps(values | config, indent=2, sort_keys=True) + "\n")
 
 
 def load(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:

@@ -1,13 +1,10 @@
 """Distil the EAGLE head from the target, on the corpus and on the target's own samples."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.training import checkpoint
@@ -52,27 +49,8 @@ class Rollout(torch.nn.Module):
 
 def save(head: EagleHead, folder: Path) -> None:
     """Write the head in the layout of the paper's authors, rounded to bfloat16, without what is the target's."""
-    folder.mkdir(parents=True, exist_ok=True)
     weights = {name: w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in head.state_dict().items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
-    values = asdict(head.shape)
-    theta = values.pop("rope_theta")
-    config = values | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "bias": True,
-        "bos_token_id": checkpoint.END_OF_TEXT_ID,
-        "dtype": "bfloat16",
-        "eos_token_id": checkpoint.END_OF_TEXT_ID,
-        "hidden_act": "silu",
-        "mlp_bias": False,
-        "num_hidden_layers": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        "tie_word_embeddings": False,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    checkpoint.save_head(weights, head.shape, folder, bias=True, num_hidden_layers=1, tie_word_embeddings=False)
 
 
 def main(

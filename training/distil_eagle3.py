@@ -1,13 +1,10 @@
 """Distil the EAGLE-3 head from the target, on the corpus and on the target's own samples."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.training import checkpoint
@@ -55,32 +52,21 @@ class Rollout(torch.nn.Module):
 
 def save(head: Eagle3Head, folder: Path) -> None:
     """Write the head in the layout of the paper's authors, rounded to bfloat16, without the target's embedding."""
-    folder.mkdir(parents=True, exist_ok=True)
     shape, vocabulary = head.shape, head.vocabulary.cpu()
     weights = {name: w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in head.state_dict().items()}
     weights["d2t"] = vocabulary - torch.arange(len(vocabulary))
     weights["t2d"] = torch.zeros(shape.target.vocab_size, dtype=torch.bool).index_fill(0, vocabulary, True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
-    values = asdict(shape.target)
-    theta = values.pop("rope_theta")
-    config = values | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "bos_token_id": checkpoint.END_OF_TEXT_ID,
-        "draft_vocab_size": shape.draft_vocab_size,
-        "dtype": "bfloat16",
-        "eagle_aux_hidden_state_layer_ids": list(shape.fused_layers),
-        "eos_token_id": checkpoint.END_OF_TEXT_ID,
-        "hidden_act": "silu",
-        "intermediate_size": shape.intermediate_size,
-        "mlp_bias": False,
-        "num_hidden_layers": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        "tie_word_embeddings": False,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    checkpoint.save_head(
+        weights,
+        shape.target,
+        folder,
+        architectures=["LlamaForCausalLMEagle3"],
+        draft_vocab_size=shape.draft_vocab_size,
+        eagle_aux_hidden_state_layer_ids=list(shape.fused_layers),
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=1,
+        tie_word_embeddings=False,
+    )
 
 
 def most_frequent(tokens: list[Tensor], count: int, vocab_size: int) -> Tensor:

@@ -1,13 +1,11 @@
 """Distil multi-token prediction modules from the target, on the corpus and on the target's own samples."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream.training import checkpoint
@@ -66,31 +64,14 @@ def load(head: MtpHead, folder: Path) -> None:
 
 def save(head: MtpHead, folder: Path) -> None:
     """Write the modules under DeepSeek's names, as bfloat16, without the target's embedding and output."""
-    folder.mkdir(parents=True, exist_ok=True)
     shape = head.shape
     weights = {
         f"model.layers.{shape.num_hidden_layers + number}.{name}": weight.detach().to("cpu", torch.bfloat16).clone()
         for number, module in enumerate(head.steps)
         for name, weight in module.state_dict().items()
     }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
-    values = asdict(shape)
-    theta = values.pop("rope_theta")
-    config = values | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "bos_token_id": checkpoint.END_OF_TEXT_ID,
-        "dtype": "bfloat16",
-        "eos_token_id": checkpoint.END_OF_TEXT_ID,
-        "hidden_act": "silu",
-        "mlp_bias": False,
-        "num_nextn_predict_layers": len(head.steps),
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        "tie_word_embeddings": True,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    num_modules = len(head.steps)
+    checkpoint.save_head(weights, shape, folder, num_nextn_predict_layers=num_modules, tie_word_embeddings=True)
 
 
 def main(
