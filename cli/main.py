@@ -177,7 +177,7 @@ def status(
     watch: Annotated[
         bool, typer.Option("--watch", help="Show it again and again, with what happened since the time before.")
     ] = False,
-    interval: Annotated[
+    interval_s: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="With --watch: time between two looks.  [default: 1]")
     ] = None,
     **values: Any,
@@ -199,9 +199,9 @@ def status(
     if watch:
         from slipstream.cli.status_watch import run_watch
 
-        _exit_with(run_watch(locate, access, interval_s=interval, as_json=as_json))
-    if interval is not None:
-        raise ConfigError("interval", interval, "a number with --watch")
+        _exit_with(run_watch(locate, access, interval_s=interval_s, as_json=as_json))
+    if interval_s is not None:
+        raise ConfigError("interval_s", interval_s, "a number with --watch")
 
     async def look() -> ServerStatus:
         reports = await fetch_reports(default_state_dir() if state_dir is None else state_dir)
@@ -239,7 +239,7 @@ def trace(
     server: ServerOption = DEFAULT_SERVER,
     state_dir: StateDirOption = None,
     steps: Annotated[int, typer.Option(metavar="N", help="How many steps, from the next one on.")] = 50,
-    wait: Annotated[
+    wait_s: Annotated[
         float, typer.Option(metavar="SECONDS", help="Give up when no further step was complete for so long.")
     ] = 10.0,
     **values: Any,
@@ -253,7 +253,7 @@ def trace(
     from slipstream.cli.up.run import server_of
 
     access = shared(ConnectionOptions, values).access()
-    _exit_with(run_trace(server if state_dir is None else server_of(state_dir), steps, wait, out, **access))
+    _exit_with(run_trace(server if state_dir is None else server_of(state_dir), steps, wait_s, out, **access))
 
 
 @_command()
@@ -299,7 +299,7 @@ def doctor(
 @with_options(WorkerConfig, only=("device",))
 def check_drafter(
     address: Annotated[str, typer.Option(metavar="unix:PATH", help="Where the drafter serves.")],
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="What a step or an answer may take.")] = 10.0,
+    timeout_s: Annotated[float, typer.Option(metavar="SECONDS", help="What a step or an answer may take.")] = 10.0,
     **values: Any,
 ) -> None:
     """Check a drafter of your own, without a model. Fails when it breaks the contract.
@@ -310,11 +310,11 @@ def check_drafter(
     from slipstream.common.rpc.address import parse_address
 
     parsed = str(parse_address(address, field="address"))
-    if timeout <= 0:
-        raise ConfigError("timeout", timeout, "above 0")
+    if timeout_s <= 0:
+        raise ConfigError("timeout_s", timeout_s, "above 0")
     from slipstream.cli.conformance.run import run_check_drafter
 
-    raise typer.Exit(run_check_drafter(parsed, values["device"], timeout_s=timeout))
+    raise typer.Exit(run_check_drafter(parsed, values["device"], timeout_s=timeout_s))
 
 
 @_command()

@@ -215,11 +215,11 @@ async def run_watch(
 ) -> int:
     """Shows a look now and after each interval: on a terminal redrawn, elsewhere as lines. Returns 0 after a signal.
 
-    `locate`: see `Watcher`. Raises ConfigError naming `interval`.
+    `locate`: see `Watcher`. Raises ConfigError naming `interval_s`.
     """
     interval_s = DEFAULT_INTERVAL_S if interval_s is None else interval_s
     if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
-        raise ConfigError("interval", interval_s, f"{MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds")
+        raise ConfigError("interval_s", interval_s, f"{MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds")
     watcher = Watcher(locate, partial(read_server, **access))
     is_live = not as_json and sys.stdout.isatty() and not Console().is_dumb_terminal
     plain = Console(width=_PLAIN_WIDTH, color_system=None)

@@ -52,7 +52,7 @@ async def run_trace(server: str, steps: int, wait_s: float, out: str, **access: 
     if not 1 <= steps <= MAX_STEPS:
         raise ConfigError("steps", steps, f"1 to {MAX_STEPS}")
     if not 0.001 <= wait_s <= MAX_WAIT_MS / 1000:
-        raise ConfigError("wait", wait_s, f"0.001 to {MAX_WAIT_MS / 1000:g} seconds")
+        raise ConfigError("wait_s", wait_s, f"0.001 to {MAX_WAIT_MS / 1000:g} seconds")
     with _output(out) as write:
         async with AsyncClient(server, **access) as client:
             services = (await client.server_info()).services

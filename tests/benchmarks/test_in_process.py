@@ -98,7 +98,7 @@ async def test_its_steps_are_traced(tmp_path: Path) -> None:
     """As if they were processes of their own."""
     out = tmp_path / "out.json"
     async with served("standalone") as (address, _), AsyncClient(address) as client:
-        trace = ("trace", "--server", address, "--steps", "10", "--wait", "30", str(out))
+        trace = ("trace", "--server", address, "--steps", "10", "--wait-s", "30", str(out))
         traced = asyncio.create_task(asyncio.to_thread(slipstream, *trace))
         while not traced.done():
             async for _chunk in client.generate("class Queue:", max_new_tokens=100, ignore_eos=True):

@@ -74,7 +74,7 @@ def test_a_planted_fault_is_named(faulty: Path, fault: str, capsys: pytest.Captu
 @pytest.mark.parametrize("algorithm", OWN_DRAFTERS)
 def test_nothing_is_broken_by_our_own_drafters(tmp_path: Path, algorithm: str) -> None:
     with serving(tmp_path, *OWN_DRAFTERS[algorithm], "--device", "cpu") as address:
-        found = slipstream("check-drafter", "--address", address, "--timeout", "30", timeout_s=100)
+        found = slipstream("check-drafter", "--address", address, "--timeout-s", "30", timeout_s=100)
     print(found.stdout)
     assert found.returncode == 0, found.stderr
     assert "0 broken" in found.stdout

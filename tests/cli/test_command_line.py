@@ -35,6 +35,14 @@ def test_no_command_imports_what_only_services_need(modules: tuple[str, ...], he
     assert found.stdout.strip() == "[]"
 
 
+def test_an_option_for_a_time_ends_with_its_unit() -> None:
+    group = typer.main.get_group(app)
+    params = [param for command in group.commands.values() for param in command.params]
+    units = {param.opts[0]: param.metavar for param in params if param.metavar in ("SECONDS", "MS")}
+    assert len(units) > 10
+    assert [name for name, unit in units.items() if not name.endswith("-s" if unit == "SECONDS" else "-ms")] == []
+
+
 def test_help_names_the_commands() -> None:
     found = slipstream("--help")
     assert found.returncode == 0
@@ -88,7 +96,7 @@ def test_the_version_of_the_command_is_the_package_s() -> None:
         (("generate", "x", "--server", "here"), "--server: got 'here'"),
         (("generate", "x", "--connect-timeout-s", "0"), "--connect-timeout-s: got 0.0"),
         (("status", "--server", "here:http"), "--server: got 'here:http'"),
-        (("check-drafter", "--address", "unix:/none", "--timeout", "0"), "--timeout: got 0.0"),
+        (("check-drafter", "--address", "unix:/none", "--timeout-s", "0"), "--timeout-s: got 0.0"),
     ],
 )
 def test_a_wrong_command_is_one_clear_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:

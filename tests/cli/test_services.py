@@ -115,7 +115,7 @@ def test_a_proxy_of_the_environment_is_not_asked(server: str, tmp_path: Path, mo
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     assert slipstream("status", "--server", server).returncode == 0
     assert slipstream("generate", "--server", server, "--max-new-tokens", "2", "x").returncode == 0
-    trace = slipstream("trace", "--server", server, "--wait", "0.1", str(tmp_path / "out.json"))
+    trace = slipstream("trace", "--server", server, "--wait-s", "0.1", str(tmp_path / "out.json"))
     assert "no step was complete within 0.1 s" in trace.stderr
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(120)
 
-INTERVAL = ("--interval", "0.2")
+INTERVAL = ("--interval-s", "0.2")
 NUM_TOKENS = 100
 
 
@@ -121,13 +121,13 @@ def watched_on_a_terminal(*options: str) -> tuple[str, int]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "1e9"])
 def test_an_interval_out_of_range(interval: str) -> None:
-    found = slipstream("status", "--watch", "--interval", interval)
+    found = slipstream("status", "--watch", "--interval-s", interval)
     assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr.startswith("slipstream: error: --interval: got ")
+    assert found.stderr.startswith("slipstream: error: --interval-s: got ")
 
 
 def test_an_interval_without_watching() -> None:
-    found = slipstream("status", "--interval", "1")
+    found = slipstream("status", "--interval-s", "1")
     assert found.returncode == 2
     assert "a number with --watch" in found.stderr
 

@@ -37,14 +37,14 @@ def generate_until_the_end(trace: Running, address: str) -> None:
 @pytest.mark.usefixtures("up")
 def test_a_trace_of_a_running_server(state_dir: Path, tmp_path: Path) -> None:
     server, out = ("--state-dir", str(state_dir)), tmp_path / "out.json"
-    nothing = slipstream("trace", *server, "--wait", "0.1", str(out))
+    nothing = slipstream("trace", *server, "--wait-s", "0.1", str(out))
     address = (state_dir / "server").read_text()
-    with running("trace", *server, "--steps", "20", "--wait", "30", str(out)) as trace:
+    with running("trace", *server, "--steps", "20", "--wait-s", "30", str(out)) as trace:
         generate_until_the_end(trace, address)
         assert trace.end() == 0, trace.errors()
         assert trace.errors().startswith("steps ")
         assert f"(one clock) are in {out}: open it in " in trace.errors()
-    with running("trace", *server, "--steps", "10", "--wait", "30", "-") as to_standard_output:
+    with running("trace", *server, "--steps", "10", "--wait-s", "30", "-") as to_standard_output:
         generate_until_the_end(to_standard_output, address)
         assert to_standard_output.end() == 0, to_standard_output.errors()
         piped = json.loads(to_standard_output.output())
@@ -84,9 +84,9 @@ def test_a_number_of_steps_out_of_range(tmp_path: Path, steps: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("wait", ["0", "-1", "nan", "inf", "61"])
 def test_a_wait_out_of_range(tmp_path: Path, wait: str) -> None:
-    found = slipstream("trace", *NO_SERVER, "--wait", wait, str(tmp_path / "out.json"))
+    found = slipstream("trace", *NO_SERVER, "--wait-s", wait, str(tmp_path / "out.json"))
     assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr.startswith("slipstream: error: --wait: got ")
+    assert found.stderr.startswith("slipstream: error: --wait-s: got ")
 
 
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_asked(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ async def test_a_scheduler_that_cannot_be_reached_from_here(serve_state: ServeSt
 
 @pytest.mark.usefixtures("up")
 def test_ctrl_c_ends_the_wait_and_leaves_nothing(state_dir: Path, tmp_path: Path) -> None:
-    with running("trace", "--state-dir", str(state_dir), "--wait", "60", str(tmp_path / "out.json")) as trace:
+    with running("trace", "--state-dir", str(state_dir), "--wait-s", "60", str(tmp_path / "out.json")) as trace:
         until(lambda: any(tmp_path.iterdir()), trace)
         trace.signal(signal.SIGINT)
         assert trace.end() != 0
