@@ -91,7 +91,7 @@ class DraftPatience:
     @property
     def timeout_s(self) -> float:
         """The time that a step may wait for its draft now."""
-        return max(2 * self.usual_step_s, self._least_timeout_s) if self._timeout_s is None else self._timeout_s
+        return max(2 * self._longest_step_s, self._least_timeout_s) if self._timeout_s is None else self._timeout_s
 
     @property
     def tokens_timeout_s(self) -> float:
@@ -103,7 +103,7 @@ class DraftPatience:
         if takes_prompts:
             self._tokens_s = max(seconds, self._tokens_s * (1 - _SMOOTHING))
         if decodes:
-            seconds = min(seconds, max(self._least_timeout_s, _MOST_GROWTH * self.usual_step_s))
+            seconds = min(seconds, max(self._least_timeout_s, _MOST_GROWTH * self._longest_step_s))
             known = self._step_s[is_drafted]
             self._step_s[is_drafted] += (seconds - known) * (_SMOOTHING if known else 1.0)
 
@@ -112,6 +112,5 @@ class DraftPatience:
         self._tokens_s = max(self._tokens_s, seconds)
 
     @property
-    def usual_step_s(self) -> float:
-        """The time of a plain or of a drafted step that decodes, whichever is longer."""
+    def _longest_step_s(self) -> float:
         return max(self._step_s.values())

@@ -37,8 +37,6 @@ LIVENESS_S = 0.1
 """Between two checks of the links during a wait for a worker."""
 WATCH_S = 0.02
 """The same while a draft may hold the step up."""
-FIRST_WATCH = 1.25
-"""No check before a step has taken so many times as long as usual: they cost time, and find nothing in most steps."""
 _NO_DRAFT = DraftTraits(is_present=False)
 
 
@@ -300,9 +298,7 @@ class StepLoop:
         since = max(sent.sent_ns, self._landed_ns) / 1e9
         # Looked at first, since the fence of a draft that was lost may be set back.
         self._speculation.check()
-        patience_s = max(self._patience_s(), min(FIRST_WATCH * self._speculation.patience.usual_step_s, LIVENESS_S))
-        while (result := self._results.resolve(sent.step, patience_s)) is None:
-            patience_s = self._patience_s()
+        while (result := self._results.resolve(sent.step, self._patience_s())) is None:
             self._check_progress(sent, started)
             self._speculation.watch(sent.attachment, sent.waits_for, since)
         self._metrics.host_stalled(RESULT, time.monotonic() - started)

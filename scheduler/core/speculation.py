@@ -92,8 +92,7 @@ class Speculation:
         """
         self._batch = batch
         self._listener = listener
-        self.patience = DraftPatience(timeout_s, is_on_gpu=is_on_gpu)
-        """The times of the steps. Belongs to the loop's thread."""
+        self._patience = DraftPatience(timeout_s, is_on_gpu=is_on_gpu)
         self._policy = policy
         self._active: DraftWork | None = None
         self._resting: DraftWork | None = None
@@ -123,7 +122,7 @@ class Speculation:
     @property
     def timeout_s(self) -> float:
         """The time that a step may wait for its draft now."""
-        return self.patience.timeout_s
+        return self._patience.timeout_s
 
     @property
     def acknowledge_timeout_s(self) -> float:
@@ -194,7 +193,7 @@ class Speculation:
         if waited_for and self._active is not None and self._active.attachment is attachment:
             self._active.did(waited_for)
         if is_clean:
-            self.patience.took(seconds, decodes=decodes, takes_prompts=takes_prompts, is_drafted=waited_for > 0)
+            self._patience.took(seconds, decodes=decodes, takes_prompts=takes_prompts, is_drafted=waited_for > 0)
         if self._leaving:
             gone = [drafting for drafting in self._leaving if drafting.last_step <= step]
             self._leaving = [drafting for drafting in self._leaving if drafting.last_step > step]
@@ -226,7 +225,7 @@ class Speculation:
                 limit_s = self.timeout_s
                 if drafting.lacks_stash or not drafting.has_drafted:
                     limit_s = max(limit_s, FIRST_STEP_TIMEOUT_S)
-                if waited_s > limit_s + self.patience.tokens_timeout_s * brings_tokens:
+                if waited_s > limit_s + self._patience.tokens_timeout_s * brings_tokens:
                     reason = f"the draft service did not come to an end of its work within {waited_s:.3f} s"
                     self._lose(drafting, LossCause.TIMEOUT, reason)
         for lost in self._leaving:
@@ -280,7 +279,7 @@ class Speculation:
             return self._join(joining, last_step, held_back=1 - num_in_flight)
         if catch_up.is_pending:
             waited_s = time.monotonic() - catch_up.sent_at
-            limit_s = self.timeout_s + self.patience.tokens_timeout_s
+            limit_s = self.timeout_s + self._patience.tokens_timeout_s
             if not catch_up.is_too_slow:
                 limit_s = max(CATCH_UP_TIMEOUT_S, limit_s)
             if waited_s > limit_s:
@@ -290,7 +289,7 @@ class Speculation:
             return self._meanwhile(joining)
         if catch_up.number and joining.drafting.pending:
             joining.drafting.look()
-            self.patience.brought(time.monotonic() - catch_up.sent_at)
+            self._patience.brought(time.monotonic() - catch_up.sent_at)
         missing = catch_up.num_missing()
         if missing and last_step == catch_up.number:
             return self._meanwhile(joining)  # a command needs a number of its own

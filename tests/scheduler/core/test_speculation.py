@@ -241,7 +241,7 @@ def test_a_step_waits_as_long_for_its_draft_where_all_steps_are_mixed() -> None:
     for step in range(100):
         run.speculation.consumed(step, 0.5, decodes=True, takes_prompts=True)
     assert run.speculation.timeout_s == pytest.approx(1.0, rel=0.01)
-    assert run.speculation.patience.tokens_timeout_s == 1.0
+    assert run.speculation._patience.tokens_timeout_s == 1.0
 
 
 def test_a_draft_that_verify_cannot_be_released_from_ends_the_epoch() -> None:
@@ -310,7 +310,7 @@ def test_a_pause_and_steps_that_say_nothing_hardly_change_how_long_a_step_waits(
         run.speculation.consumed(step, 0.0, decodes=True, takes_prompts=False, is_clean=False)
     assert run.speculation.timeout_s >= 1.0
     run.speculation.consumed(100, 60.0, decodes=False, takes_prompts=True)
-    assert run.speculation.patience.tokens_timeout_s == 2.0
+    assert run.speculation._patience.tokens_timeout_s == 2.0
 
 
 def catching_up(num_missing: int, num_commands: int) -> CatchUp:
