@@ -39,7 +39,7 @@ class SlotAllocator:
         """Slots in all."""
         self._free = list(range(num_slots - 1, PADDING_SLOT, -1))
         self.generations: NDArray[np.int64] = np.zeros(num_slots, np.int64)
-        """Of the current lease of each slot, or of none."""
+        """[num_slots]: the generation of the lease of each slot; of a free slot, one that no lease has."""
 
     @property
     def num_free(self) -> int:

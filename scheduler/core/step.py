@@ -29,13 +29,13 @@ class StepSlots:
     rows: NDArray[np.int64]
     """The same numbers."""
     generations: NDArray[np.int64]
-    """Of the leases: a result for another lease belongs to another sequence."""
+    """The generation of each slot's lease: a result for another lease belongs to another sequence."""
     mask: int
     """The same slots as a mask of rows."""
 
     @classmethod
     def of(cls, leases: Iterable[SlotLease]) -> StepSlots:
-        """Those of these leases, in their order."""
+        """Makes them of the leases of these slots, in their order."""
         leases = list(leases)
         slots = tuple([lease.slot for lease in leases])
         generations = np.array([lease.generation for lease in leases], np.int64)
@@ -57,7 +57,7 @@ class Step(NamedTuple):
     number: int
     """The last one of its numbers: a mixed step that is drafted has two, the first for the draft's first command."""
     kind: StepKind
-    """Of a mixed step: how it decodes."""
+    """What the step does; a mixed step has the kind of the step that decodes alike, PLAIN or DECODE."""
     members: StepSlots
     """The slots that decode; in a prefill, those that take in prompts."""
     yielding: StepSlots
@@ -92,7 +92,7 @@ class Step(NamedTuple):
         return OrderedStep(self.number, self.kind, self.members.mask, prompts)
 
     def command(self, ops: FenceOps, epoch: int, attachment: int = 0) -> StepCommand:
-        """What verify gets. `attachment`: of the draft that takes part; 0 for none."""
+        """Makes the command for verify. `attachment`: the number of the draft's that takes part; 0 for none."""
         return StepCommand(
             epoch=epoch,
             step=self.number,
@@ -106,7 +106,7 @@ class Step(NamedTuple):
         )
 
     def commands_to_draft(self, planned: PlannedStep, attachment: int) -> list[StepCommand]:
-        """What a draft gets: one command, none, or two in a mixed step, the first of which drafts."""
+        """Makes the commands for a draft: none, one, or two in a mixed step, the first of which drafts."""
         if planned.draft is None:
             return []
         command = self.command(planned.draft, attachment)

@@ -1,8 +1,8 @@
 """Matrix products with FP8 weights: the numbers become bfloat16 in registers, scales multiply the sums.
 
 Rows are never rounded to FP8: a product is as exact as one with the same weights in float32, and does not depend on the
-rows beside. Half the bytes of bfloat16 weights are read, but not yet in half the time. On an H200 single products of an
-8B model took about as long as cuBLAS's in bfloat16 at one row, and longer from 32 rows on. What the machine code and
+rows beside. Half the bytes of bfloat16 weights are read, but not yet in half the time: docs/measured-on-a-gpu.md has
+the steps of an 8B model, which are somewhat shorter at few rows and longer from 32 rows on. What the machine code and
 the tiles suggest, unmeasured: the narrow products have one program of four warps for a multiprocessor, or for two of
 them, so a warp scheduler has nothing else to do while its warp waits for loads, conversions and chains of tensor-core
 instructions; at 64 rows a program of 32 columns reads four times as many bytes of rows as of weights. More warps with

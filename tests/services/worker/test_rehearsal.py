@@ -93,10 +93,11 @@ def test_no_step_of_the_scheduler_has_a_size_that_was_not_rehearsed(
 
     monkeypatch.setattr(rehearsal, "rehearse", take)
     shape = SimpleNamespace(chunk_tokens=chunk_tokens, num_slots=num_slots, num_draft_tokens=num_draft_tokens)
+    role: Any = None
     state: Any = SimpleNamespace(attachment=SimpleNamespace(shape=shape))
-    rehearsal.rehearse_prompts(None, state)  # type: ignore[arg-type]
+    rehearsal.rehearse_prompts(role, state)
     for kind in (StepKind.DECODE, StepKind.PLAIN):
-        rehearsal.rehearse_mixed(None, state, kind)  # type: ignore[arg-type]
+        rehearsal.rehearse_mixed(role, state, kind)
     sizes = BatchSizes(
         num_slots=num_slots,
         num_pages=2,
