@@ -105,8 +105,8 @@ def _draw_overlap_panel(axis: Axes, measurements: Sequence[overlap.Measurement])
 
 
 def draw_decode(measurements: Sequence[decode_report.Measurement], path: Path) -> None:
-    """A panel for each shape: a step's parts by batch, in three processes and in one; lines are floors."""
-    shapes = list(dict.fromkeys(m.shape for m in measurements))
+    """A panel for each shape that both modes ran: a step's parts by batch, in either; lines are floors."""
+    shapes = list(dict.fromkeys(m.shape for m in measurements if m.mode == decode_report.ONE))
     figure, axes = plt.subplots(1, len(shapes), figsize=(6.4 * len(shapes), 4.0), layout="constrained", squeeze=False)
     for axis, shape in zip(axes[0], shapes, strict=True):
         groups: dict[tuple[int, str], list[decode_report.Measurement]] = {}

@@ -65,9 +65,10 @@ class Medians:
         values: list[float] = [getattr(m, name) for m in self.three]
         return median(values)
 
-    def cpu_ms(self, name: str) -> float:
-        """The median CPU time of a process."""
-        return median(m.cpu_ms[name] for m in self.three)
+    def cpu_ms(self, name: str) -> float | None:
+        """The median CPU time of a process; None where that is not known."""
+        times = [m.cpu_ms[name] for m in self.three if name in m.cpu_ms]
+        return median(times) if times else None
 
     @property
     def one_process_ms(self) -> float:
@@ -89,8 +90,8 @@ class Medians:
 
 
 def medians(measurements: Sequence[Measurement]) -> list[Medians]:
-    """Medians of each shape and batch with a draft, in their order."""
+    """Medians of each shape and batch that both modes ran, in their order."""
     return [
         Medians(*([m for m in measurements if (m.shape, m.batch, m.mode) == (shape, batch, mode)] for mode in MODES))
-        for shape, batch in dict.fromkeys((m.shape, m.batch) for m in measurements if m.mode in MODES)
+        for shape, batch in dict.fromkeys((m.shape, m.batch) for m in measurements if m.mode == ONE)
     ]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.benchmarks import decode_report, overlap, reliability
+from slipstream.benchmarks.drafter_tables import DRAFT_NAMES, accept_length_section, every_drafter_section
 from slipstream.benchmarks.load_results import capacity_section, load_sections, readme_rows
 from slipstream.benchmarks.pages import RESULTS, ROOT, WRITTEN, load, markdown_table, section, text
 from slipstream.benchmarks.peers import DRAFTING, DRAFTS, PLAIN, SHAPE_8B
@@ -29,16 +30,6 @@ CAPACITY_PAGE = ROOT / "docs" / "capacity.md"
 RELIABILITY_PAGE = ROOT / "docs" / "reliability.md"
 BEGIN = "<!-- figures: python benchmarks/figures.py --write -->"
 END = "<!-- end of figures -->"
-DRAFT_NAMES = {
-    "none": "none",
-    "standalone": "standalone",
-    "standalone_auto": "standalone, `auto`",
-    "eagle3": "EAGLE-3",
-    "eagle": "EAGLE",
-    "mtp": "MTP modules",
-    "ngram": "n-grams",
-    "ngram_suffix": "n-grams, and outputs",
-}
 
 
 def table() -> str:
@@ -86,7 +77,7 @@ def cpu_page() -> str:
         "# Measured on a CPU",
         "Two virtual cores; machines are noisy, and each ratio is taken within one run.",
         _overlap_section("overlap_cpu"),
-        _accept_length_section(),
+        accept_length_section(),
         _lossless_section(),
         _serving_section(),
         load_sections("load_cpu"),
@@ -103,6 +94,7 @@ def gpu_page() -> str:
         _overlap_section("overlap_h200"),
         _decode_section(),
         _fp8_section(),
+        every_drafter_section(),
         load_sections("load_h200"),
         _delivery_section(),
         _peers_section(),
@@ -162,12 +154,12 @@ def _decode_section() -> list[str]:
         in_ms = [
             f"{m.batch} | {m.of('tokens_per_second'):,.0f} | "
             + " | ".join(f"{m.of(name):.3f}" for name in ("step_ms", "draft_ms", "verify_ms", "bubble_ms"))
-            + "".join(f" | {m.cpu_ms(name):.2f}" for name in (STEP_LOOP, "scheduler", "draft", "verify"))
+            + "".join(map(_cell, map(m.cpu_ms, (STEP_LOOP, "scheduler", "draft", "verify"))))
             for m in mine
         ]
         in_ratios = [
             f"{m.batch} | {m.overlap_efficiency:.4f} | {m.of('step_ms') / m.one_process_ms:.4f}"
-            + "".join(" | " if f is None else f" | {f:.2f}" for f in map(m.over_floor, ("verify", "draft")))
+            + "".join(map(_cell, map(m.over_floor, ("verify", "draft"))))
             for m in mine
         ]
         repeats = f"Repeats of each mode, in turns: {len(mine[0].three)}."
@@ -242,29 +234,6 @@ def _near_ties_section() -> list[str]:
     title = "Which outputs differ, in bfloat16"
     prices_table = markdown_table("draft | at once | step, ms | deterministic, ms | ratio", prices)
     return section(title, "near_ties", "near_ties_h200", report["host"], words, table, price, prices_table)
-
-
-def _accept_length_section() -> list[str]:
-    results, rows = load("accept_length_cpu"), []
-    names = ("algorithm", "num_draft_tokens", "workload", "temperature", "max_new_tokens")
-    keys = [tuple(result[name] for name in names) for result in results]
-    for key in dict.fromkeys(keys):
-        group = [r for r, own in zip(results, keys, strict=True) if own == key]
-        lengths = sorted(r["mean_accept_length"] for r in group)
-        spread = f"{lengths[0]:.2f} to {lengths[-1]:.2f}" if len(group) > 1 else f"{lengths[0]:.2f}"
-        repeated = f"{100 * max(r['repeated_share'] for r in group):.0f} %"
-        draft, count, workload, temperature, tokens = key
-        about = f"{DRAFT_NAMES[draft]} | {count} | {workload} | {temperature:g} | {tokens}"
-        rows.append(f"{about} | {len(group)} | {spread} | {repeated}")
-    words = (
-        f"The bundled drafts and prompt lookup (1 to 5 tokens), {results[0]['num_prompts']} held-out prompts, and "
-        "edits: the same ones, a copy with another name, and the beginning of a further copy, with which the small "
-        "target seldom goes on. Asked again, each edit is three requests with other names, one after the other. "
-        "*And outputs*: with `--suffix-cache-tokens 65536`, which remembers the answers before. Small models repeat "
-        "themselves, which makes drafting easy: the last column is the largest share of tokens in a repeated 5-gram."
-    )
-    table = markdown_table("draft | K | prompts | T | tokens | seeds | mean accept length | repeated", rows)
-    return section("Accept length", "accept_length", "accept_length_cpu", "", words, table)
 
 
 def _lossless_section() -> list[str]:
@@ -367,6 +336,10 @@ def _of(
 ) -> list[overlap.Measurement]:
     wanted = (draft_ms, verify_ms, policy, run_ahead)
     return [m for m in measurements if (m.draft_ms, m.verify_ms, m.policy, m.run_ahead) == wanted]
+
+
+def _cell(value: float | None) -> str:
+    return " | " if value is None else f" | {value:.2f}"
 
 
 def _short(host: str, num_parts: int = 1) -> str:
