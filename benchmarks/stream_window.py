@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
     from slipstream.benchmarks.stack import Served
     from slipstream.client.requests import RequestOptions
+    from slipstream.common.api.server_state import ServerState
     from slipstream.common.rpc.scrape import Scrape
 
 START_TIMEOUT_S = 120.0
+POLL_S = 0.05
 MOST_RESIDUE = 1e-6
 """The part of the steps' time by which busy and bubbles may miss it: rounding of sums in 64-bit floats."""
 MOST_TRIES = 5
@@ -139,7 +141,7 @@ async def _stream_window(
                 accepted[number] = chunk.usage.mean_accept_length
 
     async with AsyncClient(served.address) as client:
-        info = await client.server_info()
+        info = await with_draft(client)
         cpu = CpuClock({service.name: service.pid for service in info.services})
         async with background(*(stream(client, number) for number in range(len(prompts)))) as streams:
             async with background(is_warm.wait()) as warm:
@@ -165,6 +167,19 @@ async def _stream_window(
         fence=info.fence,
         has_mps=info.under_mps,
     )
+
+
+async def with_draft(client: AsyncClient) -> ServerState:
+    """The server's state when a draft that is expected takes part. Raises TimeoutError.
+
+    A draft that takes seconds to attach, as when its kernels are compiled, joins a server that serves already.
+    """
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while True:
+            info = await client.server_info()
+            if info.draft_state not in ("missing", "catching up"):
+                return info
+            await asyncio.sleep(POLL_S)
 
 
 def check_begin(streams: Sequence[asyncio.Task[None]], received: Sequence[Sequence[int]], warm_up_tokens: int) -> None:

@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 
-from slipstream.benchmarks.stream_window import StepSums, TornWindowError, check_begin
+from slipstream.benchmarks.stream_window import StepSums, TornWindowError, check_begin, with_draft
+from slipstream.client import AsyncClient
 from slipstream.common.rpc.scrape import Scrape
+from tests.harness.generation_server import generation_server
 
 LABELS = {"fence": "host", "mps": "off", "algorithm": "standalone"}
 
@@ -81,3 +83,19 @@ async def test_requests_that_never_get_warm_are_told() -> None:
         check_begin([stream], [[7] * 15], 16)
     check_begin([stream], [[7] * 16], 16)
     stream.cancel()
+
+
+@pytest.mark.parametrize("state", ["missing", "catching up"])
+async def test_a_draft_that_attaches_late_is_waited_for(state: str) -> None:
+    async with generation_server() as server, AsyncClient(server.address) as client:
+        server.loop.serve(draft_state=state)
+        waiting = asyncio.create_task(with_draft(client))
+        for _ in range(2):
+            assert (await client.server_info()).draft_state == state
+        server.loop.serve(draft_state="attached")
+        assert (await waiting).draft_state == "attached"
+
+
+async def test_no_draft_is_waited_for_where_none_is_expected() -> None:
+    async with generation_server() as server, AsyncClient(server.address) as client:
+        assert (await with_draft(client)).draft_state == ""
