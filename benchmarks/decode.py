@@ -1,9 +1,10 @@
 """Decode steps of real models, and where their time goes: three processes against one process on one stream.
 
-Shapes of Llama-3.1-8B and Llama-3.2-1B with random weights, EAGLE-3 heads of the published shape, acceptance by chance
-(3.5 tokens a step, K = 4), prompts of 1024 tokens that grow to 1400. Three processes and one take turns, so that noise
-of the machine hits both. Counts and sums of a window come from the same two scrapes; a window whose sums do not belong
-to the same steps is refused. A step's floor is the time of reading its bytes at the bandwidth of a copy.
+Shapes of Llama-3.1-8B and Llama-3.2-1B with random weights, EAGLE-3 heads of the published shape or the draft that a
+shape's name ends with, acceptance by chance (3.5 tokens a step, K = 4), prompts of 1024 tokens that grow to 1400. Three
+processes and one take turns, so that noise of the machine hits both. Counts and sums of a window come from the same two
+scrapes; a window whose sums do not belong to the same steps is refused. A step's floor is the time of reading its bytes
+at the bandwidth of a copy.
 
     python benchmarks/decode.py --device cpu --shapes bundled --batches 1,4 --repeats 2
 
@@ -11,7 +12,11 @@ runs the bundled models on a CPU, as a test of the script. The JSON file keeps t
 
     python benchmarks/decode.py --plain --shapes llama-3.1-8b,llama-3.1-8b-fp8 --json build/plain_h200.json
 
-measures decoding without a draft, all shapes in turns.
+measures decoding without a draft, all shapes in turns, and
+
+    python benchmarks/decode.py --alone --shapes llama-3.1-8b-standalone,llama-3.1-8b-eagle,llama-3.1-8b-ngram
+
+drafting in three processes alone, all shapes in turns.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
@@ -28,7 +33,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 
-from slipstream.benchmarks.decode_report import ONE, PLAIN, THREE, Measurement
+from slipstream.benchmarks.decode_report import MODES, ONE, PLAIN, THREE, Measurement
 from slipstream.benchmarks.in_process import InProcessSettings, in_process_command
 from slipstream.benchmarks.models import ACCEPT_LENGTH, NUM_DRAFT_TOKENS, DeviceOption, JsonOption, Setup
 from slipstream.benchmarks.result_files import host, read_rows, write_rows
@@ -70,20 +75,14 @@ class StepBytes:
 
     @classmethod
     def of(cls, setup: Setup, *, num_draft_tokens: int, dtype: torch.dtype) -> StepBytes:
-        """A target and a head that compute in `dtype`. Each forward of the head runs a module and the output.
-
-        An EAGLE-3 head fuses the target's states once, in a step's first forward.
-        """
-        config, head = ModelConfig.from_directory(setup.target), HEADS[setup.algorithm].config(setup.draft)
-        model, num_modules = empty_head(head, device=META, dtype=dtype), head.layer.num_layers
-        once = sum(weight.nbytes for name, weight in model.named_parameters() if name == "fc.weight")
-        output = sum(weight.nbytes for name, weight in model.named_parameters() if name == "head.weight")
-        module = (_weights(model, is_tied=False) - once - output) // num_modules
+        """A target and a draft that compute in `dtype`."""
+        config = ModelConfig.from_directory(setup.target)
+        draft_weights, draft_kv_per_token = _draft_bytes(setup, num_draft_tokens, dtype)
         return cls(
             verify_weights=_weights(Decoder(config, device=META, dtype=dtype), is_tied=config.tie_word_embeddings),
-            draft_weights=once + num_draft_tokens * (module + output),
+            draft_weights=draft_weights,
             verify_kv_per_token=config.kv_bytes_per_token(dtype),
-            draft_kv_per_token=num_draft_tokens * head.layer.kv_bytes_per_token(dtype) // num_modules,
+            draft_kv_per_token=draft_kv_per_token,
         )
 
     def draft_and_verify(self, context_tokens: float, batch: int) -> tuple[float, float]:
@@ -114,6 +113,27 @@ def elapsed_us(work: Callable[[], object]) -> float:
     return elapsed_ms * 1e3
 
 
+def _draft_bytes(setup: Setup, num_draft_tokens: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that a step's draft reads of weights, and of each token of the context.
+
+    Each forward of a head runs a module and the output; an EAGLE-3 head fuses the target's states once, in the first
+    one. A language model runs as a whole. Prompt lookup reads each token once.
+    """
+    if setup.draft is None:
+        return 0, torch.int32.itemsize
+    if setup.algorithm not in HEADS:
+        config = ModelConfig.from_directory(setup.draft)
+        weights = _weights(Decoder(config, device=META, dtype=dtype), is_tied=config.tie_word_embeddings)
+        return num_draft_tokens * weights, num_draft_tokens * config.kv_bytes_per_token(dtype)
+    head = HEADS[setup.algorithm].config(setup.draft)
+    model, num_modules = empty_head(head, device=META, dtype=dtype), head.layer.num_layers
+    once = sum(weight.nbytes for name, weight in model.named_parameters() if name == "fc.weight")
+    output = sum(weight.nbytes for name, weight in model.named_parameters() if name == "head.weight")
+    module = (_weights(model, is_tied=False) - once - output) // num_modules
+    kv_bytes = num_draft_tokens * head.layer.kv_bytes_per_token(dtype) // num_modules
+    return once + num_draft_tokens * (module + output), kv_bytes
+
+
 def _weights(model: nn.Module, *, is_tied: bool) -> int:
     """Bytes of the weights that a forward reads: only a few rows of the embedding, unless it is the head, too."""
     parameters = dict(model.named_parameters())
@@ -130,6 +150,7 @@ def main(
     batches: Annotated[str, typer.Option(help="Numbers of concurrent requests.")] = "1,4,8,16,32,64",
     repeats: Annotated[int, typer.Option(help="How often the modes take turns.")] = 10,
     plain: Annotated[bool, typer.Option(help="Without a draft, all shapes in turns.")] = False,
+    alone: Annotated[bool, typer.Option(help="Three processes alone, all shapes in turns.")] = False,
     json_file: JsonOption = None,
 ) -> None:
     """Measures decode steps."""
@@ -141,63 +162,51 @@ def main(
         measurements.extend(batch)
         write_rows(measurements, json_file)
 
-    benchmarks = [DecodeBenchmark(Setup.named(name), device, sizes, repeats, bandwidth) for name in names]
-    if plain:
-        asyncio.run(_measure_plain(benchmarks, sizes, repeats, keep))
-        return
-    for benchmark in benchmarks:
-        asyncio.run(benchmark.measure(keep))
+    benchmarks = [DecodeBenchmark(Setup.named(name), device, sizes, bandwidth) for name in names]
+    if plain or alone:
+        groups = [[(benchmark, PLAIN if plain else THREE) for benchmark in benchmarks]]
+    else:
+        groups = [[(benchmark, mode) for mode in MODES] for benchmark in benchmarks]
+    for group in groups:
+        asyncio.run(measure(group, sizes, repeats, keep))
 
 
-async def _measure_plain(
-    benchmarks: Sequence[DecodeBenchmark],
+async def measure(
+    group: Sequence[tuple[DecodeBenchmark, str]],
     batches: Sequence[int],
     repeats: int,
     keep: Callable[[Sequence[Measurement]], None],
 ) -> None:
-    """Runs all shapes side by side without a draft; one at a time works."""
+    """Runs shapes and modes side by side, of which one at a time works. `keep` gets the measurements of each turn."""
     async with AsyncExitStack() as held:
-        pairs = [(benchmark, await held.enter_async_context(benchmark.plain())) for benchmark in benchmarks]
+        starts = [held.enter_async_context(benchmark.serve(mode)) for benchmark, mode in group]
+        servers = await asyncio.gather(*starts)
         for batch in batches:
             for repeat in range(-1, repeats):
-                found = [await benchmark.measure_once(served, PLAIN, batch, repeat) for benchmark, served in pairs]
+                turn = zip(group, servers, strict=True)
+                found = [await one.measure(served, mode, batch, repeat) for (one, mode), served in turn]
                 if repeat >= 0:
                     keep(found)
 
 
 class DecodeBenchmark:
-    """One pair of models, in both modes."""
+    """One pair of models, in each of the modes."""
 
-    def __init__(
-        self, setup: Setup, device: str, batches: Sequence[int], repeats: int, bandwidth: float | None
-    ) -> None:
+    def __init__(self, setup: Setup, device: str, batches: Sequence[int], bandwidth: float | None) -> None:
         """`bandwidth`: of a copy, in bytes per second; None if it is not known."""
         self._setup = setup
         self._device = device
         self._batches = batches
-        self._repeats = repeats
         self._bandwidth = bandwidth
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self._bytes = StepBytes.of(setup, num_draft_tokens=NUM_DRAFT_TOKENS, dtype=dtype)
 
-    async def measure(self, keep: Callable[[Sequence[Measurement]], None]) -> None:
-        """Runs both modes side by side; one at a time works. `keep` gets each batch's measurements."""
-        async with AsyncExitStack() as held:
-            three, one = await asyncio.gather(
-                held.enter_async_context(self._three_processes()), held.enter_async_context(self._one_process())
-            )
-            modes = ((three, THREE), (one, ONE))
-            for batch in self._batches:
-                for served, mode in modes:
-                    await self.measure_once(served, mode, batch, -1)
-                measurements = []
-                for repeat in range(self._repeats):
-                    for served, mode in modes:
-                        measurements.append(await self.measure_once(served, mode, batch, repeat))
-                keep(measurements)
+    def serve(self, mode: str) -> AbstractAsyncContextManager[Served]:
+        """Serves in one of the modes."""
+        return {PLAIN: self._plain, THREE: self._three_processes, ONE: self._one_process}[mode]()
 
     @asynccontextmanager
-    async def plain(self) -> AsyncIterator[Served]:
+    async def _plain(self) -> AsyncIterator[Served]:
         """Serves the target without a draft."""
         verify = {name: value for name, value in self._verify.items() if name != "simulate_accept_length"}
         async with Stack(device=self._device) as stack:
@@ -248,11 +257,11 @@ class DecodeBenchmark:
             "no_prefix_cache": True,  # the same prompts come in each window
         }
 
-    async def measure_once(self, served: Served, mode: str, batch: int, repeat: int) -> Measurement:
-        """Measures as many windows as have enough steps, and prints a line; `repeat` is -1 to warm up."""
+    async def measure(self, served: Served, mode: str, batch: int, repeat: int) -> Measurement:
+        """Measures as many windows as have enough steps, and prints a line; `repeat` is -1 to warm up in one."""
         windows = [await self._window(served, batch)]
         sums = windows[0].sums
-        while sums.num_steps < LEAST_STEPS:
+        while sums.num_steps < LEAST_STEPS and repeat >= 0:
             windows.append(await self._window(served, batch))
             sums += windows[-1].sums
         # What a step finds, on average over the output.

@@ -78,6 +78,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "eagle3-llama-3.1-8b": _LLAMA3 | _LLAMA_8B | _HEAD,
     "eagle3-llama-3.1-8b-fp8": _LLAMA3 | _LLAMA_8B | _HEAD,
     "eagle3-llama-3.2-1b": _LLAMA3 | _LLAMA_1B | _HEAD,
+    "eagle-llama-3.1-8b": _LLAMA3 | _LLAMA_8B | {"num_hidden_layers": 1},
+    "standalone-llama-3.1-8b": _LLAMA3 | _LLAMA_1B,
     "mtp-llama-3.1-8b": _LLAMA3 | _LLAMA_8B | _MODULES,
     "mtp-llama-3.2-1b": _LLAMA3 | _LLAMA_1B | _MODULES,
 }

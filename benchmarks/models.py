@@ -83,7 +83,8 @@ class Setup:
 
     name: str
     target: Path
-    draft: Path
+    draft: Path | None
+    """None for one without a model."""
     load_format: str
     prompt_tokens: int
     max_new_tokens: int
@@ -94,7 +95,7 @@ class Setup:
 
     @classmethod
     def named(cls, name: str) -> Setup:
-        """`bundled`, or a shape with a head of the same shape: EAGLE-3, or modules where the name ends with `-mtp`."""
+        """`bundled`, or a shape with an EAGLE-3 head, or with the draft that the name ends with, as in `-mtp`."""
         if name == BUNDLED:
             return cls(
                 name=name,
@@ -105,12 +106,13 @@ class Setup:
                 max_new_tokens=600,
                 kv_memory_mib=512,
             )
-        shape = name.removesuffix(f"-{MTP}")
-        algorithm = EAGLE3 if shape == name else MTP
+        shape, _, algorithm = name.rpartition("-")
+        if algorithm not in (STANDALONE, EAGLE, MTP, NGRAM):
+            shape, algorithm = name, EAGLE3
         return cls(
             name=name,
             target=write_shape(SHAPES_DIR, shape),
-            draft=write_shape(SHAPES_DIR, f"{algorithm}-{shape}"),
+            draft=None if algorithm == NGRAM else write_shape(SHAPES_DIR, f"{algorithm}-{shape}"),
             algorithm=algorithm,
             load_format="dummy",
             prompt_tokens=1024,
@@ -123,9 +125,9 @@ class Setup:
         """Tokens of a request, prompt and output."""
         return self.prompt_tokens + self.max_new_tokens
 
-    def up_options(self, draft: str = EAGLE3) -> dict[str, Path | str | int | float]:
+    def up_options(self, draft: str = EAGLE3) -> dict[str, Path | str | int | float | None]:
         """Options of `slipstream up` for these models, with EAGLE3, EAGLE3_AUTO or NONE; a shape accepts by chance."""
-        options: dict[str, Path | str | int | float] = {"target": self.target, "load_format": self.load_format}
+        options: dict[str, Path | str | int | float | None] = {"target": self.target, "load_format": self.load_format}
         if draft == NONE:
             return options | {"algorithm": NONE}
         options |= {"draft": self.draft, "algorithm": self.algorithm}
