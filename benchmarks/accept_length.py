@@ -115,6 +115,12 @@ class AcceptLength:
     host: str | None = None
     """The machine on which that was measured."""
 
+    @property
+    def case(self) -> tuple[str, int, str, float, int, int]:
+        """What was measured, beginning with the draft as in DRAFTS: a new result of a case replaces the old one."""
+        draft = self.algorithm, self.num_draft_tokens
+        return *draft, self.workload, self.temperature, self.max_new_tokens, self.seed
+
 
 def repeated_share(outputs: Sequence[Sequence[int]]) -> float:
     """Share of tokens that lie in a 5-gram that occurs more than once in their output."""
@@ -149,15 +155,15 @@ def main(
 ) -> None:
     """Measures the standalone draft, the heads and prompt lookup."""
     chosen = known_names("--algorithms", algorithms, ALL.split(","))
-    results = [row for row in read_rows(json_file, AcceptLength) if row.algorithm not in chosen]
+    results = {row.case: row for row in read_rows(json_file, AcceptLength)}
 
     def keep(result: AcceptLength) -> None:
         about = f"{result.algorithm}, K = {result.num_draft_tokens}, {result.workload}, T = {result.temperature:g}"
         rate = f"{result.tokens_per_second:,.0f} tokens/s"
         print(f"{about}: mean accept length {result.mean_accept_length:.3f}, {rate}", flush=True)
-        results.append(result)
-        results.sort(key=lambda row: DRAFTS.index((row.algorithm, row.num_draft_tokens)))
-        write_rows(results, json_file)
+        results[result.case] = result
+        rows = sorted(results.values(), key=lambda row: DRAFTS.index(row.case[:2]))
+        write_rows(rows, json_file)
 
     asyncio.run(_measure_all(chosen, device, keep))
 
