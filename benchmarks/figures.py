@@ -185,7 +185,7 @@ def _fp8_section() -> list[str]:
     ]
     words = (
         "Decode steps without a draft of the shape of Llama-3.1-8B, weights in bfloat16 and in FP8 (blocks of 128 x "
-        "128), in turns; medians. FP8 halves the memory of the weights; it is faster in small batches alone."
+        "128), in turns; medians. FP8 halves the memory of the weights."
     )
     table = markdown_table("batch | bfloat16: step, ms | FP8: step, ms | speedup", rows)
     return section("FP8 weights", "decode", "plain_h200", measurements[0].host, words, table)

@@ -248,6 +248,15 @@ class ModelConfig:
         """Rows of an FP8 weight that share their scales, also where several weights are one matrix."""
         if self.fp8 is None or self.fp8.scaling is not Scaling.BLOCK:
             return 1
+        return self._block
+
+    @property
+    def has_whole_fp8_blocks(self) -> bool:
+        """True if rows and columns of all FP8 weights are multiples of BLOCK."""
+        return self._block == BLOCK
+
+    @property
+    def _block(self) -> int:
         return math.gcd(BLOCK, self.hidden_size, self.q_size, self.kv_size, self.intermediate_size)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:

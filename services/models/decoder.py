@@ -11,7 +11,7 @@ from torch import nn
 
 from slipstream.common.worker.contract import FINAL_NORM
 from slipstream.services.models.attention import torch_attention
-from slipstream.services.models.quantization import FP8, dequantised, keeps_fp8
+from slipstream.services.models.quantization import FP8, PackedFp8, dequantised, keeps_fp8
 from slipstream.services.models.rope import Rotation, rotation_table
 
 if TYPE_CHECKING:
@@ -44,12 +44,14 @@ class Linear(nn.Module):
     ) -> None:
         """`weight`: [out_features, in_features], which may be another module's. `bias`: [out_features].
 
-        `scales`: of an FP8 weight, see `dequantised`. `forward` then makes the weight anew; the kernels need not.
+        `scales`: of an FP8 weight, see `dequantised`. `forward` then makes the weight anew; the kernels, which need
+        `pack_fp8` before, do not.
         """
         super().__init__()
         self.weight: nn.Parameter | None = weight
         self.bias = bias
         self.scales = scales
+        self.packed_fp8: PackedFp8 | None = None
         self._packed: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,6 +81,11 @@ class Linear(nn.Module):
             return
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR_TOKENS)
         self.weight = None
+
+    def pack_fp8(self, dtype: torch.dtype) -> None:
+        """Rearranges an FP8 weight for the kernels and rows of `dtype`; `forward` cannot be called any more."""
+        if self.weight is not None and self.scales is not None:
+            self.packed_fp8, self.weight = PackedFp8.of(self.weight, dtype), None
 
 
 def pack_linears(model: nn.Module) -> None:
@@ -166,7 +173,7 @@ class DecoderLayer(nn.Module):
         self._rotated_size = config.q_size + config.kv_size
         hidden, mlp_size = config.hidden_size, config.intermediate_size
 
-        fp8 = config.fp8 if keeps_fp8(device, dtype) else None
+        fp8 = config.fp8 if keeps_fp8(device, dtype, has_whole_blocks=config.has_whole_fp8_blocks) else None
 
         def linear(in_features: int, out_features: int, has_bias: bool) -> Linear:
             weight = empty_parameter(out_features, in_features, device=device, dtype=dtype if fp8 is None else FP8)

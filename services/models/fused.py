@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.nn.functional as F
 
-from slipstream.services.models.decoder import Decoder, RMSNorm
+from slipstream.services.models.decoder import Decoder, Linear, RMSNorm
 from slipstream.services.models.heads import DraftHead, Eagle3Config, Eagle3Head, EagleConfig, EagleHead, HeadModule
 from slipstream.services.models.kernels.block_ops import add_rms_norm, rms_norm, swiglu
 from slipstream.services.models.kernels.paged_attention import JoinedAttention, PagedAttention, paged_attention
@@ -28,6 +28,12 @@ class FusedDecoder(Decoder):
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(config, device=device, dtype=dtype)
         self._stack = cast("list[DecoderLayer]", list(self.layers))
+
+    def pack(self) -> None:
+        super().pack()
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack_fp8(self.embedding.dtype)
 
     def enable_batch_invariance(self) -> None:
         self.is_batch_invariant = True

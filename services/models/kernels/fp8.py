@@ -1,12 +1,10 @@
 """Matrix products with FP8 weights: the numbers become bfloat16 in registers, scales multiply the sums.
 
 Rows are never rounded to FP8: a product is as exact as one with the same weights in float32, and does not depend on the
-rows beside. Half the bytes of bfloat16 weights are read, but not yet in half the time: docs/measured-on-a-gpu.md has
-the steps of an 8B model, which are somewhat shorter at few rows and longer from 32 rows on. What the machine code and
-the tiles suggest, unmeasured: the narrow products have one program of four warps for a multiprocessor, or for two of
-them, so a warp scheduler has nothing else to do while its warp waits for loads, conversions and chains of tensor-core
-instructions; at 64 rows a program of 32 columns reads four times as many bytes of rows as of weights. More warps with
-slices of K each would hide the waits; more columns in a program, with K split over programs, would save reads.
+rows beside. A weight lies in memory as the lanes of a warp multiply it (`PackedFp8`), so that it goes from there to the
+tensor cores without a detour over shared memory. It is their first operand and the few rows are the second, whose tiles
+may be narrow. The columns of a weight are split over programs, so that there are enough of them to keep memory busy;
+the program that arrives last adds up what the others left, always in the same order.
 """
 
 from __future__ import annotations
@@ -18,26 +16,28 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from slipstream.services.models.kernels.launching import overlapping, power_of_two, wait_for_previous
+from slipstream.services.models import quantization
+from slipstream.services.models.kernels.launching import fetch, overlapping, wait_for_previous
 
 if TYPE_CHECKING:
     from slipstream.services.models.decoder import Linear
+    from slipstream.services.models.quantization import PackedFp8
 
-BLOCK: tl.constexpr = tl.constexpr(128)
+BLOCK: tl.constexpr = tl.constexpr(quantization.BLOCK)
 """Columns of a weight that share a scale, and that are multiplied at a time."""
+CHUNK: tl.constexpr = tl.constexpr(quantization.CHUNK)
+_LINE: tl.constexpr = tl.constexpr(128)
+"""Bytes in a line of the cache."""
 
-# Four numbers of 8 bits become four of 16: the bits move to their places, and 2**120 makes up for the other bias of the
-# exponent, also for subnormal numbers. Triton's own conversion goes through float16 and float32.
+# Four numbers of 8 bits, woven as `PackedFp8` has them, become four of 16; 2**120 makes up for the other bias of the
+# exponent, also for subnormal numbers.
 _TO_BF16: tl.constexpr = tl.constexpr("""{
-.reg .b32 low, high, a, b, factor;
-prmt.b32 low, $2, 0, 0x1404;
-prmt.b32 high, $2, 0, 0x3424;
-shr.b32 a, low, 4;
-shr.b32 b, high, 4;
-and.b32 a, a, 0x07f007f0;
-and.b32 b, b, 0x07f007f0;
-lop3.b32 low, low, 0x80008000, a, 0xea;
-lop3.b32 high, high, 0x80008000, b, 0xea;
+.reg .b32 low, high, rotated, shifted, factor;
+and.b32 low, $2, 0x87f087f0;
+shf.r.wrap.b32 rotated, $2, $2, 4;
+shl.b32 shifted, $2, 4;
+and.b32 shifted, shifted, 0x00700070;
+lop3.b32 high, rotated, 0x87808780, shifted, 0xea;
 mov.b32 factor, 0x7b807b80;
 mul.bf16x2 $0, low, factor;
 mul.bf16x2 $1, high, factor;
@@ -46,7 +46,7 @@ mul.bf16x2 $1, high, factor;
 
 @triton.jit
 def from_fp8(bits: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """e4m3 numbers, given as int8, in a larger dtype, exactly; NaN becomes 480."""
+    """e4m3 numbers of a `PackedFp8` for DTYPE, given as int8, in DTYPE, exactly; NaN becomes 480."""
     if DTYPE.is_bf16():
         return tl.inline_asm_elementwise(_TO_BF16, "=r,=r,r", [bits], dtype=tl.bfloat16, is_pure=True, pack=4)
     wide = bits.to(tl.int16)
@@ -55,103 +55,176 @@ def from_fp8(bits: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _offsets(i: tl.tensor, BEHIND: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    """Where a program's rows `i` of ROWS are, from its first on; if BEHIND, the second half is BEHIND rows further."""
+    half: tl.constexpr = ROWS if BEHIND == 0 else ROWS // 2
+    return i % half + i // half * BEHIND
+
+
+@triton.jit
+def _chunks(
+    weight: tl.tensor, first: tl.tensor, SIZE: tl.constexpr, BEHIND: tl.constexpr, ROWS: tl.constexpr
+) -> tl.tensor:
+    """Where the chunks of a program's ROWS of a weight begin, which are those from `first` on."""
+    row = first + _offsets(tl.arange(0, ROWS // CHUNK) * CHUNK, BEHIND, ROWS)
+    return weight + (row // CHUNK).to(tl.int64) * (CHUNK * SIZE)
+
+
+@triton.jit
+def _numbers(blocks: tl.tensor, DTYPE: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    """A block of each of some chunks, which begins at `blocks`, as numbers: [ROWS, BLOCK]."""
+    part: tl.constexpr = CHUNK * BLOCK // 4
+    at = blocks[None, :, None] + tl.arange(0, 4)[:, None, None] * part + tl.arange(0, part)[None, None, :]
+    lanes = tl.reshape(from_fp8(tl.load(at), DTYPE), (4, ROWS // 16, 8, 4, 2, 2, 2, 2))
+    return tl.reshape(tl.permute(lanes, (1, 6, 2, 0, 4, 5, 3, 7)), (ROWS, BLOCK))
+
+
+@triton.jit
+def fetch_fp8(
+    weight: tl.tensor,
+    first: tl.tensor,
+    SIZE: tl.constexpr,
+    BEHIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLICES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Prefetches the first BLOCKS blocks, a power of two, of what `fp8_sums` will read."""
+    line = tl.arange(0, BLOCKS * CHUNK * BLOCK // _LINE) * _LINE
+    begin = tl.program_id(1) * _per_slice(SIZE, SLICES) * (CHUNK * BLOCK)
+    fetch(_chunks(weight, first, SIZE, BEHIND, ROWS)[:, None] + begin + line[None, :])
+
+
+@triton.jit
+def _per_slice(SIZE: tl.constexpr, SLICES: tl.constexpr) -> tl.constexpr:
+    """Blocks of a slice, at most."""
+    return (SIZE // BLOCK + SLICES - 1) // SLICES
+
+
+@triton.jit
 def fp8_sums(
     x: tl.tensor,  # [num_rows, SIZE]
-    weight: tl.tensor,  # [COLUMNS, SIZE] int8; [2 * COLUMNS, SIZE] if IS_GATED
-    scales: tl.tensor,  # [COLUMNS / GROUP, K_BLOCKS] float32, or twice as many rows
+    weight: tl.tensor,  # a `PackedFp8`'s bits
+    scales: tl.tensor,  # [rows of the weight / GROUP, K_BLOCKS] float32
     first: tl.tensor,
     num_rows: tl.tensor,
     SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BEHIND: tl.constexpr,
     K_BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    UNROLL: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLICES: tl.constexpr,
     STAGES: tl.constexpr,
-    IS_GATED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Multiplies all rows with BLOCK_N columns from `first`, and with those COLUMNS behind if IS_GATED.
+) -> tl.tensor:
+    """Multiplies ROWS of the weight with all rows of x, over this program's slice of SIZE: [ROWS, BLOCK_M].
 
-    Loads UNROLL blocks of the weight at a time. Returns [BLOCK_M, BLOCK_N] twice.
+    The weight's rows begin at `first`; if BEHIND, the second half of them is BEHIND rows further.
     """
+    begin = tl.program_id(1) * _per_slice(SIZE, SLICES)
+    end = tl.minimum(begin + _per_slice(SIZE, SLICES), SIZE // BLOCK)
     m = tl.arange(0, BLOCK_M)
-    n = first + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK)
-    m_mask = (m < num_rows)[:, None]
-    n_mask = (n < COLUMNS)[None, :]
-    x_at = x + m.to(tl.int64)[:, None] * SIZE + k[None, :]
-    w_at = weight + n.to(tl.int64)[None, :] * SIZE + k[:, None]
-    if GROUP % BLOCK_N == 0:
+    x_at = x + m.to(tl.int64)[:, None] * SIZE + tl.arange(0, BLOCK)[None, :]
+    x_mask = (m < num_rows)[:, None]
+    w_at = _chunks(weight, first, SIZE, BEHIND, ROWS)
+    if GROUP >= ROWS and BEHIND == 0:
         s_at = scales + first // GROUP * K_BLOCKS
     else:
-        s_at = scales + tl.minimum(n, COLUMNS - 1)[None, :] // GROUP * K_BLOCKS
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    total_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(0, SIZE, BLOCK * UNROLL, num_stages=STAGES):
-        for part in tl.static_range(UNROLL):
-            at = start + part * BLOCK
-            k_mask = k < SIZE - at
-            mask = n_mask & k_mask[:, None]
-            tile = tl.load(x_at + at, mask=m_mask & k_mask[None, :], other=0.0)
-            w = from_fp8(tl.load(w_at + at, mask=mask, other=0), x.dtype.element_ty)
-            if IS_GATED:
-                up = from_fp8(tl.load(w_at + COLUMNS * SIZE + at, mask=mask, other=0), x.dtype.element_ty)
-            if K_BLOCKS > 1:
-                scale_at = s_at + tl.minimum(at // BLOCK, K_BLOCKS - 1)
-                total += tl.dot(tile, w, input_precision="ieee") * tl.load(scale_at)
-                if IS_GATED:
-                    scale = tl.load(scale_at + COLUMNS // GROUP * K_BLOCKS)
-                    total_up += tl.dot(tile, up, input_precision="ieee") * scale
-            else:
-                total = tl.dot(tile, w, total, input_precision="ieee")
-                if IS_GATED:
-                    total_up = tl.dot(tile, up, total_up, input_precision="ieee")
-    if K_BLOCKS == 1:
-        total *= tl.load(s_at)
-        if IS_GATED:
-            total_up *= tl.load(s_at + COLUMNS // GROUP)
-    return total, total_up
+        s_at = scales + ((first + _offsets(tl.arange(0, ROWS), BEHIND, ROWS)) // GROUP * K_BLOCKS)[:, None]
+    total = tl.zeros((ROWS, BLOCK_M), tl.float32)
+    for block in tl.range(begin, end, num_stages=STAGES):
+        tile = tl.trans(tl.load(x_at + block * BLOCK, mask=x_mask, other=0.0))
+        numbers = _numbers(w_at + block * (CHUNK * BLOCK), x.dtype.element_ty, ROWS)
+        if K_BLOCKS > 1:
+            total += tl.dot(numbers, tile, input_precision="ieee") * tl.load(s_at + block)
+        else:
+            total = tl.dot(numbers, tile, total, input_precision="ieee")
+    return total if K_BLOCKS > 1 else total * tl.load(s_at)
+
+
+@triton.jit
+def leave(
+    total: tl.tensor,  # [ROWS, BLOCK_M]
+    parts: tl.tensor,  # [SLICES, programs, BLOCK_M, ROWS] float32
+    arrivals: tl.tensor,  # [programs] int32
+    num_rows: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLICES: tl.constexpr,
+) -> tl.tensor:
+    """Leaves this slice's part of a sum for the program that arrives last. Returns whether it is this one."""
+    tl.store(_part(parts, tl.program_id(1), BLOCK_M, ROWS), total, mask=(tl.arange(0, BLOCK_M) < num_rows)[None, :])
+    tl.debug_barrier()
+    return tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel", scope="gpu") == SLICES - 1
+
+
+@triton.jit
+def gather(
+    parts: tl.tensor,
+    arrivals: tl.tensor,
+    num_rows: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLICES: tl.constexpr,
+) -> tl.tensor:
+    """Adds up what all slices left, [ROWS, BLOCK_M], and makes `arrivals` zero again."""
+    is_row = (tl.arange(0, BLOCK_M) < num_rows)[None, :]
+    total = tl.zeros((ROWS, BLOCK_M), tl.float32)
+    # As many loads at once as the registers hold.
+    for slice in tl.range(0, SLICES, loop_unroll_factor=128 // BLOCK_M):
+        at = _part(parts, slice, BLOCK_M, ROWS)
+        total += tl.load(at, mask=is_row, other=0.0, cache_modifier=".cg")
+    tl.store(arrivals + tl.program_id(0), 0)
+    return total
+
+
+@triton.jit
+def _part(parts: tl.tensor, slice: tl.tensor, BLOCK_M: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    """Where a slice's part of this program's sums lies: [ROWS, BLOCK_M]."""
+    place = (slice * tl.num_programs(0) + tl.program_id(0)) * (BLOCK_M * ROWS)
+    return parts + place + tl.arange(0, BLOCK_M)[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
+
+
+@triton.jit
+def halves(total: tl.tensor, BLOCK_M: tl.constexpr, ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The first and the second half of [ROWS, BLOCK_M], each [BLOCK_M, ROWS / 2]."""
+    first, second = tl.split(tl.permute(tl.reshape(total, (2, ROWS // 2, BLOCK_M)), (2, 1, 0)))
+    return first, second
 
 
 @triton.jit
 def dequantise_kernel(
-    weight: tl.tensor,  # [rows, SIZE] int8
+    weight: tl.tensor,  # a `PackedFp8`'s bits
     scales: tl.tensor,  # [rows / GROUP, K_BLOCKS] float32
     output: tl.tensor,  # [rows, SIZE], written
     SIZE: tl.constexpr,
     K_BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """BLOCK_K columns of a row of the weight. Grid: (rows, cdiv(SIZE, BLOCK_K))."""
-    row = tl.program_id(0)
-    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = k < SIZE
-    at = row.to(tl.int64) * SIZE + k
-    number = from_fp8(tl.load(weight + at, mask=mask, other=0), output.dtype.element_ty).to(tl.float32)
-    scale = tl.load(scales + row // GROUP * K_BLOCKS + tl.minimum(k // BLOCK, K_BLOCKS - 1))
+    """Multiplies a block of a chunk with its scales. Grid: (rows / CHUNK, SIZE / BLOCK)."""
+    first, block = tl.program_id(0) * CHUNK, tl.program_id(1)
+    row = first + tl.arange(0, CHUNK)
+    numbers = _numbers(_chunks(weight, first, SIZE, 0, CHUNK) + block * (CHUNK * BLOCK), output.dtype.element_ty, CHUNK)
+    scale = tl.load(scales + row // GROUP * K_BLOCKS + (block if K_BLOCKS > 1 else 0))
+    at = output + row.to(tl.int64)[:, None] * SIZE + (block * BLOCK + tl.arange(0, BLOCK))[None, :]
     wait_for_previous(OVERLAPS)
-    tl.store(output + at, (number * scale).to(output.dtype.element_ty), mask=mask)
+    tl.store(at, (numbers.to(tl.float32) * scale[:, None]).to(output.dtype.element_ty))
 
 
-_DEQUANTISED_COLUMNS = 4096
-
-
-def fp8_operands(layer: Linear) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the weight's bits, [columns, size] int8, and its scales, as the kernels read them."""
-    assert layer.weight is not None, "an FP8 weight is never packed"
+def fp8_operands(layer: Linear) -> tuple[PackedFp8, torch.Tensor]:
+    """Returns the weight and its scales, as the kernels read them."""
+    assert layer.packed_fp8 is not None, "a decoder packs its weights when they are complete"
     assert layer.scales is not None, "the weight is FP8"
-    return layer.weight.view(torch.int8), layer.scales
+    return layer.packed_fp8, layer.scales
 
 
 def fp8_layout(layer: Linear) -> dict[str, int]:
     """Returns how a weight's scales lie, as the kernels are told; without any for a weight that is not FP8."""
-    if layer.weight is None or layer.scales is None:
+    if layer.scales is None:
         return {"K_BLOCKS": 0, "GROUP": 1}
     groups, blocks = layer.scales.shape
-    return {"K_BLOCKS": blocks, "GROUP": len(layer.weight) // groups}
+    return {"K_BLOCKS": blocks, "GROUP": fp8_operands(layer)[0].num_rows // groups}
 
 
 def fp8_linear(x: torch.Tensor, layer: Linear) -> torch.Tensor:
@@ -161,16 +234,8 @@ def fp8_linear(x: torch.Tensor, layer: Linear) -> torch.Tensor:
     faster than any kernel here, as each of its programs would turn the same numbers into others once more.
     """
     weight, scales = fp8_operands(layer)
-    columns, size = weight.shape
-    worth = x.new_empty(columns, size)
-    dequantise_kernel[columns, -(-size // _DEQUANTISED_COLUMNS)](
-        weight,
-        scales,
-        worth,
-        SIZE=size,
-        **fp8_layout(layer),
-        BLOCK_K=min(_DEQUANTISED_COLUMNS, power_of_two(size)),
-        **overlapping(x.device),
-        num_warps=8,
+    worth = x.new_empty(weight.num_rows, weight.num_columns)
+    dequantise_kernel[weight.bits.shape[:2]](
+        weight.bits, scales, worth, SIZE=weight.num_columns, **fp8_layout(layer), **overlapping(x.device)
     )
     return F.linear(x, worth, layer.bias)

@@ -1,4 +1,4 @@
-"""Launching kernels one behind the other on a stream, and the wait at their beginning."""
+"""Launching kernels one behind the other on a stream: the wait at their beginning, and what they may read before."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ def wait_for_previous(OVERLAPS: tl.constexpr) -> None:
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def fetch(at: tl.tensor) -> None:
+    """Prefetches lines of memory into L2 without waiting."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 _MULTIPROCESSORS_WITHOUT_CUDA = 4

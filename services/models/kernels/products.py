@@ -10,23 +10,26 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.services.models.kernels.fp8 import fp8_layout, fp8_linear, fp8_operands, fp8_sums
-from slipstream.services.models.kernels.launching import overlapping, wait_for_previous
+from slipstream.services.models.kernels.fp8 import (
+    BLOCK,
+    CHUNK,
+    fetch_fp8,
+    fp8_layout,
+    fp8_linear,
+    fp8_operands,
+    fp8_sums,
+    gather,
+    halves,
+    leave,
+)
+from slipstream.services.models.kernels.launching import fetch, overlapping, power_of_two, wait_for_previous
 
 if TYPE_CHECKING:
     from slipstream.services.models.decoder import Linear, RMSNorm
 
 
-LINE: tl.constexpr = tl.constexpr(1024)
-"""Bits in a line of the cache."""
-
-
-@triton.jit
-def _fetch(at: tl.tensor) -> None:
-    """Prefetches lines of memory into L2 without waiting."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
+LINE: tl.constexpr = tl.constexpr(64)
+"""Numbers of bfloat16 in a line of the cache."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -34,7 +37,9 @@ def product_kernel(
     x: tl.tensor,  # [num_rows, SIZE]; rows times a norm's weight if IS_SCALED
     squares: tl.tensor,  # [PARTS, num_rows] float32: parts of the sums of the rows' squares, read if IS_SCALED
     weight: tl.tensor,  # [COLUMNS, SIZE]; [2 * COLUMNS, SIZE] if IS_GATED: gates, then what they are multiplied with
-    scales: tl.tensor,  # [columns of the weight / GROUP, K_BLOCKS] float32, read if K_BLOCKS: the weight is FP8
+    scales: tl.tensor,  # of an FP8 weight, see `fp8_sums`; read if K_BLOCKS
+    parts: tl.tensor,  # see `leave`; written and read if SLICES > 1
+    arrivals: tl.tensor,  # the same
     bias: tl.tensor,  # [COLUMNS], or twice as many if IS_GATED; read if HAS_BIAS
     residual: tl.tensor,  # [num_rows, COLUMNS], read if HAS_RESIDUAL
     norm_weight: tl.tensor,  # [COLUMNS], of the norm that comes next; read if SCALES
@@ -51,7 +56,7 @@ def product_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    UNROLL: tl.constexpr,
+    SLICES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     FETCHED: tl.constexpr,
     STAGES: tl.constexpr,
@@ -62,58 +67,61 @@ def product_kernel(
     SCALES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """BLOCK_N columns of all rows, at most BLOCK_M. Grid: (cdiv(COLUMNS, BLOCK_N),).
+    """BLOCK_N columns of all rows, at most BLOCK_M. Grid: (cdiv(COLUMNS, BLOCK_N), SLICES).
 
     x @ weight.T + bias + residual, or silu(gate) * up. A norm needs the sum over a whole row, and a program has some of
     its columns: so the kernel that adds to the rows multiplies them by the next norm's weight and writes parts of their
     sums, and the next product divides by the root. A weight never changes: its first tile and FETCHED of its columns
-    are prefetched while the kernels before still run, so that memory does not idle between two products.
+    are prefetched while the kernels before still run, so that memory does not idle between two products. Several SLICES
+    of SIZE are for FP8 weights alone.
     """
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     m_mask = m < num_rows
     n_mask = n < COLUMNS
-    first_mask = n_mask[:, None] & (k < SIZE)[None, :]
-    w_at = weight + n.to(tl.int64)[:, None] * SIZE + k[None, :]
-    x_at = x + m.to(tl.int64)[:, None] * SIZE + k[None, :]
-    if K_BLOCKS == 0:
+    weight_rows: tl.constexpr = 2 * BLOCK_N if IS_GATED else BLOCK_N
+    behind: tl.constexpr = COLUMNS if IS_GATED else 0
+    if K_BLOCKS > 0:
+        if OVERLAPS and FETCHED > 0:
+            fetch_fp8(weight, tl.program_id(0) * BLOCK_N, SIZE, behind, weight_rows, SLICES, FETCHED // BLOCK)
+    else:
+        first_mask = n_mask[:, None] & (k < SIZE)[None, :]
+        w_at = weight + n.to(tl.int64)[:, None] * SIZE + k[None, :]
+        x_at = x + m.to(tl.int64)[:, None] * SIZE + k[None, :]
         first = tl.load(w_at, mask=first_mask, other=0.0)
         if IS_GATED:
             first_up = tl.load(w_at + COLUMNS * SIZE, mask=first_mask, other=0.0)
-    if OVERLAPS and FETCHED > 0:
-        length: tl.constexpr = LINE // weight.dtype.element_ty.primitive_bitwidth
-        line = tl.arange(0, FETCHED // length) * length
-        fetched_at = weight + tl.minimum(n, COLUMNS - 1).to(tl.int64)[:, None] * SIZE + line[None, :]
-        _fetch(fetched_at)
-        if IS_GATED:
-            _fetch(fetched_at + COLUMNS * SIZE)
+        if OVERLAPS and FETCHED > 0:
+            line = tl.arange(0, FETCHED // LINE) * LINE
+            fetched_at = weight + tl.minimum(n, COLUMNS - 1).to(tl.int64)[:, None] * SIZE + line[None, :]
+            fetch(fetched_at)
+            if IS_GATED:
+                fetch(fetched_at + COLUMNS * SIZE)
     wait_for_previous(OVERLAPS)
     if IS_SCALED:
         p = tl.arange(0, BLOCK_P)
         part_mask = (p < PARTS)[:, None] & m_mask[None, :]
-        parts = tl.load(squares + p[:, None] * num_rows + m[None, :], mask=part_mask, other=0.0)
-        scale = tl.rsqrt(tl.sum(parts, axis=0) / SIZE + eps)[:, None]
+        square_parts = tl.load(squares + p[:, None] * num_rows + m[None, :], mask=part_mask, other=0.0)
+        scale = tl.rsqrt(tl.sum(square_parts, axis=0) / SIZE + eps)[:, None]
     if K_BLOCKS > 0:
-        total, total_up = fp8_sums(
-            x,
-            weight,
-            scales,
-            tl.program_id(0) * BLOCK_N,
-            num_rows,
-            SIZE,
-            COLUMNS,
-            K_BLOCKS,
-            GROUP,
-            BLOCK_M,
-            BLOCK_N,
-            UNROLL,
-            STAGES,
-            IS_GATED,
-        )
+        sums = fp8_sums(
+            x, weight, scales, tl.program_id(0) * BLOCK_N, num_rows,
+            SIZE, behind, K_BLOCKS, GROUP, BLOCK_M, weight_rows, SLICES, STAGES,
+        )  # fmt: skip
+        if SLICES > 1:
+            is_last = leave(sums, parts, arrivals, num_rows, BLOCK_M, weight_rows, SLICES)
+            if not is_last:
+                return
+            sums = gather(parts, arrivals, num_rows, BLOCK_M, weight_rows, SLICES)
+        if IS_GATED:
+            total, total_up = halves(sums, BLOCK_M, weight_rows)
+        else:
+            total = tl.trans(sums)
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        total_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if IS_GATED:
+            total_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in tl.range(BLOCK_K, SIZE, BLOCK_K, num_stages=STAGES):
             k_mask = k < SIZE - start
             mask = n_mask[:, None] & k_mask[None, :]
@@ -128,7 +136,8 @@ def product_kernel(
             total_up = tl.dot(tile, tl.trans(first_up), total_up, input_precision="ieee")
     if IS_SCALED:
         total *= scale
-        total_up *= scale
+        if IS_GATED:
+            total_up *= scale
     if HAS_BIAS:
         total += tl.load(bias + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
         if IS_GATED:
@@ -157,7 +166,6 @@ _LEAST_SHARED_MEMORY = 200 << 10
 """Bytes that a program with the largest tiles takes."""
 _MULTIPROCESSORS = 132
 """Multiprocessors of the GPU on which the tiles were measured; the same tiles everywhere keep results the same."""
-_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +197,7 @@ def linear(x: torch.Tensor, layer: Linear) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if has_few_rows(rows):
         result = product(rows.contiguous(), layer)
-    elif layer.scales is not None and rows.dtype in _DTYPES:
+    elif layer.packed_fp8 is not None:
         result = fp8_linear(rows, layer)
     else:
         result = layer(rows)
@@ -223,20 +231,29 @@ def _launch(
     assert 0 < num_rows <= MOST_ROWS, f"{num_rows} rows, and a program takes {MOST_ROWS}"
     assert rows.is_contiguous(), "a kernel reads rows side by side"
     assert residual is None or residual.is_contiguous(), "a kernel reads rows side by side"
-    assert layer.weight is not None, "a weight is only given up where it is packed"
-    weight, scales = (layer.weight, rows) if layer.scales is None else fp8_operands(layer)
-    columns = len(weight) // (2 if is_gated else 1)
+    if layer.scales is None:
+        assert layer.weight is not None, "a weight is only given up where it is packed"
+        weight, scales, arrivals = layer.weight.data, rows, rows
+        num_outputs = len(weight)
+    else:
+        packed, scales = fp8_operands(layer)
+        weight, arrivals, num_outputs = packed.bits, packed.arrivals, packed.num_rows
+    columns = num_outputs // (2 if is_gated else 1)
     tile = (_tile if layer.scales is None else _fp8_tile)(num_rows, columns, size, is_gated=is_gated)
     num_programs = -(-columns // tile.block_n)
+    parts_shape = (tile.slices, num_programs, tile.block_m, num_outputs // num_programs) if tile.slices > 1 else (1,)
+    sums = rows.new_empty(parts_shape, dtype=torch.float32)
     output = rows.new_empty(num_rows, columns)
     scaled = torch.empty_like(output) if norm is not None else output
     squares_after = rows.new_empty(num_programs, num_rows, dtype=torch.float32) if norm is not None else output
     parts = len(x.squares) if isinstance(x, Scaled) else 1
-    product_kernel[(num_programs,)](
+    product_kernel[num_programs, tile.slices](
         rows,
         x.squares if isinstance(x, Scaled) else rows,
         weight,
         scales,
+        sums,
+        arrivals,
         layer.bias if layer.bias is not None else rows,
         residual if residual is not None else rows,
         norm.weight if norm is not None else rows,
@@ -252,8 +269,8 @@ def _launch(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        UNROLL=tile.unroll,
-        BLOCK_P=1 << (parts - 1).bit_length(),
+        SLICES=tile.slices,
+        BLOCK_P=power_of_two(parts),
         FETCHED=tile.fetched,
         STAGES=tile.stages,
         IS_SCALED=isinstance(x, Scaled),
@@ -262,7 +279,8 @@ def _launch(
         HAS_RESIDUAL=residual is not None,
         SCALES=norm is not None,
         **overlapping(rows.device),
-        num_warps=_WARPS,
+        num_warps=tile.num_warps,
+        maxnreg=tile.most_registers,
     )
     return output, scaled, squares_after
 
@@ -274,9 +292,12 @@ class _Tile:
     block_k: int
     stages: int
     fetched: int = 0
-    """Columns of the weight that are prefetched."""
-    unroll: int = 1
-    """Blocks of an FP8 weight that are loaded together."""
+    """Columns of the weight that are prefetched; of an FP8 weight, of each slice."""
+    slices: int = 1
+    """Programs that share the columns of an FP8 weight."""
+    num_warps: int = 4
+    most_registers: int | None = None
+    """Registers of a thread."""
 
 
 def _tile(num_rows: int, columns: int, size: int, *, is_gated: bool) -> _Tile:
@@ -296,17 +317,23 @@ def _tile(num_rows: int, columns: int, size: int, *, is_gated: bool) -> _Tile:
 
 
 def _fp8_tile(num_rows: int, columns: int, size: int, *, is_gated: bool) -> _Tile:
-    """The same for FP8 weights, by one measurement of each product alone; the gated one has not been measured."""
+    """The same for FP8 weights, measured in steps of an 8B model: the narrow products fill the GPU by their slices."""
     block_m = max(16, 1 << (num_rows - 1).bit_length())
-    is_narrow = columns <= 32 * _MULTIPROCESSORS
     if is_gated:
-        tile = {16: _Tile(16, 32, 128, 4, 512, 2), 32: _Tile(32, 32, 128, 4, 512), 64: _Tile(64, 32, 128, 3, 512)}[
-            block_m
-        ]
-    elif block_m == 16:
-        tile = _Tile(16, 32, 128, 4, 512, 4)
-    elif block_m == 32:
-        tile = _Tile(32, 64, 128, 5, 512) if is_narrow else _Tile(32, 32, 128, 6, 512)
+        tile = {
+            16: _Tile(16, 64, 128, 3, 256, slices=2),
+            32: _Tile(32, 64, 128, 4, 256, num_warps=8),
+            64: _Tile(64, 64, 128, 3, 256, num_warps=8, most_registers=128),
+        }[block_m]
     else:
-        tile = _Tile(64, 32, 128, 4, 512, 2) if is_narrow else _Tile(64, 64, 128, 3, 512, 2)
-    return replace(tile, fetched=tile.fetched if tile.fetched <= size // 4 else 0)
+        num_programs = columns // CHUNK.value
+        tile = {
+            16: _Tile(16, 64, 128, 4 if size >= 8192 else 3, 256, slices=6 * _MULTIPROCESSORS // num_programs),
+            32: _Tile(32, 64, 128, 4, 256, slices=3 * _MULTIPROCESSORS // num_programs),
+            64: _Tile(64, 64, 128, 3, 256, slices=3 * _MULTIPROCESSORS // num_programs, most_registers=168),
+        }[block_m]
+        if block_m == 16:
+            tile = replace(tile, slices=power_of_two(tile.slices + 1) // 2)
+    blocks = size // BLOCK.value
+    blocks_per_slice = -(-blocks // max(1, tile.slices))
+    return replace(tile, slices=-(-blocks // blocks_per_slice), fetched=tile.fetched if blocks_per_slice > 1 else 0)

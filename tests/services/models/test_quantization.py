@@ -13,7 +13,7 @@ from slipstream.services.models.attention import ForwardBatch, PagedKV
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder, Linear
-from slipstream.services.models.quantization import FP8, dequantised
+from slipstream.services.models.quantization import FP8, dequantised, keeps_fp8
 from tests.harness.checkpoints import LLAMA, write_checkpoint, write_json, write_weights
 from tests.harness.fp8_checkpoints import FP8_LAYOUTS, compressed_tensors, quantise
 from tests.harness.paged_model import CPU, PagedModel, random_tokens
@@ -80,6 +80,16 @@ def test_memory_is_that_of_fp8_weights(tmp_path: Path) -> None:
         return sum(parameter.nbytes for layer in decoder.layers for parameter in layer.parameters())
 
     assert 0.25 < num_bytes(torch.bfloat16) / num_bytes(torch.float32) < 0.28
+
+
+def test_kernels_take_whole_blocks_alone(tmp_path: Path) -> None:
+    whole = SIZES | {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384}
+    for sizes, has_whole_blocks in ((SIZES, False), (whole, True)):
+        path = tmp_path / str(has_whole_blocks)
+        path.mkdir()
+        write_json(path / "config.json", LLAMA | sizes | {"quantization_config": FP8_LAYOUTS["channel"]})
+        assert ModelConfig.from_directory(path).has_whole_fp8_blocks is has_whole_blocks
+    assert not keeps_fp8(torch.device("cuda"), torch.bfloat16, has_whole_blocks=False)
 
 
 def test_random_weights_of_config_json_alone(tmp_path: Path) -> None:

@@ -34,7 +34,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
     "qwen2": {"family": "qwen2"},
     "qwen3-yarn": {"family": "qwen3", "rope_parameters": YARN},
-    "llama-fp8": {"family": "llama", "intermediate_size": 320},
+    "llama-fp8": {
+        "family": "llama",
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 256,
+    },
     "phi3-partial": {"family": "phi3", "partial_rotary_factor": 0.75, "head_dim": 24, "sliding_window": 5},
 }
 AUX_LAYERS = (0, 1, 2, FINAL_NORM)
@@ -87,7 +93,7 @@ def _unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
 def has_few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either way of multiplying, in float32, where numbers tell, and FP8 weights stay what they are."""
     monkeypatch.setattr(products, "_DTYPES", (torch.float32,))
-    monkeypatch.setattr(decoder, "keeps_fp8", lambda device, dtype: True)
+    monkeypatch.setattr(decoder, "keeps_fp8", lambda device, dtype, **_: True)
     if not request.param:
         monkeypatch.setattr(products, "MOST_ROWS", 0)
 
@@ -103,6 +109,7 @@ def test_a_fused_decoder_has_the_decoders_numbers(name: str, tmp_path: Path, dev
     assert type(plain) is Decoder
     fused = FusedDecoder(plain.config, device=device, dtype=torch.float32)
     fused.load_state_dict(plain.state_dict())
+    fused.pack()
     caches = cache_for(plain.config, CPU), cache_for(plain.config, device)
     for batch, on_device in zip(batches(CPU), batches(device), strict=True):
         expected = plain.forward(batch, caches[0], aux_layers=AUX_LAYERS)
