@@ -241,8 +241,9 @@ def _launch(
     columns = num_outputs // (2 if is_gated else 1)
     tile = (_tile if layer.scales is None else _fp8_tile)(num_rows, columns, size, is_gated=is_gated)
     num_programs = -(-columns // tile.block_n)
-    parts_shape = (tile.slices, num_programs, tile.block_m, num_outputs // num_programs) if tile.slices > 1 else (1,)
-    sums = rows.new_empty(parts_shape, dtype=torch.float32)
+    sums = rows
+    if tile.slices > 1:
+        sums = rows.new_empty(tile.slices, tile.block_m, num_outputs, dtype=torch.float32)
     output = rows.new_empty(num_rows, columns)
     scaled = torch.empty_like(output) if norm is not None else output
     squares_after = rows.new_empty(num_programs, num_rows, dtype=torch.float32) if norm is not None else output
