@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,6 +37,11 @@ LIVENESS_S = 0.1
 """Between two checks of the links during a wait for a worker."""
 WATCH_S = 0.02
 """The same while a draft may hold the step up."""
+HOLD_SHARE, LEAD_S = 0.5, 0.008
+"""Part of a step's time in which the next one is held back, and the least time that its commands have after that."""
+LEAST_HOLD_S = 0.001
+PACE_STEPS = 8
+"""Steps of a size that are looked back on."""
 _NO_DRAFT = DraftTraits(is_present=False)
 
 
@@ -74,6 +79,33 @@ class _Consumed(NamedTuple):
     """When the result was on the host."""
     gap_s: float
     """Since the step before, or since it was sent."""
+
+
+class _Pace:
+    """How long steps took lately, by what they do and about how much."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[tuple[int, ...], deque[float]] = defaultdict(lambda: deque(maxlen=PACE_STEPS))
+
+    def add(self, step: Step, seconds: float) -> None:
+        self._seconds[self._size(step)].append(seconds)
+
+    def hold_s(self, step: Step) -> float:
+        """For how long from the beginning of a step the next may be held back; by the shortest of its size."""
+        seconds = self._seconds[self._size(step)]
+        if len(seconds) < PACE_STEPS:
+            return 0.0
+        least = min(seconds)
+        return min(HOLD_SHARE * least, least - LEAD_S, WATCH_S)
+
+    def _size(self, step: Step) -> tuple[int, ...]:
+        return step.num_draft_tokens, _about(len(step.members.slots)), _about(step.num_prompt_tokens)
+
+
+def _about(number: int) -> int:
+    """The number without all but its first three bits."""
+    places = max(0, number.bit_length() - 3)
+    return number >> places << places
 
 
 class StepLoop:
@@ -120,12 +152,14 @@ class StepLoop:
         self._in_flight: deque[_Sent] = deque()
         self._landed_ns = 0
         """When the last result came."""
+        self._pace = _Pace()
         self._consumed: _Consumed | None = None
         """The outcome of the last result, not handed out yet."""
 
     def run(self) -> None:
         """Runs until the queue is stopped. Raises UnavailableError or DeadlineExceededError when verify is lost."""
         while not self._queue.is_stopped:
+            self._hold()
             self._batch.cancel(self._queue.take_cancelled())
             self._batch.admit(self._queue)
             step, attachment = self._next_step()
@@ -151,6 +185,20 @@ class StepLoop:
         while self._in_flight:
             self._consume()
             self._hand_out()
+
+    def _hold(self) -> None:
+        """Waits while the step under way takes much longer than sending the next: who comes meanwhile is in that one.
+
+        Steps are sent ahead so that workers have them in time, and earlier than that is of no use.
+        """
+        if not self._in_flight:
+            return
+        sent = self._in_flight[0]
+        begun_s = max(sent.sent_ns, self._landed_ns) / 1e9
+        hold_s = begun_s + self._pace.hold_s(sent.step) - time.monotonic()
+        if hold_s >= LEAST_HOLD_S:
+            self._hand_out()
+            self._queue.wait_for_stop(hold_s)
 
     def _next_step(self) -> tuple[Step | None, DraftAttachment | None]:
         """The next step and the draft that it refers to; no step if there is nothing to do, or to be done first."""
@@ -251,6 +299,7 @@ class StepLoop:
         self._plan = consume(self._plan, step.number)
         gap_s = (landed_ns - max(sent.sent_ns, self._landed_ns)) / 1e9
         self._landed_ns = landed_ns
+        self._pace.add(step, gap_s)
         is_clean = bool(step.members.slots) and (sent.attachment is None or not sent.attachment.is_released)
         self._speculation.consumed(
             step.number,
