@@ -294,8 +294,6 @@ class StepLoop:
         step, wait_ns = sent.step, time.monotonic_ns()
         result = self._await_result(sent)
         landed_ns = time.monotonic_ns()
-        self._recorder.add(Site.WAIT, step.number, wait_ns, landed_ns)
-        self._recorder.add(Site.COPY, step.number, sent.sent_ns, landed_ns)
         self._plan = consume(self._plan, step.number)
         gap_s = (landed_ns - max(sent.sent_ns, self._landed_ns)) / 1e9
         self._landed_ns = landed_ns
@@ -312,7 +310,7 @@ class StepLoop:
         )
         self._timings.came(step, result.stamps_before)
         self._consumed = _Consumed(sent, self._apply(step, result, landed_ns), landed_ns, gap_s)
-        self._recorder.add(Site.TAKE_IN, step.number, landed_ns, time.monotonic_ns())
+        self._recorder.consumed(step.number, sent.sent_ns, wait_ns, landed_ns, time.monotonic_ns())
 
     def _note(self, sent: _Sent, outcome: TakenIn, landed_ns: int, gap_s: float) -> None:
         """Counts a decode step, and tells the policy of a step that says something of drafted or of plain ones."""

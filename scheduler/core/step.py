@@ -81,7 +81,7 @@ class Step(NamedTuple):
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompts that it takes in."""
-        return sum(len(chunk.tokens) for chunk in self.chunks)
+        return sum([len(chunk.tokens) for chunk in self.chunks]) if self.chunks else 0
 
     @property
     def ordered(self) -> OrderedStep:
@@ -124,4 +124,4 @@ class Step(NamedTuple):
     @property
     def most_top_logprobs(self) -> int | None:
         """The most top logprobs that a sequence asked for; None if none asked for logprobs."""
-        return max(self.top_logprobs.values(), default=None)
+        return max(self.top_logprobs.values()) if self.top_logprobs else None

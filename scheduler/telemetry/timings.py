@@ -216,6 +216,19 @@ def _is_plausible(kind: StepKind, verify: Interval, draft: Interval) -> bool:
 _KEPT_STEPS = MAX_STEPS + 64
 
 
+class _SentStep(NamedTuple):
+    """What a trace tells of a step that was sent; a mixed one that is drafted has two."""
+
+    step: int
+    kind: StepKind
+    num_slots: int
+    num_prompt_tokens: int
+    verify: FenceOps | None
+    draft: FenceOps | None
+    begin_ns: int
+    end_ns: int
+
+
 class StepRecorder:
     """Records of one epoch. The loop's thread adds; any other may read."""
 
@@ -223,9 +236,10 @@ class StepRecorder:
         self._host = FlightRecorder()
         self.add = self._host.add
         """Adds an activity of the loop."""
-        self._verify, self._draft = FlightRecorder(_KEPT_STEPS), FlightRecorder(_KEPT_STEPS)
-        self._planned: deque[tuple[int, StepKind, int, int, FenceOps | None, FenceOps | None]]
-        self._planned = deque(maxlen=_KEPT_STEPS)
+        # One item a step in each, of which its records are made when they are read.
+        self._consumed: deque[tuple[int, int, int, int, int]] = deque(maxlen=_KEPT_STEPS)
+        self._stamped: deque[tuple[int, Interval, Interval | None, Interval | None]] = deque(maxlen=_KEPT_STEPS)
+        self._sent: deque[_SentStep] = deque(maxlen=_KEPT_STEPS)
         self._lock = threading.Lock()
         self._watchers: dict[Callable[[], None], int] = {}
         self.is_closed = False
@@ -239,20 +253,21 @@ class StepRecorder:
         """Adds a step that was decided on at `begin_ns`, with its commands handed over until `end_ns`."""
         number, num_slots, draft = step.number, len(step.members.slots), planned.draft
         if planned.draft_prompts is not None:
-            self._planned.append((number - 1, step.kind, num_slots, 0, None, draft))
-            self._host.add(Site.SEND, number - 1, begin_ns, begin_ns)
+            self._sent.append(_SentStep(number - 1, step.kind, num_slots, 0, None, draft, begin_ns, begin_ns))
             draft = planned.draft_prompts
-        self._planned.append((number, step.kind, num_slots, step.num_prompt_tokens, planned.verify, draft))
-        self._host.add(Site.SEND, number, begin_ns, end_ns)
+        num_prompt_tokens = step.num_prompt_tokens
+        self._sent.append(
+            _SentStep(number, step.kind, num_slots, num_prompt_tokens, planned.verify, draft, begin_ns, end_ns)
+        )
         self.last_sent = number
+
+    def consumed(self, step: int, sent_ns: int, wait_ns: int, landed_ns: int, end_ns: int) -> None:
+        """Adds the result of a step: waited for from `wait_ns` on, on the host at `landed_ns`, taken in at `end_ns`."""
+        self._consumed.append((step, sent_ns, wait_ns, landed_ns, end_ns))
 
     def stamped(self, step: int, verify: Interval, draft: Interval | None, prompts: Interval | None = None) -> None:
         """Adds the stamps of a step, which complete its records. `prompts`: of a second command of draft."""
-        self._verify.add(Site.STREAM, step, *verify)
-        if draft is not None:
-            self._draft.add(Site.STREAM, step if prompts is None else step - 1, *draft)
-        if prompts is not None:
-            self._draft.add(Site.STREAM, step, *prompts)
+        self._stamped.append((step, verify, draft, prompts))
         self.last_complete = step
         if self._watchers:
             self._notify(step)
@@ -284,25 +299,40 @@ class StepRecorder:
         last = min(last, self.last_complete)
         return [
             TracedStep(
-                step=number,
-                kind=kind,
-                num_slots=num_slots,
-                num_prompt_tokens=num_prompt_tokens,
-                has_draft=draft is not None,
-                draft_waits=() if draft is None else draft.waits,
-                verify_waits=() if verify is None else verify.waits,
+                step=sent.step,
+                kind=sent.kind,
+                num_slots=sent.num_slots,
+                num_prompt_tokens=sent.num_prompt_tokens,
+                has_draft=sent.draft is not None,
+                draft_waits=() if sent.draft is None else sent.draft.waits,
+                verify_waits=() if sent.verify is None else sent.verify.waits,
             )
-            for number, kind, num_slots, num_prompt_tokens, verify, draft in self._planned.copy()
-            if first <= number <= last
+            for sent in self._sent.copy()
+            if first <= sent.step <= last
         ]
 
     def host_records(self, first: int) -> list[Record]:
-        """The loop's activities, from this step on."""
-        return self._host.since(first)
+        """The loop's activities, from this step on, in the order in which they ended."""
+        records = self._host.since(first)
+        records += [Record(Site.SEND, sent.step, sent.begin_ns, sent.end_ns) for sent in self._sent.copy()]
+        for step, sent_ns, wait_ns, landed_ns, end_ns in self._consumed.copy():
+            records.append(Record(Site.WAIT, step, wait_ns, landed_ns))
+            records.append(Record(Site.COPY, step, sent_ns, landed_ns))
+            records.append(Record(Site.TAKE_IN, step, landed_ns, end_ns))
+        return sorted((record for record in records if record.step >= first), key=lambda record: record.end_ns)
 
     def stream_records(self, role: Role, first: int) -> list[Record]:
         """A worker's stamps, from this step on."""
-        return (self._verify if role is Role.VERIFY else self._draft).since(first)
+        records: list[Record] = []
+        for step, verify, draft, prompts in self._stamped.copy():
+            if role is Role.VERIFY:
+                records.append(Record(Site.STREAM, step, *verify))
+                continue
+            if draft is not None:
+                records.append(Record(Site.STREAM, step if prompts is None else step - 1, *draft))
+            if prompts is not None:
+                records.append(Record(Site.STREAM, step, *prompts))
+        return [record for record in records if record.step >= first]
 
     def _notify(self, step: int | None) -> None:
         with self._lock:

@@ -77,12 +77,27 @@ class TestStepRecorder:
         stamps = recorder.stream_records(Role.DRAFT, 0)
         assert [(record.step, record.begin_ns) for record in stamps] == [(4, 10), (5, 30)]
 
+    def test_tells_what_the_loop_did_in_the_order_in_which_it_ended(self) -> None:
+        recorder = StepRecorder()
+        recorder.add(Site.IDLE, 0, 5, 19)
+        send(recorder, 1)
+        send(recorder, 2)
+        send(recorder, 3)
+        recorder.consumed(2, sent_ns=21, wait_ns=22, landed_ns=25, end_ns=27)
+        assert recorder.host_records(2) == [
+            Record(Site.SEND, 2, 20, 21),
+            Record(Site.WAIT, 2, 22, 25),
+            Record(Site.COPY, 2, 21, 25),
+            Record(Site.TAKE_IN, 2, 25, 27),
+            Record(Site.SEND, 3, 30, 31),
+        ]
+
     def test_keeps_as_many_steps_as_a_trace_may_have(self) -> None:
         recorder = StepRecorder()
         for number in range(1, 2 * MAX_STEPS):
             send(recorder, number)
-            for site in (Site.WAIT, Site.COPY, Site.TAKE_IN, Site.IDLE):
-                recorder.add(site, number, 1, 2)
+            recorder.consumed(number, 1, 2, 3, 4)
+            recorder.add(Site.IDLE, number, 1, 2)
             complete(recorder, number)
         first = 2 * MAX_STEPS - MAX_STEPS
         numbers = list(range(first, 2 * MAX_STEPS))
