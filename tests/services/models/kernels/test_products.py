@@ -45,6 +45,15 @@ def exact(x: torch.Tensor, layer: Linear) -> torch.Tensor:
     return F.linear(x.to(torch.float64), layer.weight.to(torch.float64), bias)
 
 
+# On a GPU the products are of bfloat16 alone, see `has_few_rows`: tiles of float32 would not fit.
+@pytest.fixture(params=["bfloat16"] if torch.cuda.is_available() else ["float32", "float16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """The rows' dtype."""
+    value = getattr(torch, request.param)
+    assert isinstance(value, torch.dtype)
+    return value
+
+
 @pytest.fixture
 def case(device: torch.device, dtype: torch.dtype) -> Case:
     """Numbers where the kernels run."""
