@@ -27,7 +27,6 @@ README_WORKLOADS = {
     "chat256": "chats, 256 at a time",
     "turns": "32 conversations",
 }
-CAPACITY_MODELS = ("llama-3.2-1b", README_MODEL)
 LIMITS = (200.0, 10.0)
 """Limits of the time to the first token and of the time per token, in milliseconds."""
 DRAFTS = {EAGLE3: "EAGLE-3", EAGLE3_AUTO: "EAGLE-3, auto", NONE: "none"}
@@ -255,31 +254,24 @@ def _cell(ours: float | None, theirs: float | None, digits: int) -> str:
 def capacity_section() -> str:
     """The measured part of `docs/capacity.md`, from the results that there are."""
     results = read_rows(RESULTS / f"{CAPACITY}.json", CapacityResult.from_json)
-    rows = []
-    for model in dict.fromkeys((*CAPACITY_MODELS, *(result.model for result in results))):
-        for draft, title in DRAFTS.items():
-            result = next((one for one in results if (one.model, one.draft) == (model, draft)), None)
-            if result is not None or draft != EAGLE3_AUTO:
-                rows.append(" | ".join((model, title, *_capacity_cells(result))))
+    if not results:
+        return "\n\n".join([text(WRITTEN), text("Nothing was measured yet.")])
+    rows, limits = [" | ".join((one.model, DRAFTS[one.draft], *_capacity_cells(one))) for one in results], results[0]
     header = "model | draft | requests/s | output tokens/s | first token p99, ms | per token p99, ms"
-    first_token_ms, per_token_ms = (results[0].first_token_ms, results[0].per_token_ms) if results else LIMITS
     words = (
         "The highest rate of requests at which the 99th percentiles of two latencies stay below their limits: "
-        f"{first_token_ms:g} ms to the first token, from the time at which a request had to be made, and "
-        f"{per_token_ms:g} ms per token, the mean of a request behind its first one. Requests come as a Poisson "
+        f"{limits.first_token_ms:g} ms to the first token, from the time at which a request had to be made, and "
+        f"{limits.per_token_ms:g} ms per token, the mean of a request behind its first one. Requests come as a Poisson "
         "process with lengths of chats: about 200 tokens in and out, 2,000 and 1,000 at most. The shapes have "
         "random weights; the EAGLE-3 head drafts 4 tokens, of which chance accepts so many that a step brings 3.5."
     )
     links = f"[`load.py`](../benchmarks/load.py) `--capacity`, [JSON](../benchmarks/results/{CAPACITY}.json); "
-    where = links + "; ".join(dict.fromkeys(one.host for one in results)) if results else "Not measured yet"
-    picture = [f"![Latencies by rate](../benchmarks/results/{CAPACITY}.png)"] if results else []
-    table = markdown_table(header, rows)
-    return "\n\n".join([text(WRITTEN), text(words), text(f"{where}."), table, *picture])
+    where = links + "; ".join(dict.fromkeys(one.host for one in results))
+    picture = f"![Latencies by rate](../benchmarks/results/{CAPACITY}.png)"
+    return "\n\n".join([text(WRITTEN), text(words), text(f"{where}."), markdown_table(header, rows), picture])
 
 
-def _capacity_cells(result: CapacityResult | None) -> tuple[str, ...]:
-    if result is None:
-        return "not measured yet", "", "", ""
+def _capacity_cells(result: CapacityResult) -> tuple[str, ...]:
     if result.best is None:
         return "0", "", "", ""
     best = result.best

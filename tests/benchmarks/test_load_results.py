@@ -31,7 +31,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_without_results_there_are_no_figures(results: Path) -> None:
     assert (load_sections("load_h200"), readme_rows()) == ([], [])
-    assert capacity_section().count("not measured yet") == 4
+    assert "Nothing was measured yet." in capacity_section()
     write_rows([result(model=MODEL, draft=NONE)], results / "load_h200.json")
     assert readme_rows() == []
 
@@ -51,7 +51,7 @@ def test_the_page_of_the_capacity(results: Path) -> None:
     write_rows([CAPACITY], results / "capacity_h200.json")
     page = capacity_section()
     assert "| bundled | none | 4.0 | 1,000 | 90 | 5.0 |" in page
-    assert "| llama-3.1-8b | EAGLE-3 | not measured yet |" in page
+    assert page.count("| bundled |") == 1
 
 
 def test_peers_were_measured_with_workloads_that_there_are() -> None:
