@@ -154,6 +154,8 @@ def main(
     json_file: JsonOption = None,
 ) -> None:
     """Measures decode steps."""
+    if plain and alone:
+        raise typer.BadParameter("not with --plain, which has no draft", param_hint="--alone")
     names, sizes = shapes.split(","), [int(batch) for batch in batches.split(",")]
     measurements = [m for m in read_rows(json_file, Measurement) if m.shape not in names]
     bandwidth = copy_bandwidth() if device == "cuda" else None

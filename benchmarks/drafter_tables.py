@@ -64,10 +64,11 @@ def every_drafter_section() -> list[str]:
         f" | {workload}, T = {temperature:g}, {tokens} tokens | tokens/s" for workload, temperature, tokens in columns
     )
     words = (
-        f"The bundled target in bfloat16, {results[0]['num_prompts']} prompts, 8 requests at a time, one run of each: "
-        "mean accept length, and output tokens by the time of all requests, prefill included. So outputs of 16 tokens "
-        "say little of longer ones, and a target so small says little of larger ones. The workloads are those of "
-        "[Accept length](measured.md#accept-length)."
+        f"The bundled target in bfloat16, {results[0]['num_prompts']} prompts of each workload, 8 requests at a time, "
+        "one run of each: mean accept length, and output tokens divided by the time of all requests, prefill included, "
+        "so outputs of 16 tokens say little of longer ones; nor does a target so small of larger ones. *Edits again* "
+        "asks for three edits of each text; *n-grams, and outputs* looks in ended outputs, too. The workloads are "
+        "those of [Accept length](measured.md#accept-length)."
     )
     return [
         *section("Every drafter", "accept_length", "accept_length_h200", results[0]["host"], words),

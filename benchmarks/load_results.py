@@ -263,7 +263,9 @@ def capacity_section() -> str:
         f"{limits.first_token_ms:g} ms to the first token, from the time at which a request had to be made, and "
         f"{limits.per_token_ms:g} ms per token, the mean of a request behind its first one. Requests come as a Poisson "
         "process with lengths of chats: about 200 tokens in and out, 2,000 and 1,000 at most. The shapes have "
-        "random weights; the EAGLE-3 head drafts 4 tokens, of which chance accepts so many that a step brings 3.5."
+        "random weights; the EAGLE-3 head drafts 4 tokens, of which chance accepts so many that a step brings 3.5. "
+        f"Each rate was tried once, for {limits.seconds:g} s, the first quarter of which is left out: the rows can be "
+        "compared, but a server that runs for long may hold a little less."
     )
     links = f"[`load.py`](../benchmarks/load.py) `--capacity`, [JSON](../benchmarks/results/{CAPACITY}.json); "
     where = links + "; ".join(dict.fromkeys(one.host for one in results))

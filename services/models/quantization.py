@@ -100,7 +100,10 @@ class PackedFp8:
     bits: torch.Tensor
     """[rows / 64, columns / 128, 8192] int8: blocks of 64 x 128 numbers."""
     arrivals: torch.Tensor
-    """[rows / 64] int32: programs of a running product that have left their part of a sum; zeros otherwise."""
+    """[rows / 64] int32: programs of a running product that have left their part of a sum; zeros otherwise.
+
+    So products with one weight must not run side by side.
+    """
 
     @classmethod
     def of(cls, weight: torch.Tensor, dtype: torch.dtype) -> PackedFp8:
@@ -109,8 +112,11 @@ class PackedFp8:
         # By a chunk's groups of 16 rows, two of 8, each row; a block's groups of 32 columns, two of 16, of 8, pairs.
         parts = weight.view(torch.int8).view(rows // CHUNK, 4, 2, 8, columns // BLOCK, 4, 2, 2, 4, 2)
         bits = parts.permute(0, 4, 5, 1, 3, 8, 6, 7, 2, 9).reshape(rows // CHUNK, columns // BLOCK, CHUNK * BLOCK)
-        arrivals = torch.zeros(rows // CHUNK, dtype=torch.int32, device=weight.device)
-        return cls(_woven(bits) if dtype == torch.bfloat16 else bits, arrivals)
+        if dtype == torch.bfloat16:
+            for first in range(0, len(bits), _CHUNKS_WOVEN):  # which takes several times their memory
+                some = bits[first : first + _CHUNKS_WOVEN]
+                some.copy_(_woven(some))
+        return cls(bits, torch.zeros(rows // CHUNK, dtype=torch.int32, device=weight.device))
 
     @property
     def num_rows(self) -> int:
@@ -119,6 +125,9 @@ class PackedFp8:
     @property
     def num_columns(self) -> int:
         return self.bits.shape[1] * BLOCK
+
+
+_CHUNKS_WOVEN = 16
 
 
 def _woven(bits: torch.Tensor) -> torch.Tensor:

@@ -337,4 +337,6 @@ def _fp8_tile(num_rows: int, columns: int, size: int, *, is_gated: bool) -> _Til
             tile = replace(tile, slices=power_of_two(tile.slices + 1) // 2)
     blocks = size // BLOCK.value
     blocks_per_slice = -(-blocks // max(1, tile.slices))
-    return replace(tile, slices=-(-blocks // blocks_per_slice), fetched=tile.fetched if blocks_per_slice > 1 else 0)
+    slices = -(-blocks // blocks_per_slice)
+    blocks_of_last = blocks - (slices - 1) * blocks_per_slice
+    return replace(tile, slices=slices, fetched=tile.fetched if blocks_of_last * BLOCK.value >= tile.fetched else 0)
