@@ -18,6 +18,7 @@ from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.worker.layout import ring_rows
 from slipstream.common.worker.step import Role, StepCommand, StepKind
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.core import loop as step_loop
 from slipstream.scheduler.core.batch import Batch
 from slipstream.scheduler.core.draft_work import DraftWork
 from slipstream.scheduler.core.loop import LEAST_HOLD_S, PACE_STEPS, WATCH_S
@@ -317,7 +318,8 @@ def test_who_comes_while_a_step_is_held_back_is_in_it(monkeypatch: pytest.Monkey
         return step
 
     monkeypatch.setattr(Batch, "next_step", recorded)
-    with workers(verify_ms=60.0) as both:
+    monkeypatch.setattr(step_loop, "WATCH_S", 1.0)  # so that half a step is long on a busy machine, too
+    with workers(verify_ms=120.0) as both:
         epoch, job, late = make_epoch(both[:1]), make_job(max_new_tokens=16), make_job(max_new_tokens=2)
 
         def on_progress(of: Job, _: OutputRow) -> None:
