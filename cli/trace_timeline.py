@@ -34,8 +34,14 @@ STEP, BUBBLE, HOST, COPY, KERNEL, WAIT, IDLE = "step", "bubble", "host", "copy",
 REQUEST = "request"
 FENCE, COMMAND, LAUNCH = "fence", "command", "launch"
 
-_LOOP = {Site.SEND: "send", Site.WAIT: "wait for result of", Site.TAKE_IN: "take in", Site.IDLE: "idle after"}
-_LOOP_KINDS = {Site.WAIT: WAIT, Site.IDLE: IDLE}
+_LOOP = {
+    Site.SEND: "send",
+    Site.WAIT: "wait for result of",
+    Site.TAKE_IN: "take in",
+    Site.IDLE: "idle after",
+    Site.HOLD: "hold back during",
+}
+_LOOP_KINDS = {Site.WAIT: WAIT, Site.IDLE: IDLE, Site.HOLD: IDLE}
 _REQUEST = {Site.TOKENISE: "tokenise", Site.SUBMIT: "submit", Site.FIRST_TOKEN: "first token"}
 _EDGES = {
     VERIFY_TO_DRAFT: "bubble verify → draft",

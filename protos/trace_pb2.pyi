@@ -22,6 +22,7 @@ class TraceSite(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRACE_SITE_TOKENISE: _ClassVar[TraceSite]
     TRACE_SITE_SUBMIT: _ClassVar[TraceSite]
     TRACE_SITE_FIRST_TOKEN: _ClassVar[TraceSite]
+    TRACE_SITE_HOLD: _ClassVar[TraceSite]
 TRACE_SITE_UNSPECIFIED: TraceSite
 TRACE_SITE_SEND: TraceSite
 TRACE_SITE_COPY: TraceSite
@@ -34,6 +35,7 @@ TRACE_SITE_STREAM: TraceSite
 TRACE_SITE_TOKENISE: TraceSite
 TRACE_SITE_SUBMIT: TraceSite
 TRACE_SITE_FIRST_TOKEN: TraceSite
+TRACE_SITE_HOLD: TraceSite
 
 class TraceRequest(_message.Message):
     __slots__ = ("steps", "wait_ms")

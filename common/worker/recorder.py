@@ -32,6 +32,8 @@ class Site(enum.IntEnum):
     """Gateway: from there, until it was sent to the scheduler."""
     FIRST_TOKEN = 11
     """Gateway: from there, until its first token was sent to a client."""
+    HOLD = 12
+    """Scheduler, loop: the step is under way and takes long; the next one is held back for requests that may come."""
 
 
 class Record(NamedTuple):

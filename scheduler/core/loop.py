@@ -194,11 +194,12 @@ class StepLoop:
         if not self._in_flight:
             return
         sent = self._in_flight[0]
-        begun_s = max(sent.sent_ns, self._landed_ns) / 1e9
-        hold_s = begun_s + self._pace.hold_s(sent.step) - time.monotonic()
+        begun_ns = time.monotonic_ns()
+        hold_s = self._pace.hold_s(sent.step) - (begun_ns - max(sent.sent_ns, self._landed_ns)) / 1e9
         if hold_s >= LEAST_HOLD_S:
             self._hand_out()
             self._queue.wait_for_stop(hold_s)
+            self._recorder.add(Site.HOLD, sent.step.number, begun_ns, time.monotonic_ns())
 
     def _next_step(self) -> tuple[Step | None, DraftAttachment | None]:
         """The next step and the draft that it refers to; no step if there is nothing to do, or to be done first."""

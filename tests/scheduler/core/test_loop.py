@@ -16,6 +16,7 @@ from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostFence
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.worker.layout import ring_rows
+from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.step import Role, StepCommand, StepKind
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core import loop as step_loop
@@ -299,6 +300,8 @@ def test_long_steps_are_decided_on_late(verify_ms: float, monkeypatch: pytest.Mo
             lambda seconds: held.append((seconds, epoch.epoch.last_sent, len(epoch.outputs[job]))),
         )
         epoch.run([job])
+        holds = [record.step for record in epoch.epoch.recorder.host_records(0) if record.site is Site.HOLD]
+        assert holds == [last_sent for _, last_sent, _ in held]
         if verify_ms:
             assert len(held) > 5
             assert all(LEAST_HOLD_S <= seconds <= WATCH_S for seconds, _, _ in held)
