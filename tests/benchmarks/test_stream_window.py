@@ -89,6 +89,8 @@ async def test_requests_that_never_get_warm_are_told() -> None:
 async def test_a_draft_that_attaches_late_is_waited_for(state: str) -> None:
     async with generation_server() as server, AsyncClient(server.address) as client:
         server.loop.serve(draft_state=state)
+        while (await client.server_info()).draft_state != state:
+            pass
         waiting = asyncio.create_task(with_draft(client))
         for _ in range(2):
             assert (await client.server_info()).draft_state == state
