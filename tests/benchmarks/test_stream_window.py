@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -85,17 +87,21 @@ async def test_requests_that_never_get_warm_are_told() -> None:
     stream.cancel()
 
 
-@pytest.mark.parametrize("state", ["missing", "catching up"])
-async def test_a_draft_that_attaches_late_is_waited_for(state: str) -> None:
-    async with generation_server() as server, AsyncClient(server.address) as client:
-        server.loop.serve(draft_state=state)
-        while (await client.server_info()).draft_state != state:
-            pass
-        waiting = asyncio.create_task(with_draft(client))
-        for _ in range(2):
-            assert (await client.server_info()).draft_state == state
-        server.loop.serve(draft_state="attached")
-        assert (await waiting).draft_state == "attached"
+class Scripted:
+    """In place of a client: one state of the server after the other."""
+
+    def __init__(self, *draft_states: str) -> None:
+        self.states = [SimpleNamespace(draft_state=state) for state in draft_states]
+
+    async def server_info(self) -> SimpleNamespace:
+        """The next state."""
+        return self.states.pop(0)
+
+
+async def test_a_draft_that_attaches_late_is_waited_for() -> None:
+    client = Scripted("missing", "catching up", "attached", "missing")
+    assert (await with_draft(cast("AsyncClient", client))).draft_state == "attached"
+    assert len(client.states) == 1
 
 
 async def test_no_draft_is_waited_for_where_none_is_expected() -> None:
