@@ -117,7 +117,7 @@ class AcceptLength:
 
     @property
     def case(self) -> tuple[str, int, str, float, int, int]:
-        """What was measured, beginning with the draft as in DRAFTS: a new result of a case replaces the old one."""
+        """Settings of the measurement, first the draft as in DRAFTS; a new result of a case replaces the old one."""
         draft = self.algorithm, self.num_draft_tokens
         return *draft, self.workload, self.temperature, self.max_new_tokens, self.seed
 

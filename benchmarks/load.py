@@ -43,7 +43,7 @@ import typer
 from slipstream.benchmarks.charts import draw_capacity, draw_load
 from slipstream.benchmarks.load_generator import COMPLETED, closed_loop, open_loop
 from slipstream.benchmarks.load_report import failures, report_of
-from slipstream.benchmarks.load_results import LIMITS, CapacityResult, DraftFaults, LoadResult, TriedRate, merged
+from slipstream.benchmarks.load_results import CapacityResult, DraftFaults, LoadResult, TriedRate, merged
 from slipstream.benchmarks.load_workloads import CPU_SCALE, GPU_SCALE, NAMES, poisson, warm_up, workloads
 from slipstream.benchmarks.models import (
     BUNDLED,
@@ -114,8 +114,8 @@ class Plan:
 class Search:
     """The settings of a search for the capacity."""
 
-    first_token_ms: float = LIMITS[0]
-    per_token_ms: float = LIMITS[1]
+    first_token_ms: float = 200.0
+    per_token_ms: float = 10.0
     seconds: float = 20.0
     """Length of each rate."""
     first_rate: float = 16.0

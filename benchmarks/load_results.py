@@ -27,8 +27,6 @@ README_WORKLOADS = {
     "chat256": "chats, 256 at a time",
     "turns": "32 conversations",
 }
-LIMITS = (200.0, 10.0)
-"""Limits of the time to the first token and of the time per token, in milliseconds."""
 DRAFTS = {EAGLE3: "EAGLE-3", EAGLE3_AUTO: "EAGLE-3, auto", NONE: "none"}
 """Draft settings, in the order of the tables."""
 
@@ -262,10 +260,10 @@ def capacity_section() -> str:
         "The highest rate of requests at which the 99th percentiles of two latencies stay below their limits: "
         f"{limits.first_token_ms:g} ms to the first token, from the time at which a request had to be made, and "
         f"{limits.per_token_ms:g} ms per token, the mean of a request behind its first one. Requests come as a Poisson "
-        "process with lengths of chats: about 200 tokens in and out, 2,000 and 1,000 at most. The shapes have "
-        "random weights; the EAGLE-3 head drafts 4 tokens, of which chance accepts so many that a step brings 3.5. "
-        f"Each rate was tried once, for {limits.seconds:g} s, the first quarter of which is left out: the rows can be "
-        "compared, but a server that runs for long may hold a little less."
+        "process with lengths of chats: about 200 tokens in and out, 2,000 and 1,000 at most. Weights are "
+        "random; the EAGLE-3 head drafts 4 tokens, of which chance accepts so many that a step brings 3.5. "
+        f"Each rate was tried once, for {limits.seconds:g} s, the first quarter of which is left out, which is "
+        "short: compare the rows, and measure your own server for longer."
     )
     links = f"[`load.py`](../benchmarks/load.py) `--capacity`, [JSON](../benchmarks/results/{CAPACITY}.json); "
     where = links + "; ".join(dict.fromkeys(one.host for one in results))

@@ -57,7 +57,7 @@ class Step(NamedTuple):
     number: int
     """The last one of its numbers: a mixed step that is drafted has two, the first for the draft's first command."""
     kind: StepKind
-    """What the step does; a mixed step has the kind of the step that decodes alike, PLAIN or DECODE."""
+    """The kind of the step; a mixed step has that of the step that decodes alike, PLAIN or DECODE."""
     members: StepSlots
     """The slots that decode; in a prefill, those that take in prompts."""
     yielding: StepSlots

@@ -217,7 +217,7 @@ _KEPT_STEPS = MAX_STEPS + 64
 
 
 class _SentStep(NamedTuple):
-    """What a trace tells of a step that was sent; a mixed one that is drafted has two."""
+    """A step that was sent, as a trace tells of it; a mixed one that is drafted has two."""
 
     step: int
     kind: StepKind

@@ -128,6 +128,7 @@ class PackedFp8:
 
 
 _CHUNKS_WOVEN = 16
+"""Chunks whose bits are woven at a time."""
 
 
 def _woven(bits: torch.Tensor) -> torch.Tensor:

@@ -24,14 +24,14 @@ SMALL = {
     "head_dim": 16,
     "intermediate_size": 128,
 }
-"""What the shapes of a small pair have in place of those of Llama-3.1-8B and its drafts."""
+"""Sizes of a small pair of models, in place of those of Llama-3.1-8B and its drafts."""
 LAYER, OUTPUT = 218_112_000, 128_256 * 4096
 """Parameters of a layer of Llama-3.1-8B, with two norms, and of its output."""
 FUSING = 2 * 4096 * 4096
 LLAMA_1B = 1_235_814_400
 """Parameters of Llama-3.2-1B, whose embedding is its output, too."""
 KV_BYTES = 2 * 2 * 8 * 128
-"""Of a token in one layer of Llama-3.1-8B."""
+"""Bytes of the keys and values of a token in one layer of Llama-3.1-8B, in bfloat16."""
 
 
 @pytest.fixture(autouse=True)

@@ -4,73 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from prometheus_client import generate_latest
 
 from slipstream.benchmarks import dummy_model
-from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostFence
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.worker.layout import ring_rows
-from slipstream.common.worker.recorder import Site
-from slipstream.common.worker.step import Role, StepCommand, StepKind
-from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core import loop as step_loop
-from slipstream.scheduler.core.batch import Batch
+from slipstream.common.worker.step import StepCommand, StepKind
 from slipstream.scheduler.core.draft_work import DraftWork
-from slipstream.scheduler.core.loop import LEAST_HOLD_S, PACE_STEPS, WATCH_S
 from slipstream.scheduler.core.speculation import FIRST_STEP_TIMEOUT_S
-from tests.harness.counted_jobs import Job, OutputRow
+from tests.harness.dummy_epoch import make_epoch, make_job, workers
 from tests.harness.leaks import nothing_left
-from tests.harness.local_epoch import LocalEpoch
-from tests.harness.workers import VOCAB_SIZE, LocalWorker, describe
+from tests.harness.workers import VOCAB_SIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from slipstream.scheduler.core.step import Step
+    from tests.harness.counted_jobs import Job
+    from tests.harness.local_epoch import LocalEpoch
 
 pytestmark = pytest.mark.timeout(30)
-
-
-def make_job(prompt_tokens: int = 4, max_new_tokens: int = 8, max_draft_tokens: int | None = None) -> Job:
-    """A greedy job."""
-    spec = SequenceSpec(
-        job_id="job",
-        prompt=tuple(range(prompt_tokens)),
-        max_new_tokens=max_new_tokens,
-        sampling=SamplingParams(),
-        stop_token_ids=frozenset(),
-        max_draft_tokens=max_draft_tokens,
-    )
-    return Job(spec)
-
-
-@contextmanager
-def workers(
-    *,
-    draft_ms: float = 0.0,
-    verify_ms: float = 0.0,
-    before_draft: Callable[[StepCommand], StepCommand] | None = None,
-) -> Iterator[tuple[LocalWorker, LocalWorker]]:
-    """Dummies for verify and draft."""
-    both = (
-        LocalWorker(DummyVerify(describe(Role.VERIFY), verify_ms)),
-        LocalWorker(DummyDraft(describe(Role.DRAFT), draft_ms), before_send=before_draft),
-    )
-    yield both
-    for worker in both:
-        worker.close()
-
-
-def make_epoch(both: tuple[LocalWorker, LocalWorker], **changes: object) -> LocalEpoch:
-    """An epoch with run-ahead 1."""
-    settings: dict[str, object] = {"context_tokens": 256, "slots": 4, "num_draft_tokens": 2, **changes}
-    return LocalEpoch(1, SchedulerConfig(verify="unix:/none", **settings), both)  # type: ignore[arg-type]
 
 
 def metric(epoch: LocalEpoch, line_start: str) -> float:
@@ -286,52 +240,6 @@ def test_stops_while_it_is_busy_and_takes_in_what_is_under_way() -> None:
             assert len(epoch.outputs[job]) > num_before, "the steps that were under way"
             assert job not in epoch.jobs.ends
         assert all(worker.engine.epoch is None for worker in both)
-
-
-@pytest.mark.parametrize("verify_ms", [0.0, 60.0])
-def test_long_steps_are_decided_on_late(verify_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once enough of their size were seen, behind the last output and with the step before it under way."""
-    with workers(verify_ms=verify_ms) as both:
-        epoch, job = make_epoch(both[:1]), make_job(max_new_tokens=20)
-        held: list[tuple[float, int, int]] = []
-        monkeypatch.setattr(
-            epoch.queue,
-            "wait_for_stop",
-            lambda seconds: held.append((seconds, epoch.epoch.last_sent, len(epoch.outputs[job]))),
-        )
-        epoch.run([job])
-        holds = [record.step for record in epoch.epoch.recorder.host_records(0) if record.site is Site.HOLD]
-        assert holds == [last_sent for _, last_sent, _ in held]
-        if verify_ms:
-            assert len(held) > 5
-            assert all(LEAST_HOLD_S <= seconds <= WATCH_S for seconds, _, _ in held)
-            assert all(last_sent == num_tokens + 1 > PACE_STEPS for _, last_sent, num_tokens in held)
-        else:
-            assert not held
-
-
-def test_who_comes_while_a_step_is_held_back_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    taking_in: list[int] = []
-    next_step = Batch.next_step
-
-    def recorded(*args: Any, **options: Any) -> Step | None:
-        step = next_step(*args, **options)
-        if step is not None and step.chunks:
-            taking_in.append(step.number)
-        return step
-
-    monkeypatch.setattr(Batch, "next_step", recorded)
-    monkeypatch.setattr(step_loop, "WATCH_S", 1.0)  # so that half a step is long on a busy machine, too
-    with workers(verify_ms=120.0) as both:
-        epoch, job, late = make_epoch(both[:1]), make_job(max_new_tokens=16), make_job(max_new_tokens=2)
-
-        def on_progress(of: Job, _: OutputRow) -> None:
-            if of is job and len(epoch.outputs[job]) == 12:
-                epoch.jobs.add(late)
-
-        epoch.on_progress = on_progress
-        epoch.run([job])
-    assert taking_in == [1, 14], "step 12 brings the token, and 13 is under way"
 
 
 def test_an_epoch_leaves_nothing() -> None:

@@ -16,6 +16,7 @@ from slipstream.services.models.kernels.products import MOST_ROWS, add_product, 
 from slipstream.services.models.quantization import BLOCK, CHUNK, FP8, PackedFp8, dequantised
 
 ROUNDING = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+"""Exact sums, rounded where the kernels round, differ by 0.0032 and 0.022 in 16 bits, behind a norm and a gate."""
 EPS = 1e-5
 BY_ROW = 1
 
