@@ -16,6 +16,8 @@ from slipstream.scheduler.core.prefix_cache import NO_DRAFT
 from slipstream.scheduler.telemetry.step_metrics import DRAFT_BACKLOG, DRAFTED, PLAIN, RESTING, RESULT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.scheduler.core.accounts import TakenIn
     from slipstream.scheduler.core.batch import Batch
@@ -68,6 +70,8 @@ class _Sent(NamedTuple):
     sent_ns: int
     is_resting: bool
     """True if a draft rested meanwhile, or came back from it."""
+    pace: deque[float]
+    """See `_Pace.of`."""
 
 
 class _Consumed(NamedTuple):
@@ -87,19 +91,18 @@ class _Pace:
     def __init__(self) -> None:
         self._seconds: defaultdict[tuple[int, ...], deque[float]] = defaultdict(lambda: deque(maxlen=PACE_STEPS))
 
-    def add(self, step: Step, seconds: float) -> None:
-        self._seconds[self._size(step)].append(seconds)
+    def of(self, step: Step) -> deque[float]:
+        """The times of the last steps of this one's size, in seconds; to be added to when it is over."""
+        size = (step.num_draft_tokens, _about(len(step.members.slots)), _about(step.num_prompt_tokens))
+        return self._seconds[size]
 
-    def hold_s(self, step: Step) -> float:
-        """For how long from the beginning of a step the next may be held back; by the shortest of its size."""
-        seconds = self._seconds[self._size(step)]
-        if len(seconds) < PACE_STEPS:
-            return 0.0
-        least = min(seconds)
-        return min(HOLD_SHARE * least, least - LEAD_S, WATCH_S)
 
-    def _size(self, step: Step) -> tuple[int, ...]:
-        return step.num_draft_tokens, _about(len(step.members.slots)), _about(step.num_prompt_tokens)
+def _hold_s(seconds: Sequence[float]) -> float:
+    """For how long from the beginning of a step the next may be held back; by the shortest of its size."""
+    if len(seconds) < PACE_STEPS:
+        return 0.0
+    least = min(seconds)
+    return min(HOLD_SHARE * least, least - LEAD_S, WATCH_S)
 
 
 def _about(number: int) -> int:
@@ -195,10 +198,11 @@ class StepLoop:
             return
         sent = self._in_flight[0]
         begun_ns = time.monotonic_ns()
-        hold_s = self._pace.hold_s(sent.step) - (begun_ns - max(sent.sent_ns, self._landed_ns)) / 1e9
+        hold_s = _hold_s(sent.pace) - (begun_ns - max(sent.sent_ns, self._landed_ns)) / 1e9
         if hold_s >= LEAST_HOLD_S:
             self._hand_out()
-            self._queue.wait_for_stop(hold_s)
+            # Too short to be woken from: a stop comes soon enough, and who is new is in the step all the same.
+            time.sleep(hold_s)
             self._recorder.add(Site.HOLD, sent.step.number, begun_ns, time.monotonic_ns())
 
     def _next_step(self) -> tuple[Step | None, DraftAttachment | None]:
@@ -248,7 +252,8 @@ class StepLoop:
         self._recorder.sent(step, planned, decided_ns, sent_ns)
         # After the commands: in one process their enqueueing must not wait for the copy, which waits for them.
         self._results.start(step)
-        self._in_flight.append(_Sent(step, attachment, waits_for, sent_ns, self._speculation.resting is not None))
+        is_resting = self._speculation.resting is not None
+        self._in_flight.append(_Sent(step, attachment, waits_for, sent_ns, is_resting, self._pace.of(step)))
         self._timings.sent(step, attachment if has_command else None)
 
     def _ordered(self, step: Step, attachment: DraftAttachment | None) -> PlannedStep:
@@ -298,7 +303,7 @@ class StepLoop:
         self._plan = consume(self._plan, step.number)
         gap_s = (landed_ns - max(sent.sent_ns, self._landed_ns)) / 1e9
         self._landed_ns = landed_ns
-        self._pace.add(step, gap_s)
+        sent.pace.append(gap_s)
         is_clean = bool(step.members.slots) and (sent.attachment is None or not sent.attachment.is_released)
         self._speculation.consumed(
             step.number,

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 _KEPT_SHARE = 32
 """The watermark: one page in so many is kept for the sequences that run."""
-_STEPS_AHEAD = 16
+STEPS_AHEAD = 32
 """Steps that a sequence gets pages for at a time, while more than the kept ones are free."""
-_LOW_STEPS = 8
+_LOW_STEPS = 16
 """When one sequence needs pages, those that have pages for fewer steps than this get some, too: not every step then has
 updates."""
 _WHOLE = 1 << 62
@@ -69,12 +69,12 @@ class PageLists:
         return rows[is_short], lengths[is_short]
 
     def grow_together(self, rows: Ints, lengths: Counts, sequences: Mapping[int, Sequence]) -> bool:
-        """Gives short slots pages for _STEPS_AHEAD steps; returns False, and gives none, if too few are free.
+        """Gives short slots pages for STEPS_AHEAD steps; returns False, and gives none, if too few are free.
 
         `sequences`: by slot.
         """
         room, most, page_tokens = self._room[rows], self._most[rows], self._sizes.page_tokens
-        ahead = np.minimum(lengths + (_STEPS_AHEAD * self._sizes.most_step_tokens - 1), most)
+        ahead = np.minimum(lengths + (STEPS_AHEAD * self._sizes.most_step_tokens - 1), most)
         num_more = -((room - ahead) // page_tokens)
         total = int(num_more.sum())
         if self._pages.num_free - total < self._num_kept:
@@ -92,7 +92,7 @@ class PageLists:
     def grow(self, sequence: Sequence, length: int) -> bool:
         """Gives a sequence pages for its next steps. Returns False if too few are free for the first of them."""
         num_pages, num_free = len(sequence.pages), self._pages.num_free
-        num_more = self._num_for(sequence, length, _STEPS_AHEAD) - num_pages
+        num_more = self._num_for(sequence, length, STEPS_AHEAD) - num_pages
         if num_free - num_more < self._num_kept:
             num_more = max(0, self._num_for(sequence, length, 1) - num_pages)
         if num_more > num_free:

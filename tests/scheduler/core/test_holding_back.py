@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,11 +27,12 @@ def test_long_steps_are_decided_on_late(verify_ms: float, monkeypatch: pytest.Mo
     with workers(verify_ms=verify_ms) as both:
         epoch, job = make_epoch(both[:1]), make_job(max_new_tokens=20)
         held: list[tuple[float, int, int]] = []
-        monkeypatch.setattr(
-            epoch.queue,
-            "wait_for_stop",
-            lambda seconds: held.append((seconds, epoch.epoch.last_sent, len(epoch.outputs[job]))),
+        clock = SimpleNamespace(
+            monotonic=time.monotonic,
+            monotonic_ns=time.monotonic_ns,
+            sleep=lambda seconds: held.append((seconds, epoch.epoch.last_sent, len(epoch.outputs[job]))),
         )
+        monkeypatch.setattr(loop, "time", clock)
         epoch.run([job])
         holds = [record.step for record in epoch.epoch.recorder.host_records(0) if record.site is Site.HOLD]
         assert holds == [last_sent for _, last_sent, _ in held]

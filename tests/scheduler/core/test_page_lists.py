@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.common.api.output_chunk import FinishReason
 from slipstream.scheduler.core.batch_sizes import BatchSizes
+from slipstream.scheduler.core.page_lists import STEPS_AHEAD
 from slipstream.scheduler.core.waiting_queue import MOST_OVERTAKING
 from tests.harness.simulated_run import Run, make_job, reference
 
@@ -60,7 +61,7 @@ def test_a_sequence_holds_pages_for_its_tokens_and_a_few_steps(accepted: int) ->
         step, _ = run.in_flight[-1]
         num_updates += len(step.updates)
         num_tokens = 10 + len(run.jobs.outputs[job])
-        assert sizes.pages_of(num_tokens) <= len(job.pages) <= sizes.pages_of(num_tokens + 20 * 3)
+        assert sizes.pages_of(num_tokens) <= len(job.pages) <= sizes.pages_of(num_tokens + (STEPS_AHEAD + 4) * 3)
     assert 0 < num_updates < 20, "pages come some at a time"
     run.jobs.cancel(job)
     finish(run)
@@ -170,7 +171,7 @@ def test_no_step_costs_anything_for_pages_while_there_are_enough() -> None:
 
 def test_a_preempted_sequence_goes_on_behind_the_pages_that_it_had() -> None:
     run = make_run()
-    first, second = make_job("first", (1,) * 30, 60), make_job("second", (2,) * 30, 20)
+    first, second = make_job("first", (1,) * 30, 60), make_job("second", (2,) * 30, 40)
     run.jobs.add(first, second)
     while not second.was_preempted:
         run.turn()
