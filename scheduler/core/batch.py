@@ -117,11 +117,12 @@ class Batch:
             self.committed.begin(sequence.lease.slot, sequence.tokens, sequence.num_tokens_at_most)
             sequence.prefix = Prefix(sequence.spec.cache_salt, self.sizes.page_tokens)
             # Its new pages are not to take the place of those that it begins with.
-            self.pages.touch(sequence.prefix, self.committed.row(sequence.lease.slot), len(sequence.tokens))
+            num_tokens = len(sequence.tokens)
+            num_cached = self.pages.touch(sequence.prefix, self.committed.row(sequence.lease.slot), num_tokens)
             self._page_lists.begin(sequence)
             self._reach.look(sequence)
             self._running[sequence.lease.slot] = sequence
-            self._prompts.add(sequence)
+            self._prompts.add(sequence, num_tokens - num_cached)
             if not sequence.was_preempted:
                 self.outbox.add_admitted(sequence)
 

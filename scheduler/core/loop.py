@@ -39,9 +39,9 @@ LIVENESS_S = 0.1
 """Between two checks of the links during a wait for a worker."""
 WATCH_S = 0.02
 """The same while a draft may hold the step up."""
-HOLD_SHARE, LEAD_S = 0.5, 0.008
+HOLD_SHARE, LEAD_S = 0.75, 0.006
 """Part of a step's time in which the next one is held back, and the least time that its commands have after that."""
-LEAST_HOLD_S = 0.001
+LEAST_HOLD_S, MOST_HOLD_S = 0.001, 0.04
 PACE_STEPS = 8
 """Steps of a size that are looked back on."""
 _NO_DRAFT = DraftTraits(is_present=False)
@@ -102,7 +102,7 @@ def _hold_s(seconds: Sequence[float]) -> float:
     if len(seconds) < PACE_STEPS:
         return 0.0
     least = min(seconds)
-    return min(HOLD_SHARE * least, least - LEAD_S, WATCH_S)
+    return min(HOLD_SHARE * least, least - LEAD_S, MOST_HOLD_S)
 
 
 def _about(number: int) -> int:

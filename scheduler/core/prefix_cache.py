@@ -116,8 +116,11 @@ class PrefixCache:
         """Pages in the cache, with and without references."""
         return len(self._entries)
 
-    def touch(self, prefix: Prefix, tokens: NDArray[np.int32], num_tokens: int) -> None:
-        """Has the pages that a sequence may begin with be evicted last. Arguments as for `begin`, which follows."""
+    def touch(self, prefix: Prefix, tokens: NDArray[np.int32], num_tokens: int) -> int:
+        """Has the pages that a sequence may begin with be evicted last; returns how many tokens these have.
+
+        Arguments as for `begin`, which follows.
+        """
         found: list[int] = []
         for key in prefix.keys(tokens, (num_tokens - 1) // self._page_tokens) if self.is_enabled else ():
             if (entry := self._entries.get(key)) is None:
@@ -128,6 +131,7 @@ class PrefixCache:
             if page in self._unused:
                 del self._unused[page]
                 self._unused[page] = None
+        return len(found) * self._page_tokens
 
     def allocate(self, count: int) -> tuple[int, ...]:
         """Takes `count` pages for new content. Raises ResourceExhaustedError if there are fewer; then none is taken."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import insort
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.scheduler.core.prefix_cache import NO_DRAFT
@@ -28,7 +30,12 @@ class TakenPrompts(NamedTuple):
 
 
 class Prompts:
-    """The running sequences whose tokens were not sent in full, in the order of their start."""
+    """The running sequences whose tokens were not sent in full, in the order in which they get room in steps.
+
+    One that comes goes before those of its priority that are longer by more tokens than were taken in since they came:
+    a short one does not wait for the long ones before it, and once as many tokens as a prompt has were taken in since it
+    came, no later one goes before it.
+    """
 
     def __init__(
         self,
@@ -45,13 +52,16 @@ class Prompts:
         self._committed = committed
         self._on_looked_up = on_looked_up
         self._sequences: list[Sequence] = []
+        self._num_taken = 0
+        """Tokens of prompts that were taken in so far."""
 
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def add(self, sequence: Sequence) -> None:
-        """A sequence has a slot."""
-        self._sequences.append(sequence)
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        """A sequence has a slot. `num_tokens`: those that the cache does not have."""
+        sequence.turn = -sequence.spec.priority, self._num_taken + num_tokens
+        insort(self._sequences, sequence, key=attrgetter("turn"))
 
     def discard(self, sequence: Sequence) -> None:
         """A sequence gives its slot back."""
@@ -72,6 +82,7 @@ class Prompts:
                 updates.append(sequence.slot_update())
             chunks.append(sequence.next_chunk(room))
             room -= len(chunks[-1].tokens)
+            self._num_taken += len(chunks[-1].tokens)
             members.append(sequence)
         # After this step they are filled, as every later one is behind it on all streams.
         for sequence in members:

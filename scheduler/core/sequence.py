@@ -86,6 +86,8 @@ class Sequence:
     lease: SlotLease = NO_SLOT
     """Its slot, from its admission on."""
     pages: list[int] = field(default_factory=list)
+    turn: tuple[int, int] = (0, 0)
+    """Its place among the prompts that are taken in, the lowest first: see `Prompts.add`."""
     num_cached: int = 0
     """Of `tokens`, how many the prefix cache had when it began."""
     is_beyond_draft: bool = False

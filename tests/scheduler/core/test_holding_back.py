@@ -11,7 +11,7 @@ import pytest
 from slipstream.common.worker.recorder import Site
 from slipstream.scheduler.core import loop
 from slipstream.scheduler.core.batch import Batch
-from slipstream.scheduler.core.loop import LEAST_HOLD_S, PACE_STEPS, WATCH_S
+from slipstream.scheduler.core.loop import LEAST_HOLD_S, MOST_HOLD_S, PACE_STEPS
 from tests.harness.dummy_epoch import make_epoch, make_job, workers
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def test_long_steps_are_decided_on_late(verify_ms: float, monkeypatch: pytest.Mo
         assert holds == [last_sent for _, last_sent, _ in held]
         if verify_ms:
             assert len(held) > 5
-            assert all(LEAST_HOLD_S <= seconds <= WATCH_S for seconds, _, _ in held)
+            assert all(LEAST_HOLD_S <= seconds <= MOST_HOLD_S for seconds, _, _ in held)
             assert all(last_sent == num_tokens + 1 > PACE_STEPS for _, last_sent, num_tokens in held)
         else:
             assert not held
@@ -55,7 +55,7 @@ def test_who_comes_while_a_step_is_held_back_is_in_it(monkeypatch: pytest.Monkey
         return step
 
     monkeypatch.setattr(Batch, "next_step", recorded)
-    monkeypatch.setattr(loop, "WATCH_S", 1.0)  # so that half a step is long on a busy machine, too
+    monkeypatch.setattr(loop, "MOST_HOLD_S", 1.0)  # so that part of a step is long on a busy machine, too
     with workers(verify_ms=120.0) as both:
         epoch, job, late = make_epoch(both[:1]), make_job(max_new_tokens=16), make_job(max_new_tokens=2)
 
