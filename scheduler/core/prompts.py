@@ -32,8 +32,8 @@ class TakenPrompts(NamedTuple):
 class Prompts:
     """The running sequences whose tokens were not sent in full, in the order in which they get room in steps.
 
-    One that comes goes before those of its priority that are longer by more tokens than were taken in since they came:
-    a short one does not wait for the long ones before it, and once as many tokens as a prompt has were taken in since it
+    One that comes goes before those of its priority that are longer by more tokens than were taken in since they came.
+    So a short one does not wait for the long ones before it. Once as many tokens as a prompt has were taken in since it
     came, no later one goes before it.
     """
 

@@ -37,17 +37,17 @@ def test_random_requests_with_hits_preemptions_and_cancels_have_their_own_tokens
     """20 requests each: some are samples of one prompt, some are cancelled, and pages are few."""
     rng = random.Random(seed)
     apart = Served(models, Way(run_ahead=0, slots=1, chunk_tokens=64, no_prefix_cache=True))
-    expected = apart.run(jobs_that_begin_alike(seed, 20))
+    expected = apart.run(jobs_that_begin_alike(seed, 20, longest_output=40))
     way = Way(
         num_draft_tokens=rng.choice((0, 1, 3, 3)),
         run_ahead=rng.choice((0, 1, 2)),
         slots=rng.choice((4, 6)),
-        context_tokens=84,
+        context_tokens=100,
         chunk_tokens=rng.choice((1, 5, 9, 16, 40)),
-        num_pages=26,
+        num_pages=30,
     )
     print(way)
-    served, jobs = _Watched(models, way), jobs_that_begin_alike(seed, 20)
+    served, jobs = _Watched(models, way), jobs_that_begin_alike(seed, 20, longest_output=40)
     doomed = {job: rng.randrange(10) for job in rng.sample(jobs, 4)}
 
     def cancel_some(*_: object) -> None:

@@ -18,7 +18,7 @@ from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import SAMPLINGS
 
 
-def jobs_that_begin_alike(seed: int, count: int = 14) -> list[Job]:
+def jobs_that_begin_alike(seed: int, count: int = 14, *, longest_output: int = 23) -> list[Job]:
     """Prompts of up to 60 tokens: some begin with the same tokens, some are the same, some have a salt or penalties."""
     rng = random.Random(seed)
     common = [tuple(rng.randrange(256) for _ in range(50)) for _ in range(2)]
@@ -32,7 +32,7 @@ def jobs_that_begin_alike(seed: int, count: int = 14) -> list[Job]:
         spec = SequenceSpec(
             job_id=str(number),
             prompt=prompt,
-            max_new_tokens=rng.randrange(1, 24),
+            max_new_tokens=rng.randint(1, longest_output),
             sampling=replace(sampling, repetition_penalty=1.3) if rng.random() < 0.15 else sampling,
             stop_token_ids=frozenset(),
             max_draft_tokens=rng.choice((None, None, None, 0, 1)),
