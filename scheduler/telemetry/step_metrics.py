@@ -382,7 +382,8 @@ def time_step(
         wall_ns = max(0, verify[1] - verify_end)
         if draft is not None and kind is StepKind.DECODE:
             bubbles[VERIFY_TO_DRAFT] = min(max(0, draft[0] - all_end), wall_ns)
-            bubbles[DRAFT_TO_VERIFY] = min(max(0, verify[0] - draft[1]), wall_ns - bubbles[VERIFY_TO_DRAFT])
+            idle_ns = max(0, verify[0] - max(draft[1], verify_end))
+            bubbles[DRAFT_TO_VERIFY] = min(idle_ns, wall_ns - bubbles[VERIFY_TO_DRAFT])
         else:
             bubbles[VERIFY_TO_VERIFY] = min(max(0, verify[0] - all_end), wall_ns)
     return StepTiming(

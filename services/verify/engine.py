@@ -97,7 +97,10 @@ class VerifyEngine:
         self._model.close()
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        """See `RoleEngine.phases`: the work up to publish, then the stash. Raises InvalidArgumentError."""
+        """See `RoleEngine.phases`: the work up to publish, the stash, and what nobody waits for.
+
+        Raises InvalidArgumentError.
+        """
         assert self._target is not None, "a step belongs into an epoch"
         region = state.region_of(command)
         if command.kind is StepKind.CATCH_UP or (command.kind is StepKind.DECODE and region is None):
@@ -141,6 +144,11 @@ class VerifyEngine:
         ends = PromptEnds.of(command.chunks, state.staging)
         slots = (*command.slots, *(chunk.slot for chunk in command.chunks if chunk.is_last))
         rows = put_integers(state.staging, slots)
+        if state.graphs is None and command.kind is StepKind.DECODE and not (ends or layers):
+            # On a CPU another forward costs little, and behind the stash draft computes at the same time.
+            decode = partial(target.decode, command, rows, region, layers)
+            take_in = Phase(partial(target.take_in, chunks))
+            return [*_phases(command, state, target, slots, rows, region, decode), take_in]
         work = partial(target.mixed, command, rows[: len(command.slots)], chunks, ends, region, layers)
         return _phases(command, state, target, slots, rows, region, work)
 

@@ -103,9 +103,8 @@ class Target:
         self, command: StepCommand, rows: torch.Tensor, region: Region | None, aux_layers: tuple[int, ...]
     ) -> VerifyResult:
         """A decode step, with the draft of `region` or plain. `rows`: [B] int64, the command's slots."""
-        draft_tokens = None
-        if region is not None and command.kind is StepKind.DECODE:
-            draft_tokens = self._state.future_map.copy_in(command.step, region, command.slots, rows)
+        self._forget(command, region)
+        draft_tokens = self._copy_in(command, rows, region)
         forward = self.forward(command.step, rows, draft_tokens, aux_layers)
         return self.sample(forward, self._state.slots.sampling_mode(command.slots), command.top_logprobs)
 
@@ -185,10 +184,7 @@ class Target:
         `rows`: [B] int64, the slots that decode.
         """
         self._forget(command, region)
-        draft_tokens = None
-        if region is not None and command.kind is StepKind.DECODE:
-            # Draft has drafted under the number before.
-            draft_tokens = self._state.future_map.copy_in(command.step - 1, region, command.slots, rows)
+        draft_tokens = self._copy_in(command, rows, region)
         _, seq_lens, tokens = self._inputs(command.step, rows, draft_tokens)
         positions = _positions(seq_lens, tokens)
         places = _places(ends, chunks)
@@ -204,6 +200,17 @@ class Target:
             for together, of_ends in zip(ends, logits[1:], strict=True)
         )
         return merged(torch.cat, self.sample(forward, mode, asked), *first)
+
+    def take_in(self, chunks: FlatChunks) -> None:
+        """Fills the KV of chunks in which no prompt ends."""
+        self._model.prefill(chunks, chunks.slots[:0])
+
+    def _copy_in(self, command: StepCommand, rows: torch.Tensor, region: Region | None) -> torch.Tensor | None:
+        if region is None or command.kind is not StepKind.DECODE:
+            return None
+        # In a mixed step draft has drafted under the number before.
+        number = command.step - 1 if command.is_mixed else command.step
+        return self._state.future_map.copy_in(number, region, command.slots, rows)
 
     def _logits_of(self, *hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[N, hidden_size] each to [N, vocab_size], by one product: another would read all the weights again.

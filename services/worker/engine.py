@@ -45,10 +45,10 @@ DRAIN_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of a step's work and the fence that is signalled behind it."""
+    """A part of a step's work and the fence that is signalled behind it, if any."""
 
     work: Callable[[], None]
-    fence: FenceName
+    fence: FenceName | None = None
     is_stamped: bool = False
     """True if the work of the first phase stamps its start, and that of the last one its end, by itself."""
 
@@ -393,7 +393,7 @@ class Engine:
 
 
 def _check_signals(command: StepCommand, phases: list[Phase]) -> None:
-    own = [phase.fence for phase in phases]
+    own = [phase.fence for phase in phases if phase.fence is not None]
     for point in command.ops.signals:
         if point.fence not in own:
             raise InvalidArgumentError("signals", point.fence.name, ", ".join(fence.name for fence in own))

@@ -12,13 +12,19 @@ import pytest
 from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.scheduler.core.draft_policy import ALONE_STEPS
+from slipstream.services.verify.engine import VerifyEngine
+from tests.harness.eagle3_checkpoints import make_head
 from tests.harness.local_epoch import LocalEpoch, Models, Served, Way
 from tests.harness.simulated_run import make_job
 from tests.harness.workers import local_workers
 from tests.scheduler.test_prefix_cache import assert_all_is_given_back, jobs_that_begin_alike
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from slipstream.common.worker.step import StepCommand
+    from slipstream.services.worker.engine import Phase
+    from slipstream.services.worker.epoch import EpochState
 
 
 class _Watched(Served):
@@ -90,3 +96,27 @@ def test_beside_prompts_some_steps_decode_alone_only_where_a_policy_is_to_learn(
         assert set(alone) == {ALONE_STEPS}
     else:
         assert alone == []
+
+
+@pytest.mark.parametrize("draft", ["model", "head", None])
+def test_on_a_cpu_prompts_come_behind_the_stash_while_a_model_drafts(
+    models: Models, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: str | None
+) -> None:
+    """A head needs the states of the chunk with the stash, and a first token is published with its step."""
+    seen: set[tuple[bool, tuple[FenceName | None, ...]]] = set()
+    phases = VerifyEngine.phases
+
+    def watched(role: VerifyEngine, command: StepCommand, state: EpochState) -> list[Phase]:
+        found = phases(role, command, state)
+        if command.is_mixed:
+            has_end = any(chunk.is_last for chunk in command.chunks)
+            seen.add((has_end, tuple(phase.fence for phase in found)))
+        return found
+
+    monkeypatch.setattr(VerifyEngine, "phases", watched)
+    drafter = make_head(tmp_path / "head", target) if draft == "head" else models.draft
+    way = Way(num_draft_tokens=0 if draft is None else 3, chunk_tokens=9)
+    served = Served(Models(models.verify, drafter, models.twin), way)
+    served.run([make_job("stream", (1, 2, 3), 60), make_job("prompt", (7,) * 50, 1)])
+    fences = (FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH)
+    assert seen == {(True, fences), (False, (*fences, None) if draft == "model" else fences)}

@@ -50,3 +50,10 @@ def test_a_prefill_of_draft_that_outlasts_verifys_is_no_bubble() -> None:
 def test_work_that_overlaps_is_no_bubble() -> None:
     timing = time_step(PREFILL, (100, 140), verify=(110, 150), draft=(141, 190))
     assert timing.bubbles_ns == {VERIFY_TO_VERIFY: 0}
+
+
+def test_prompts_that_verify_takes_in_while_draft_works_are_no_bubble() -> None:
+    """`before`: verify was done at 125, with the chunks of the step before. Draft had drafted by then."""
+    timing = time_step(DECODE, (125, 125), verify=(128, 150), draft=(102, 120), is_mixed=True)
+    assert timing.bubbles_ns == {VERIFY_TO_DRAFT: 0, DRAFT_TO_VERIFY: 3}
+    assert timing.wall_ns == 25
