@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from slipstream.common.device.interface import Device
-    from slipstream.common.worker.contract import Attachment, DraftRegion, WorkerDescription
+    from slipstream.common.worker.contract import Attachment, DraftRegion, StepTokens, WorkerDescription
     from slipstream.common.worker.step import Role, StepCommand
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.services.worker.config import WorkerConfig
@@ -74,7 +74,7 @@ class LocalLink:
     def describe(self) -> WorkerDescription:
         return self._device_thread.submit(self._engine.describe).result()
 
-    def attach(self, attachment: Attachment) -> int | None:
+    def attach(self, attachment: Attachment) -> StepTokens | None:
         step_tokens = self._device_thread.submit(self._engine.attach, attachment).result()
         self._epoch = attachment.epoch
         return step_tokens

@@ -133,6 +133,15 @@ class DraftSizes:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens of a step that decodes and takes in prompts, as verify measured them: streams wait for it."""
+
+    num_tokens: int
+    doubling_context: int | None = None
+    """Behind a context of so many tokens a prompt's token counts for two, as it takes longer; None counts none so."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
     """One epoch of a worker: the memory it shares and the sizes it works with. For a draft, its attachment."""

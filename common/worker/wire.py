@@ -12,7 +12,14 @@ from slipstream.common.api.sequence import MAX_TOP_LOGPROBS, SamplingParams
 from slipstream.common.device.manifest import DTYPE_NAMES, DTYPES, BufferSpec, FenceWord, Manifest, Placed
 from slipstream.common.errors import InvalidArgumentError, ManifestError
 from slipstream.common.messages import decode, encode
-from slipstream.common.worker.contract import Attachment, DeviceMemory, DraftRegion, DraftSizes, WorkerDescription
+from slipstream.common.worker.contract import (
+    Attachment,
+    DeviceMemory,
+    DraftRegion,
+    DraftSizes,
+    StepTokens,
+    WorkerDescription,
+)
 from slipstream.common.worker.layout import LENT_WEIGHTS, BufferName, DraftShape, EpochShape
 from slipstream.common.worker.step import (
     FenceName,
@@ -125,6 +132,18 @@ def attachment_from_pb(message: pb.AttachRequest) -> Attachment:
         given.check_holds(shape.given_specs())
     manifest.check_holds(shape.own_specs() if isinstance(shape, DraftShape) else shape.specs())
     return attachment
+
+
+def step_tokens_to_pb(tokens: StepTokens | None) -> pb.AttachResponse:
+    """Encodes what verify measured; None if it did not."""
+    if tokens is None:
+        return pb.AttachResponse()
+    return pb.AttachResponse(step_tokens=tokens.num_tokens, step_doubling_context=tokens.doubling_context or 0)
+
+
+def step_tokens_from_pb(message: pb.AttachResponse) -> StepTokens | None:
+    """Decodes what verify measured; None if it did not."""
+    return StepTokens(message.step_tokens, message.step_doubling_context or None) if message.step_tokens else None
 
 
 def hidden_of(given: Manifest) -> tuple[int, torch.dtype]:

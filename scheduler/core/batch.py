@@ -91,9 +91,10 @@ class Batch:
         self._is_decodes_turn = False
         """True behind a step of prompts. Counts where steps are not mixed."""
 
-    def bound_shared_steps(self, num_tokens: int) -> None:
-        """Sets the tokens of a step that takes in prompts while sequences decode."""
-        self.sizes = replace(self.sizes, shared_chunk_tokens=min(num_tokens, self.sizes.chunk_tokens))
+    def bound_shared_steps(self, num_tokens: int, doubling_context: int | None = None) -> None:
+        """Sets the tokens of a step that takes in prompts while sequences decode; see `BatchSizes`."""
+        shared_chunk_tokens = min(num_tokens, self.sizes.chunk_tokens)
+        self.sizes = replace(self.sizes, shared_chunk_tokens=shared_chunk_tokens, doubling_context=doubling_context)
 
     @property
     def num_running(self) -> int:
@@ -157,7 +158,8 @@ class Batch:
             self._is_decodes_turn = False
             return self._decode_step(decoding)
         self._is_decodes_turn = True
-        prompts = self._prompts.take(self.sizes.room_for_prompts(num_decoded))
+        room = self.sizes.room_for_prompts(num_decoded)
+        prompts = self._prompts.take(room, self.sizes.doubling_context if num_decoded else None)
         if prompts.ending.slots:
             self._is_prefilled[prompts.ending.rows] = True
             self._decoding = None

@@ -26,6 +26,8 @@ class BatchSizes:
     has_prefix_cache: bool = True
     shared_chunk_tokens: int | None = None
     """As `chunk_tokens` while sequences decode, which wait for the step: verify's measurement; None is no less."""
+    doubling_context: int | None = None
+    """Behind so many tokens, a prompt's token counts for two in such a step: verify's measurement; None is never."""
     mixes: bool = True
     """Whether a step may both decode and take in prompts; if not, they take turns."""
 

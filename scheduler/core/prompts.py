@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from math import ceil
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -68,8 +69,11 @@ class Prompts:
         if sequence in self._sequences:
             self._sequences.remove(sequence)
 
-    def take(self, room: int) -> TakenPrompts:
-        """Takes chunks of `room` tokens together."""
+    def take(self, room: int, doubling_context: int | None = None) -> TakenPrompts:
+        """Takes chunks of `room` tokens together, at least one token.
+
+        `doubling_context`: c, if a token behind a context of L tokens counts for 1 + L / c; None is 1 for each.
+        """
         chunks, updates = [], []
         members: list[Sequence] = []
         filling = {key for sequence in self._sequences if sequence.num_prefilled for key in sequence.prefix.filling}
@@ -80,9 +84,12 @@ class Prompts:
                 if not self._begin(sequence, filling):
                     continue
                 updates.append(sequence.slot_update())
-            chunks.append(sequence.next_chunk(room))
-            room -= len(chunks[-1].tokens)
-            self._num_taken += len(chunks[-1].tokens)
+            weight = 1.0 if doubling_context is None else 1 + sequence.num_prefilled / doubling_context
+            chunks.append(sequence.next_chunk(max(1, int(room / weight))))
+            num_tokens = len(chunks[-1].tokens)
+            # What a prompt that goes on leaves of the room is less than one of its tokens.
+            room = 0 if sequence.is_prefilling else max(0, room - ceil(num_tokens * weight))
+            self._num_taken += num_tokens
             members.append(sequence)
         # After this step they are filled, as every later one is behind it on all streams.
         for sequence in members:

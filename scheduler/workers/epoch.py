@@ -158,7 +158,7 @@ class Epoch:
         attach_verify = failing_before("scheduler.before_attach", self.link.attach)
         step_tokens = attach_verify(self._attachment)
         if step_tokens is not None:
-            self.batch.bound_shared_steps(step_tokens)
+            self.batch.bound_shared_steps(step_tokens.num_tokens, step_tokens.doubling_context)
         # All processes that need the memory have mapped it by now.
         arena.seal()
         return self._loop(arena)

@@ -24,7 +24,13 @@ from slipstream.common.rpc.keepalive import SAME_HOST
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.worker.step import FenceName, Role
 from slipstream.common.worker.trace import HostRecords
-from slipstream.common.worker.wire import attachment_to_pb, command_to_pb, description_from_pb, region_to_pb
+from slipstream.common.worker.wire import (
+    attachment_to_pb,
+    command_to_pb,
+    description_from_pb,
+    region_to_pb,
+    step_tokens_from_pb,
+)
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
@@ -33,7 +39,7 @@ from slipstream.scheduler.telemetry.step_metrics import ACKNOWLEDGEMENT
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from slipstream.common.worker.contract import Attachment, DraftRegion, WorkerDescription
+    from slipstream.common.worker.contract import Attachment, DraftRegion, StepTokens, WorkerDescription
     from slipstream.common.worker.step import StepCommand
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
 
@@ -86,11 +92,8 @@ class Link(Protocol):
         """Has verify let go of a draft's memory; returns when it does not use it any more."""
         ...
 
-    def attach(self, attachment: Attachment) -> int | None:
-        """Opens an epoch. Raises FailedPreconditionError (and its kinds).
-
-        Returns the tokens of a step beside decoding, if verify was asked to measure that and did.
-        """
+    def attach(self, attachment: Attachment) -> StepTokens | None:
+        """Opens an epoch; returns what verify measured, if asked to. Raises FailedPreconditionError and its kinds."""
         ...
 
     def send(self, command: StepCommand) -> None:
@@ -183,7 +186,7 @@ class WorkerLink:
     def describe(self) -> WorkerDescription:
         return self._thread.call(self._describe())
 
-    def attach(self, attachment: Attachment) -> int | None:
+    def attach(self, attachment: Attachment) -> StepTokens | None:
         return self._thread.call(self._attach(attachment))
 
     def attach_draft(self, region: DraftRegion) -> None:
@@ -230,7 +233,7 @@ class WorkerLink:
             raise UnavailableError(f"{self.address} is a {description.role.value} service, not {self.role.value}")
         return description
 
-    async def _attach(self, attachment: Attachment) -> int | None:
+    async def _attach(self, attachment: Attachment) -> StepTokens | None:
         stub = await self._connect()
         answer = await stub.Attach(attachment_to_pb(attachment), timeout=ATTACH_TIMEOUT_S)
         self._epoch = attachment.epoch
@@ -238,7 +241,7 @@ class WorkerLink:
         call = stub.Execute()
         await call.wait_for_connection()
         self._tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
-        return answer.step_tokens or None
+        return step_tokens_from_pb(answer)
 
     async def _attach_draft(self, region: DraftRegion) -> None:
         stub = await self._connect()

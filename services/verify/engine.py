@@ -24,7 +24,7 @@ from slipstream.services.worker.staging import FlatChunks, put_integers
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
-    from slipstream.common.worker.contract import WorkerDescription
+    from slipstream.common.worker.contract import StepTokens, WorkerDescription
     from slipstream.common.worker.step import PrefillChunk, StepCommand
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import Region, VerifyResult
@@ -59,7 +59,7 @@ class VerifyEngine:
         self._target: Target | None = None
         self._graphs: VerifyGraphs | None = None
 
-    def open(self, state: EpochState) -> int | None:
+    def open(self, state: EpochState) -> StepTokens | None:
         attachment = state.attachment
         width = None if state.graphs is None else self._width(attachment.shape.num_draft_tokens)
         self._target = Target(self._model, state, self._acceptance, width=width)

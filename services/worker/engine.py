@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Device, Stream
     from slipstream.common.worker.access_log import AccessLog, FenceLogOp
-    from slipstream.common.worker.contract import Attachment, DraftRegion, WorkerDescription
+    from slipstream.common.worker.contract import Attachment, DraftRegion, StepTokens, WorkerDescription
     from slipstream.common.worker.step import FenceName, FencePoint, SlotUpdate, StepCommand
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import Region
@@ -59,7 +59,7 @@ class RoleEngine(Protocol):
     description: WorkerDescription
     """The worker's description, for the scheduler."""
 
-    def open(self, state: EpochState) -> int | None:
+    def open(self, state: EpochState) -> StepTokens | None:
         """Allocates what an epoch needs, warms up; verify may return a step's tokens. Raises MismatchError, others."""
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
@@ -126,7 +126,7 @@ class Engine:
             raise failure from error
         return replace(self.description, last_epoch=self.last_epoch, memory=memory)
 
-    def attach(self, attachment: Attachment) -> int | None:
+    def attach(self, attachment: Attachment) -> StepTokens | None:
         """Opens an epoch, see `RoleEngine.open`. Raises FailedPreconditionError and its kinds, ConfigError, others."""
         with self.stalls.at(ATTACH):
             try:
@@ -135,7 +135,7 @@ class Engine:
                 self._lose_device(error)
                 raise
 
-    def _attach(self, attachment: Attachment) -> int | None:
+    def _attach(self, attachment: Attachment) -> StepTokens | None:
         if self._open is not None:
             raise FailedPreconditionError(f"attached in epoch {self.epoch}: drain it first")
         check_attachment(attachment, self.description, self.last_epoch)

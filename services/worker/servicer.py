@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, TypeVarTuple
 from slipstream.common.errors import FailedPreconditionError, SlipstreamError
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.trace import HostRecords
-from slipstream.common.worker.wire import attachment_from_pb, command_from_pb, description_to_pb, region_from_pb
+from slipstream.common.worker.wire import (
+    attachment_from_pb,
+    command_from_pb,
+    description_to_pb,
+    region_from_pb,
+    step_tokens_to_pb,
+)
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
@@ -30,7 +36,7 @@ if TYPE_CHECKING:
     from grpc.aio import ServicerContext
 
     from slipstream.common.device.interface import Device
-    from slipstream.common.worker.contract import Attachment
+    from slipstream.common.worker.contract import Attachment, StepTokens
     from slipstream.common.worker.recorder import FlightRecorder
     from slipstream.services.worker.engine import Engine
 
@@ -122,7 +128,7 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         attachment = attachment_from_pb(request)
         if self._has_stream:
             raise FailedPreconditionError("another scheduler has the Execute stream of this worker")
-        return pb.AttachResponse(step_tokens=await self._on_device_thread(self._attach, attachment) or 0)
+        return step_tokens_to_pb(await self._on_device_thread(self._attach, attachment))
 
     async def AttachDraft(self, request: pb.AttachDraftRequest, context: ServicerContext) -> pb.AttachDraftResponse:
         await self._by_pieces(self._engine.attach_draft(region_from_pb(request)))
@@ -170,7 +176,7 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         await self._on_device_thread(self._engine.drain, request.epoch)
         return pb.DrainResponse()
 
-    def _attach(self, attachment: Attachment) -> int | None:
+    def _attach(self, attachment: Attachment) -> StepTokens | None:
         # Set here, as a caller may wait behind other work, or be gone before this is done.
         self._is_attaching = True
         try:

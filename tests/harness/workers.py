@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.worker.access_log import AccessLog, JsonLinesAccessLog, StreamName
-from slipstream.common.worker.contract import Attachment, DraftRegion, DraftSizes, WorkerDescription
+from slipstream.common.worker.contract import Attachment, DraftRegion, DraftSizes, StepTokens, WorkerDescription
 from slipstream.common.worker.layout import (
     GIVEN_FENCES,
     OWN_FENCES,
@@ -92,7 +92,7 @@ class LocalWorker:
         """See `WorkerLink.describe`."""
         return self.engine.describe()
 
-    def attach(self, attachment: Attachment) -> int | None:
+    def attach(self, attachment: Attachment) -> StepTokens | None:
         """See `WorkerLink.attach`."""
         step_tokens = self.engine.attach(attachment_from_pb(attachment_to_pb(attachment)))
         self._epoch = attachment.epoch

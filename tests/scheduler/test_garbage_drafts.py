@@ -25,7 +25,7 @@ from tests.harness.workers import LocalWorker, local_workers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.common.worker.contract import Attachment
+    from slipstream.common.worker.contract import Attachment, StepTokens
     from slipstream.services.worker.engine import RoleEngine
     from tests.harness.counted_jobs import Job
 
@@ -45,7 +45,7 @@ class Vandal(LocalWorker):
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def attach(self, attachment: Attachment) -> int | None:
+    def attach(self, attachment: Attachment) -> StepTokens | None:
         """See `LocalWorker.attach`."""
         arena = HostArena.open(attachment.manifest)
         step_tokens = super().attach(attachment)

@@ -10,6 +10,7 @@ import torch
 
 from slipstream.bundled import target_dir
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.worker.contract import StepTokens
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.verify import step_tokens
 from slipstream.services.worker import graphs
@@ -44,21 +45,54 @@ def test_the_largest_step_that_is_short_enough(
     expected: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A decode step takes 4 ms."""
+    found = _measured(monkeypatch, device, chunk_tokens, lambda tokens, _: prompt_ms(tokens))
+    assert found.num_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "context_tokens", "expected"),
+    [
+        pytest.param("cpu", 8192, 2500, id="a long context"),
+        pytest.param("cpu", 1024, 2500, id="shorter than what doubles a step"),
+        pytest.param("cpu", 32, None, id="no longer than the chunk"),
+        pytest.param("cpu", 40, None, id="too short to tell"),
+        pytest.param("cuda", 8192, None, id="a GPU, whose steps do not shrink"),
+    ],
+)
+def test_the_context_behind_which_a_step_takes_twice_as_long(
+    device: str, context_tokens: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 tokens take 6 ms beside the 4 ms of a decode step, and 4 us more for each token before them."""
+    found = _measured(monkeypatch, device, 32, lambda _, start: 6 + 0.004 * start, context_tokens=context_tokens)
+    assert found == StepTokens(32, expected)
+
+
+def _measured(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    chunk_tokens: int,
+    prompt_ms: Callable[[int, int], float],
+    *,
+    context_tokens: int = 4096,
+) -> StepTokens:
+    """What verify measures where a decode step takes 4 ms. `prompt_ms`: of a number of tokens and the context."""
     clock = SimpleNamespace(ms=0.0)
 
     def take(ms: float) -> None:
         clock.ms += ms
 
+    def prefill(_model: Any, _state: Any, num_tokens: int, *, start: int = 0) -> None:
+        take(prompt_ms(num_tokens, start))
+
     monkeypatch.setattr(graphs, "_wait_for", lambda _: None)
     monkeypatch.setattr(step_tokens, "_put", lambda *_: None)
     monkeypatch.setattr(step_tokens, "_decode", lambda _: take(4.0))
-    monkeypatch.setattr(step_tokens, "_prefill", lambda _model, _state, num_tokens: take(prompt_ms(num_tokens)))
+    monkeypatch.setattr(step_tokens, "_prefill", prefill)
     monkeypatch.setattr(graphs, "time", SimpleNamespace(monotonic=lambda: clock.ms / 1000))
     model: Any = SimpleNamespace(device=torch.device(device))
-    attachment = SimpleNamespace(context_tokens=4096, shape=SimpleNamespace(chunk_tokens=chunk_tokens))
+    attachment = SimpleNamespace(context_tokens=context_tokens, shape=SimpleNamespace(chunk_tokens=chunk_tokens))
     state: Any = SimpleNamespace(attachment=attachment)
-    assert step_tokens.measure_step_tokens(model, state) == expected
+    return step_tokens.measure_step_tokens(model, state)
 
 
 @pytest.mark.parametrize("make_device", [HostDevice, InlineDevice])
@@ -74,5 +108,6 @@ def test_verify_measures_it_when_its_epoch_opens_unless_a_number_is_given(make_d
             if given is None:
                 assert sizes.shared_chunk_tokens in {32, 64, 128, 256}
                 assert sizes.chunk_tokens == 256
+                assert sizes.doubling_context is None or sizes.doubling_context > 0
             else:
-                assert (sizes.chunk_tokens, sizes.mixed_tokens) == (100, 100)
+                assert (sizes.chunk_tokens, sizes.mixed_tokens, sizes.doubling_context) == (100, 100, None)

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.device.manifest import DTYPES, HANDLE_BYTES, BufferSpec, FenceWord, Manifest, lay_out
 from slipstream.common.errors import ConfigError, InvalidArgumentError, ManifestError
-from slipstream.common.worker.contract import Attachment, DeviceMemory, DraftRegion, DraftSizes, WorkerDescription
+from slipstream.common.worker.contract import (
+    Attachment,
+    DeviceMemory,
+    DraftRegion,
+    DraftSizes,
+    StepTokens,
+    WorkerDescription,
+)
 from slipstream.common.worker.layout import (
     GIVEN_FENCES,
     LENT_WEIGHTS,
@@ -43,6 +50,8 @@ from slipstream.common.worker.wire import (
     manifest_to_pb,
     region_from_pb,
     region_to_pb,
+    step_tokens_from_pb,
+    step_tokens_to_pb,
 )
 from slipstream.protos import worker_pb2 as pb
 
@@ -384,3 +393,8 @@ def test_weights_cannot_stand_in_for_other_memory() -> None:
     )
     with pytest.raises(ManifestError, match="weights: buffers embedding, draft_tokens, 0 fences, accepted: embedding"):
         description_from_pb(description_to_pb(described))
+
+
+@pytest.mark.parametrize("tokens", [None, StepTokens(32), StepTokens(64, 4000)])
+def test_step_tokens(tokens: StepTokens | None) -> None:
+    assert step_tokens_from_pb(step_tokens_to_pb(tokens)) == tokens

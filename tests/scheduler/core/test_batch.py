@@ -166,11 +166,36 @@ def test_steps_decode_and_take_in_prompts_up_to_a_number_of_tokens() -> None:
     numbers = replace(sizes, shared_chunk_tokens=4)
     assert _steps_beside_a_stream(numbers, 4) == [(StepKind.DECODE, count) for count in (2, 2)]
     run = _run(sizes)
-    run.batch.bound_shared_steps(4)
-    assert run.batch.sizes == numbers
+    run.batch.bound_shared_steps(4, 1000)
+    assert run.batch.sizes == replace(numbers, doubling_context=1000)
     run.jobs.add(make_job("alone", tuple(range(30)), 2))
     run.turn()
     assert [len(chunk.tokens) for chunk in run.in_flight[-1][0].chunks] == [8]
+
+
+def test_beside_a_stream_a_step_has_fewer_tokens_of_a_prompt_behind_a_long_context() -> None:
+    """The stream decodes 3 tokens of 11. Behind 8 tokens each counts for two, behind 16 for three."""
+    sizes = replace(SMALL, num_slots=5, num_pages=200, chunk_tokens=11, doubling_context=8)
+    counts = [count for _, count in _steps_beside_a_stream(sizes, 24)]
+    assert counts == [8, 4, 3, 2, 2, 2, 2, 1]
+    assert [count for _, count in _steps_beside_a_stream(replace(sizes, doubling_context=None), 24)] == [8, 8, 8]
+    assert {count for _, count in _steps_beside_a_stream(replace(sizes, doubling_context=1), 24)} == {8, 1}
+
+
+def test_what_a_long_context_leaves_of_a_step_goes_to_no_other_prompt_before_its_own_is_over() -> None:
+    """Of two prompts that came together. The last token of the first counts for four of eight."""
+    sizes = replace(SMALL, num_slots=5, num_pages=200, chunk_tokens=11, doubling_context=8)
+    counts = [count for _, count in _steps_beside_a_stream(sizes, 24, 24)]
+    assert counts[:8] == [8, 4, 3, 2, 2, 2, 2, 1 + 4]
+
+
+def test_where_nothing_decodes_a_context_takes_no_tokens_from_a_step() -> None:
+    run = _run(replace(SMALL, doubling_context=1))
+    run.jobs.add(make_job("alone", tuple(range(24)), 1))
+    counts = []
+    while run.turn():
+        counts += [step.num_prompt_tokens for step, _ in list(run.in_flight)[-1:]]
+    assert set(counts) - {0} == {8}
 
 
 def test_prompts_have_as_many_tokens_as_are_decoded_up_to_a_part_of_the_largest_step() -> None:
