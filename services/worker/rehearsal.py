@@ -44,16 +44,17 @@ def rehearse_mixed(role: RoleEngine, state: EpochState, kind: StepKind, attachme
     if most_rows < 1:
         return  # the only slot cannot do both
 
-    least_room = -(-most_tokens // 4)
+    def room(num_rows: int) -> int:
+        # As many as beside these rows in one step; see `BatchSizes.room_for_prompts` and `BatchSizes.room_to_end`.
+        num_decoded = num_rows * width
+        return max(most_tokens - num_decoded, -(-most_tokens // 4)) + min(num_decoded, most_tokens // 8)
 
     def run(num_rows: int, num_tokens: int, sampling: SamplingParams = _PLAIN, top_logprobs: int | None = None) -> None:
-        # As many as beside these rows in one step; see `BatchSizes.room_for_prompts`.
-        room = max(most_tokens - num_rows * width, least_room)
         rehearse(
             role,
             state,
             kind,
-            _chunks(shape.num_slots - 1, min(num_tokens, room)),
+            _chunks(shape.num_slots - 1, min(num_tokens, room(num_rows))),
             slots=tuple(range(1, num_rows + 1)),
             sampling=sampling,
             top_logprobs=top_logprobs,
@@ -61,9 +62,10 @@ def rehearse_mixed(role: RoleEngine, state: EpochState, kind: StepKind, attachme
         )
 
     run(most_rows, most_tokens)
-    for size in sizes_up_to(most_rows * width + least_room):
+    for size in sizes_up_to(most_rows * width + room(most_rows)):
         if size > most_tokens:  # Smaller ones, prompts have rehearsed.
-            run((size - least_room) // width, least_room)
+            num_rows = next(rows for rows in range(1, most_rows + 1) if rows * width + room(rows) >= size)
+            run(num_rows, size - num_rows * width)
     for size in reversed((*_MIXED_SIZES, most_tokens)):
         run(1, size)
     for num_rows in reversed(batch_buckets(most_rows)):
