@@ -138,11 +138,12 @@ class DraftSizes:
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The tokens of a step that decodes and takes in prompts, as verify measured them: streams wait for it."""
+    """The tokens of a step that decodes and takes in prompts, as verify measured them."""
 
     num_tokens: int
     doubling_context: int | None = None
-    """Behind a context of so many tokens a prompt's token counts for two, as it takes longer; None counts none so."""
+    """Behind a context of so many tokens a prompt's token counts for two, as it takes longer; None if each counts for
+    one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

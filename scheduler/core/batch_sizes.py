@@ -29,7 +29,8 @@ class BatchSizes:
     shared_chunk_tokens: int | None = None
     """As `chunk_tokens` while sequences decode, which wait for the step: verify's measurement; None is no less."""
     doubling_context: int | None = None
-    """Behind so many tokens, a prompt's token counts for two in such a step: verify's measurement; None is never."""
+    """Behind so many tokens, a prompt's token counts for two in such a step: verify's measurement; None if each counts
+    for one."""
     mixes: bool = True
     """Whether a step may both decode and take in prompts; if not, they take turns."""
 
@@ -55,7 +56,7 @@ class BatchSizes:
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens of a step."""
+        """The most tokens of a step, with what `room_to_end` may add once a measurement is known."""
         if not self.mixes:
             return max(self.chunk_tokens, self.most_choices)
         most_added = min(self.most_choices, self.chunk_tokens // ENDING_SHARE)

@@ -11,9 +11,10 @@ otherwise in one of PROBE_SHARE steps at most, those in which the draft catches 
 The time of a mixed step is that of its chunks more than of decoding, so under steady arrivals, when every step would
 take in prompts, some decode alone (`decodes_alone`): ALONE_STEPS behind every MIXED_STEPS, and behind each mixed one
 while it matters: in a probe, at a size of batch that is new, and while the other kind seems faster. Only the last of
-them counts as a decode step, because a head takes in the chunks of a mixed step in the time of the step behind it. What
-mixed steps take beyond a decode step is the time of their prompts; what they accept counts as anywhere else. No step
-waits for that: decoding is done in any case, and prompts come in with every other step at worst of three.
+them counts as a decode step, because the chunks of a mixed step may be taken in during the step behind it: by a head,
+and on a CPU by verify. What mixed steps take beyond a decode step is the time of their prompts; what they accept counts
+as anywhere else. No step waits for that: decoding is done in any case, and prompts come in with every other step at
+worst of three.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ WATCH_S = 0.02
 HOLD_SHARE, LEAD_S = 0.75, 0.006
 """Part of a step's time in which the next one is held back, and the least time that its commands have after that."""
 LEAST_HOLD_S, MOST_HOLD_S = 0.001, 0.04
+"""Bounds of that time, in which the workers are not looked at: a draft that hangs is found so much later at most."""
 PACE_STEPS = 8
 """Steps of a size that are looked back on."""
 _NO_DRAFT = DraftTraits(is_present=False)
@@ -201,7 +202,7 @@ class StepLoop:
         hold_s = _hold_s(sent.pace) - (begun_ns - max(sent.sent_ns, self._landed_ns)) / 1e9
         if hold_s >= LEAST_HOLD_S:
             self._hand_out()
-            # Too short to be woken from: a stop comes soon enough, and who is new is in the step all the same.
+            # Not interrupted: a stop can wait so long, and a request that comes is in the step in any case.
             time.sleep(hold_s)
             self._recorder.add(Site.HOLD, sent.step.number, begun_ns, time.monotonic_ns())
 

@@ -7,6 +7,7 @@ from math import ceil
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from slipstream.scheduler.core.batch_sizes import LEAST_PROMPTS
 from slipstream.scheduler.core.prefix_cache import NO_DRAFT
 from slipstream.scheduler.core.step import StepSlots
 
@@ -60,7 +61,7 @@ class Prompts:
         return len(self._sequences)
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
-        """A sequence has a slot. `num_tokens`: those that the cache does not have."""
+        """A sequence has a slot. `num_tokens`: about how many the cache does not have; it is looked at again later."""
         sequence.turn = -sequence.spec.priority, self._num_taken + num_tokens
         insort(self._sequences, sequence, key=attrgetter("turn"))
 
@@ -72,11 +73,12 @@ class Prompts:
     def take(self, room: int, room_to_end: int = 0, doubling_context: int | None = None) -> TakenPrompts:
         """Takes chunks of `room` tokens together, at least one token, and of `room_to_end` more if a prompt then ends.
 
-        `doubling_context`: c, if a token behind a context of L tokens counts for 1 + L / c; None is 1 for each.
+        `doubling_context`: c, if a token behind a context of L tokens counts for 1 + L / c, but a chunk has part of the
+        room in any case; None if each counts for one.
         """
         chunks, updates = [], []
         members: list[Sequence] = []
-        filling = {key for sequence in self._sequences if sequence.num_prefilled for key in sequence.prefix.filling}
+        filling: set[bytes] = set()  # by those that go before
         for sequence in self._sequences:
             if room <= 0:
                 break
@@ -84,10 +86,13 @@ class Prompts:
                 if not self._begin(sequence, filling):
                     continue
                 updates.append(sequence.slot_update())
+            else:
+                filling.update(sequence.prefix.filling)
             weight = 1.0 if doubling_context is None else 1 + sequence.num_prefilled / doubling_context
             num_left = len(sequence.tokens) - sequence.num_prefilled
             ends = num_left * weight <= room + room_to_end
-            chunks.append(sequence.next_chunk(num_left if ends else max(1, int(room / weight))))
+            least = -(-room // LEAST_PROMPTS)
+            chunks.append(sequence.next_chunk(num_left if ends else max(least, int(room / weight))))
             num_tokens = len(chunks[-1].tokens)
             # What a prompt that goes on leaves of the room is less than one of its tokens.
             room = 0 if sequence.is_prefilling else room - ceil(num_tokens * weight)
@@ -109,7 +114,7 @@ class Prompts:
     def _begin(self, sequence: Sequence, filling: set[bytes]) -> bool:
         """Begins to prefill a sequence, behind the pages that the cache has. False if it waits for pages of `filling`.
 
-        `filling`: the keys of pages that other sequences are filling; those that this one fills are added.
+        `filling`: the keys of pages that sequences before it are filling; those that this one fills are added.
         """
         cache, prefix, num_tokens = self._pages, sequence.prefix, len(sequence.tokens)
         tokens = self._committed.row(sequence.lease.slot)

@@ -36,8 +36,8 @@ class DecodedStep(NamedTuple):
     """[num_sequences] True where they were drafted for the sequence."""
     num_new: NDArray[np.int32]
     """[num_sequences] tokens."""
-    is_mixed: bool = False
-    """True if it took in prompts, too: its time is theirs as well."""
+    has_prompts: bool = False
+    """True if it took in prompts, or the step before it did, which may do so behind its tokens: its time is theirs."""
 
     @property
     def num_tokens(self) -> int:
@@ -56,6 +56,8 @@ class DecodeRecord:
         self._num_added = 0
         self._landed_ns: int | None = None
         self._longest_gap_ns = 0
+        self._had_chunks = False
+        """True if the last step took in prompts."""
 
     def add(
         self, step: Step, taken_in: TakenIn, attachment: DraftAttachment | None, landed_ns: int
@@ -64,6 +66,7 @@ class DecodeRecord:
         before, self._landed_ns = self._landed_ns, landed_ns
         gap_ns = 0 if before is None else landed_ns - before
         self._longest_gap_ns = max(self._longest_gap_ns, gap_ns)
+        has_prompts, self._had_chunks = bool(step.chunks) or self._had_chunks, bool(step.chunks)
         num_sequences = len(taken_in.rows)
         if step.is_mixed:
             # Behind them are the prompts that end, with their first tokens.
@@ -75,7 +78,7 @@ class DecodeRecord:
         columns = taken_in.num_accepted, taken_in.is_speculating, taken_in.num_tokens
         if step.is_mixed:
             columns = columns[0][:num_sequences], columns[1][:num_sequences], columns[2][:num_sequences]
-        outcome = DecodedStep(number, gap_ns, num_sequences, *columns, step.is_mixed)
+        outcome = DecodedStep(number, gap_ns, num_sequences, *columns, has_prompts)
         (self._drafted if number else self._plain).append((self._num_added, outcome))
         self._num_added += 1
         return outcome
@@ -119,9 +122,9 @@ def accepted_of_first(num_draft_tokens: int, steps: Iterable[DecodedStep]) -> fl
 
 
 def figures(algorithm: str, num_draft_tokens: int, steps: Iterable[DecodedStep]) -> DraftFigures:
-    """The means over some steps; times are those of the steps that took in no prompts, if there are any."""
+    """The means over some steps; times are those of steps without prompts, if there are any."""
     counted = list(steps)
-    timed = [step for step in counted if not step.is_mixed] or counted
+    timed = [step for step in counted if not step.has_prompts] or counted
     wall_ns = sum(step.gap_ns for step in timed)
     if not counted:
         return DraftFigures(algorithm=algorithm, num_draft_tokens=num_draft_tokens)

@@ -97,7 +97,7 @@ class VerifyEngine:
         self._model.close()
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        """See `RoleEngine.phases`: the work up to publish, the stash, and what nobody waits for.
+        """See `RoleEngine.phases`: the work up to publish, the stash, and then work that no stream waits for.
 
         Raises InvalidArgumentError.
         """
@@ -144,8 +144,9 @@ class VerifyEngine:
         ends = PromptEnds.of(command.chunks, state.staging)
         slots = (*command.slots, *(chunk.slot for chunk in command.chunks if chunk.is_last))
         rows = put_integers(state.staging, slots)
-        if state.graphs is None and command.kind is StepKind.DECODE and not (ends or layers):
-            # On a CPU another forward costs little, and behind the stash draft computes at the same time.
+        is_plain_cpu = state.graphs is None and self._model.device.type == "cpu"
+        if is_plain_cpu and command.kind is StepKind.DECODE and not (ends or layers):
+            # Another forward costs a CPU little, and behind the stash draft computes at the same time.
             decode = partial(target.decode, command, rows, region, layers)
             take_in = Phase(partial(target.take_in, chunks))
             return [*_phases(command, state, target, slots, rows, region, decode), take_in]

@@ -32,12 +32,10 @@ logger = logging.getLogger(__name__)
 
 LEAST, MOST = 32, 2048
 PAUSE_S = 0.05
-_SLOT = 1
-"""Has no pages yet."""
-
-
 FAR_TOKENS = 4096
 """The context of the second measurement, where sequences may be so long."""
+_SLOT = 1
+"""Has no pages yet."""
 
 
 def measure_step_tokens(model: LanguageModel, state: EpochState) -> StepTokens:

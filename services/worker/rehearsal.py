@@ -65,7 +65,7 @@ def rehearse_mixed(role: RoleEngine, state: EpochState, kind: StepKind, attachme
     run(most_rows, most_tokens)
     for size in sizes_up_to(most_rows * width + room(most_rows)):
         if size > most_tokens:  # Smaller ones, prompts have rehearsed.
-            num_rows = next(rows for rows in range(1, most_rows + 1) if rows * width + room(rows) >= size)
+            num_rows = max(1, min(most_rows, (size - 1) // width))
             run(num_rows, size - num_rows * width)
     for size in reversed((*_MIXED_SIZES, most_tokens)):
         run(1, size)

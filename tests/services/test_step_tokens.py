@@ -96,7 +96,10 @@ def _measured(
 
 
 @pytest.mark.parametrize("make_device", [HostDevice, InlineDevice])
-def test_verify_measures_it_when_its_epoch_opens_unless_a_number_is_given(make_device: Callable[[], Device]) -> None:
+def test_verify_measures_it_when_its_epoch_opens_unless_a_number_is_given(
+    make_device: Callable[[], Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_tokens, "_doubling_context", lambda *_: 77)
     device = make_device()
     verify = make_verify(WorkerConfig(model=target_dir()), device, 0)
     with local_workers(verify, device=device) as workers:
@@ -108,6 +111,6 @@ def test_verify_measures_it_when_its_epoch_opens_unless_a_number_is_given(make_d
             if given is None:
                 assert sizes.shared_chunk_tokens in {32, 64, 128, 256}
                 assert sizes.chunk_tokens == 256
-                assert sizes.doubling_context is None or sizes.doubling_context > 0
+                assert sizes.doubling_context == 77
             else:
                 assert (sizes.chunk_tokens, sizes.mixed_tokens, sizes.doubling_context) == (100, 100, None)

@@ -179,7 +179,7 @@ def test_beside_a_stream_a_step_has_fewer_tokens_of_a_prompt_behind_a_long_conte
     counts = [count for _, count in _steps_beside_a_stream(sizes, 24)]
     assert counts == [8, 4, 3, 2, 2, 2, 2, 1]
     assert [count for _, count in _steps_beside_a_stream(replace(sizes, doubling_context=None), 24)] == [8, 8, 8]
-    assert {count for _, count in _steps_beside_a_stream(replace(sizes, doubling_context=1), 24)} == {8, 1}
+    assert {count for _, count in _steps_beside_a_stream(replace(sizes, doubling_context=1), 24)} == {8, 2}
 
 
 def test_what_a_long_context_leaves_of_a_step_goes_to_no_other_prompt_before_its_own_is_over() -> None:

@@ -94,6 +94,31 @@ def test_a_number_of_tokens_that_was_given_is_kept_to() -> None:
     assert taken_in(run, job) == [("job", 61)]
 
 
+@pytest.mark.parametrize("priority", [0, 1])
+def test_a_prompt_does_not_wait_for_pages_that_one_behind_it_fills(priority: int) -> None:
+    """The first is under way, and longer by far or of a lower priority; others of the second's priority come, too."""
+    run = make_run()
+    first = make_job("first", prompt_of(1, 900), 1)
+    second = make_job("second", prompt_of(1, 100), 1, priority=priority)
+    run.jobs.add(first)
+    run.turn()
+    run.jobs.add(second)
+    for number in range(2, 6):
+        run.jobs.add(make_job(f"later {number}", prompt_of(number, 120), 1, priority=priority))
+        run.turn()
+    assert not second.is_prefilling
+
+
+def test_a_prompt_that_begins_alike_waits_for_the_pages_that_one_before_it_fills() -> None:
+    run = make_run()
+    first, second = make_job("first", prompt_of(1, 100), 1), make_job("second", prompt_of(1, 100), 1)
+    run.jobs.add(first, second)
+    assert taken_in(run, first, second) == [("first", 64)]
+    while second.is_prefilling:
+        run.turn()
+    assert second.num_cached >= 96
+
+
 def test_later_prompts_go_before_a_long_one_until_as_many_tokens_as_it_has_were_taken_in() -> None:
     """One that is shorter comes before each step, and has nearly all the room if it goes first."""
     run = make_run()

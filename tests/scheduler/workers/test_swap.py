@@ -43,12 +43,18 @@ class FakeDrafts:
         self._now_ns = 1
         self._numbers = iter((NEW, BACK))
 
-    def decode(self, number: int, accepted: list[int], *, step_ms: int = 1, num_ending: int = 0) -> None:
-        """Steps of sequences of which so many draft tokens were accepted, and of prompts that end in them."""
+    def decode(
+        self, number: int, accepted: list[int], *, step_ms: int = 1, num_ending: int = 0, num_steps: int = NUM_STEPS + 1
+    ) -> None:
+        """Steps of sequences of which so many draft tokens were accepted, and of prompts that end in them.
+
+        The first step of all has no time, as it follows on none.
+        """
         members = SimpleNamespace(rows=np.arange(len(accepted)))
-        step: Any = SimpleNamespace(kind=StepKind.DECODE, is_mixed=num_ending > 0, members=members)
+        chunks = (None,) * num_ending
+        step: Any = SimpleNamespace(kind=StepKind.DECODE, is_mixed=num_ending > 0, members=members, chunks=chunks)
         accepted = accepted + [0] * num_ending
-        for _ in range(NUM_STEPS + 1):  # the first has no time, as it follows on none
+        for _ in range(num_steps):
             self._now_ns += step_ms * 1_000_000
             taken_in: Any = SimpleNamespace(
                 rows=np.arange(len(accepted)),
@@ -116,8 +122,10 @@ def test_a_draft_that_guesses_worse_goes_though_it_has_more_accepted_tokens() ->
 
 
 def test_mixed_steps_say_how_much_is_accepted_and_the_others_how_long_a_step_takes() -> None:
+    """But not those behind a mixed one, in whose time its prompts may be taken in."""
     drafts = FakeDrafts([])
     drafts.decode(OLD, [3, 1], step_ms=40, num_ending=2)
+    drafts.decode(OLD, [3, 1], step_ms=20, num_steps=1)
     drafts.decode(OLD, [3, 1], step_ms=5)
     drafts.decode(OLD, [3, 1], step_ms=40, num_ending=1)
     steps = drafts.record.last(OLD, 3 * NUM_STEPS)

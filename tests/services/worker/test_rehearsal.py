@@ -76,7 +76,15 @@ def test_mixed_steps_have_every_size_and_every_way_to_sample(
 
 @pytest.mark.parametrize(
     ("num_slots", "num_draft_tokens", "chunk_tokens", "shared_tokens"),
-    [(2, 4, 64, 64), (17, 0, 100, 100), (34, 15, 256, 64), (101, 4, 700, 700), (257, 4, 512, 32)],
+    [
+        (17, 3, 8, 8),
+        (9, 7, 12, 12),
+        (2, 4, 64, 64),
+        (17, 0, 100, 100),
+        (34, 15, 256, 64),
+        (101, 4, 700, 700),
+        (257, 4, 512, 32),
+    ],
 )
 def test_no_step_of_the_scheduler_has_a_size_that_was_not_rehearsed(
     num_slots: int, num_draft_tokens: int, chunk_tokens: int, shared_tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -90,6 +98,7 @@ def test_no_step_of_the_scheduler_has_a_size_that_was_not_rehearsed(
     rehearsed: set[int] = set()
 
     def take(role: Any, state: Any, kind: StepKind, chunks: tuple[PrefillChunk, ...], **how: Any) -> None:
+        assert all(chunk.tokens for chunk in chunks)
         rehearsed.add(size_of(chunks, widths[kind] * len(how.get("slots", ()))))
 
     monkeypatch.setattr(rehearsal, "rehearse", take)
