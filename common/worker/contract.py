@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 PROTOCOL_VERSION = 2
 """Grows when a message of the worker contract changes its meaning."""
-ENDING_SHARE = 8
-"""A mixed step may have one in so many tokens more than others if a prompt ends with them, which then needs no other
-step; but of prompts no more than `chunk_tokens`."""
 FINAL_NORM = 2**32 - 1
 """Among the layers whose inputs a draft reads: the output of the target's final norm."""
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from slipstream.common.worker.contract import ENDING_SHARE
-
 LEAST_PROMPTS = 4
 """One in so many tokens of a step is for prompts, however many sequences decode."""
+ENDING_SHARE = 8
+"""One in so many tokens may be added to a step if a prompt ends with them: its rest needs no step of its own then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

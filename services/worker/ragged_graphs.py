@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.worker.contract import ENDING_SHARE
 from slipstream.services.models.attention import RaggedRows
 from slipstream.services.models.decoder import DecoderOutput
-from slipstream.services.worker.forward_sizes import forward_size, sizes_up_to
+from slipstream.services.worker.forward_sizes import sizes_up_to
 from slipstream.services.worker.graphs import capture_buckets, shortest_seconds
 from slipstream.services.worker.staging import FlatChunks
 
@@ -42,9 +41,7 @@ class RaggedGraphs:
         self._forward = forward
         self._capture = capture
         shape = attachment.shape
-        most = forward_size(shape.chunk_tokens + shape.chunk_tokens // ENDING_SHARE)
-        sizes = {shape.chunk_tokens, *sizes_up_to(most), _MOST_GRAPHED}
-        self._sizes = tuple(sorted(size for size in sizes if size <= min(most, _MOST_GRAPHED)))
+        self._sizes = tuple(sorted(sizes_up_to(min(shape.chunk_tokens, _MOST_GRAPHED))))
         self._made: dict[tuple[int, ...], Buckets[Callable[[], None]]] = {}
         """By the layers whose inputs they leave."""
         self._outputs: dict[tuple[int, ...], DecoderOutput] = {}

@@ -6,7 +6,6 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from slipstream.common.api.sequence import SamplingParams
-from slipstream.common.worker.contract import ENDING_SHARE
 from slipstream.common.worker.step import PrefillChunk, SlotUpdate, StepCommand, StepKind
 from slipstream.services.worker.forward_sizes import sizes_up_to
 from slipstream.services.worker.graphs import batch_buckets
@@ -48,7 +47,7 @@ def rehearse_mixed(role: RoleEngine, state: EpochState, kind: StepKind, attachme
     def room(num_rows: int) -> int:
         # As many as beside these rows in one step; see `BatchSizes.room_for_prompts` and `BatchSizes.room_to_end`.
         num_decoded = num_rows * width
-        return max(most_tokens - num_decoded, -(-most_tokens // 4)) + min(num_decoded, most_tokens // ENDING_SHARE)
+        return max(most_tokens - num_decoded, -(-most_tokens // 4)) + min(num_decoded, most_tokens // 8)
 
     def run(num_rows: int, num_tokens: int, sampling: SamplingParams = _PLAIN, top_logprobs: int | None = None) -> None:
         rehearse(

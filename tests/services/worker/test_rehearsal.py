@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from slipstream.common.worker.contract import ENDING_SHARE
 from slipstream.common.worker.step import PrefillChunk, StepKind
 from slipstream.scheduler.core.batch_sizes import BatchSizes
 from slipstream.services.worker import rehearsal
@@ -66,7 +65,7 @@ def test_mixed_steps_have_every_size_and_every_way_to_sample(
         assert rows == []
         return
     assert (rows[0], min(sizes), max(sizes)) == (most, 1, chunk_tokens)
-    assert sizes[0] == max(1, chunk_tokens - most) + min(most, chunk_tokens // ENDING_SHARE)
+    assert sizes[0] == max(1, chunk_tokens - most) + min(most, chunk_tokens // 8)
     assert {1, most} <= set(rows) <= set(range(1, most + 1))
     kinds = {(sampling.adjusts_logits, sampling.is_plain) for _, sampling, _ in modes}
     assert kinds == {(True, False), (False, False), (False, True)}
