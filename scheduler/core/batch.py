@@ -158,8 +158,8 @@ class Batch:
             self._is_decodes_turn = False
             return self._decode_step(decoding)
         self._is_decodes_turn = True
-        room, room_to_end = self.sizes.room_for_prompts(num_decoded), self.sizes.room_to_end(num_decoded)
-        prompts = self._prompts.take(room, room_to_end, self.sizes.doubling_context if num_decoded else None)
+        room = self.sizes.room_for_prompts(num_decoded)
+        prompts = self._prompts.take(room, self.sizes.doubling_context if num_decoded else None)
         if prompts.ending.slots:
             self._is_prefilled[prompts.ending.rows] = True
             self._decoding = None

