@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from prometheus_client import generate_latest
@@ -15,6 +15,7 @@ from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.worker.layout import ring_rows
 from slipstream.common.worker.step import StepCommand, StepKind
 from slipstream.scheduler.core.draft_work import DraftWork
+from slipstream.scheduler.core.results import ResultReader
 from slipstream.scheduler.core.speculation import FIRST_STEP_TIMEOUT_S
 from tests.harness.dummy_epoch import make_epoch, make_job, workers
 from tests.harness.leaks import nothing_left
@@ -307,3 +308,18 @@ def test_a_draft_that_is_always_wrong_rests_and_changes_no_token(monkeypatch: py
     resting = metric(epoch, 'slipstream_decode_steps_total{mode="resting"}')
     assert resting > metric(epoch, 'slipstream_decode_steps_total{mode="drafted"}') > 0
     assert metric(epoch, 'slipstream_draft_rests_total{cause="slower"}') > 0
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_debug_has_results_looked_at(debug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify then marks what no step has published."""
+    asked: list[bool] = []
+
+    class Reader(ResultReader):
+        def __init__(self, *args: Any, is_debug: bool) -> None:
+            asked.append(is_debug)
+            super().__init__(*args, is_debug=is_debug)
+
+    monkeypatch.setattr("slipstream.scheduler.workers.epoch.ResultReader", Reader)
+    with workers() as both, make_epoch(both[:1], debug=debug).loop():
+        assert asked == [debug]
