@@ -261,7 +261,7 @@ class Timeline:
             if before is not None and step.drafted - 1 not in idle_after:
                 name = f"step {step.step}, {step.label}"
                 self._add(Lane.STEPS, STEP, name, before, verify.end_ns, _details(step))
-                for edge, begin, bubble_end in _bubbles(step.kind, all_end, verify, draft):
+                for edge, begin, bubble_end in _bubbles(step.kind, before, all_end, verify, draft):
                     end = min(bubble_end, verify.end_ns)
                     if begin < end:
                         self._add(Lane.STEPS, BUBBLE, _EDGES[edge], begin, end, {"step": step.step})
@@ -306,10 +306,16 @@ class Timeline:
             self.arrows.append(Arrow(kind, name, source, source_ns, target, target.begin_ns))
 
 
-def _bubbles(kind: StepKind, all_end: int, verify: Slice, draft: Slice | None) -> Iterable[tuple[str, int, int]]:
-    """Bubbles as `scheduler/telemetry/timings.py` defines them; `all_end`: end of all work in the steps before."""
+def _bubbles(
+    kind: StepKind, verify_end: int, all_end: int, verify: Slice, draft: Slice | None
+) -> Iterable[tuple[str, int, int]]:
+    """Bubbles as `scheduler/telemetry/step_metrics.py` defines them.
+
+    `verify_end`: when verify ended the step before; `all_end`: end of all work in the steps before.
+    """
     if draft is not None and kind is StepKind.DECODE:
-        return (VERIFY_TO_DRAFT, all_end, draft.begin_ns), (DRAFT_TO_VERIFY, draft.end_ns, verify.begin_ns)
+        drafted = max(draft.end_ns, verify_end)
+        return (VERIFY_TO_DRAFT, all_end, draft.begin_ns), (DRAFT_TO_VERIFY, drafted, verify.begin_ns)
     return ((VERIFY_TO_VERIFY, all_end, verify.begin_ns),)
 
 

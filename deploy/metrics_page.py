@@ -41,7 +41,8 @@ CATALOGUE = (
         "Steps",
         "Where the time of steps goes, from stamps that the workers leave in shared memory: measuring adds no "
         "synchronisation. The scheduler has them for all services, so that their labels match. For consecutive steps, "
-        "`wall = busy draft + busy verify + bubbles`.",
+        "`wall = busy draft + busy verify + bubbles`; where prompts come in on a CPU, draft and verify work at once, "
+        "and the busy times are more than that.",
         step_metrics.SPECS,
     ),
     Section("Requests", "What clients get. On the gateway's endpoint.", request_metrics.SPECS, GATEWAY),

@@ -198,6 +198,16 @@ def test_steps_and_their_bubbles(content: Any) -> None:
     ]
 
 
+def test_a_bubble_begins_behind_verifys_step_before_where_draft_was_done_meanwhile() -> None:
+    """As on a CPU, where verify takes in prompts while draft works."""
+    early = [record(Site.STREAM, 10, 250, 310) if r.step == 10 and r.site is Site.STREAM else r for r in DRAFT.records]
+    content = trace_json(replace(TRACE, processes=(SCHEDULER, VERIFY, replace(DRAFT, records=tuple(early)))))
+    assert lane(content, STEPS_LANE)[-2:] == [
+        ("step", "step 10, decode", 320, 620.125),
+        ("bubble", "bubble draft → verify", 320, 500),
+    ]
+
+
 def test_no_step_counts_from_before_an_idle_time() -> None:
     idle = replace(SCHEDULER, records=(*SCHEDULER.records, record(Site.IDLE, 9, 321, 399)))
     content = trace_json(replace(TRACE, processes=(idle, VERIFY, DRAFT)))
