@@ -75,7 +75,7 @@ def _measured(
     *,
     context_tokens: int = 4096,
 ) -> StepTokens:
-    """What verify measures where a decode step takes 4 ms. `prompt_ms`: of a number of tokens and the context."""
+    """Measures with a decode step of 4 ms. `prompt_ms`: of a forward over so many tokens behind a context."""
     clock = SimpleNamespace(ms=0.0)
 
     def take(ms: float) -> None:

@@ -131,100 +131,15 @@ class FullAcceptance:
         return high
 
 
-def _run(sizes: BatchSizes = SMALL) -> Run:
+def run_of(sizes: BatchSizes = SMALL) -> Run:
+    """A run without jobs, in which every draft token is accepted."""
     return Run(sizes, FullAcceptance())  # type: ignore[arg-type]
-
-
-def _steps_beside_a_stream(sizes: BatchSizes, *prompt_tokens: int) -> list[tuple[StepKind, int]]:
-    """Kinds of the steps and their prompt tokens from when prompts come beside a running sequence until all are in."""
-    run, steps = _run(sizes), []
-    run.jobs.add(make_job("decodes", (1,), 200))
-    for _ in range(3):
-        run.turn()
-    for number, count in enumerate(prompt_tokens):
-        run.jobs.add(make_job(f"prompt {number}", tuple(range(number, number + count)), 200))
-    missing, last = sum(prompt_tokens), run.device.last_step
-    while missing:
-        assert run.turn()
-        if run.device.last_step > last:
-            last = run.device.last_step
-            step, _ = run.in_flight[-1]
-            steps.append((step.kind, step.num_prompt_tokens))
-            missing -= step.num_prompt_tokens
-    return steps
-
-
-def test_prompts_and_decoding_take_turns_where_steps_are_not_mixed() -> None:
-    steps = _steps_beside_a_stream(replace(SMALL, mixes=False), 24)
-    assert steps == [(StepKind.PREFILL, 8), (StepKind.DECODE, 0)] * 2 + [(StepKind.PREFILL, 8)]
-
-
-def test_steps_decode_and_take_in_prompts_up_to_a_number_of_tokens() -> None:
-    """Of 8 tokens the sequence that decodes has 3; one that joins it has 3 more, and prompts have 2 at least."""
-    sizes = replace(SMALL, num_slots=5, num_pages=200)
-    assert _steps_beside_a_stream(sizes, 7, 6) == [(StepKind.DECODE, count) for count in (5, 5, 2, 1)]
-    numbers = replace(sizes, shared_chunk_tokens=4)
-    assert _steps_beside_a_stream(numbers, 4) == [(StepKind.DECODE, count) for count in (2, 2)]
-    run = _run(sizes)
-    run.batch.bound_shared_steps(4, 1000)
-    assert run.batch.sizes == replace(numbers, doubling_context=1000)
-    run.jobs.add(make_job("alone", tuple(range(30)), 2))
-    run.turn()
-    assert [len(chunk.tokens) for chunk in run.in_flight[-1][0].chunks] == [8]
-
-
-def test_beside_a_stream_a_step_has_fewer_tokens_of_a_prompt_behind_a_long_context() -> None:
-    """The stream decodes 3 tokens of 11. Behind 8 tokens each counts for two, behind 16 for three."""
-    sizes = replace(SMALL, num_slots=5, num_pages=200, chunk_tokens=11, doubling_context=8)
-    counts = [count for _, count in _steps_beside_a_stream(sizes, 24)]
-    assert counts == [8, 4, 3, 2, 2, 2, 2, 1]
-    assert [count for _, count in _steps_beside_a_stream(replace(sizes, doubling_context=None), 24)] == [8, 8, 8]
-    assert {count for _, count in _steps_beside_a_stream(replace(sizes, doubling_context=1), 24)} == {8, 2}
-
-
-def test_what_a_long_context_leaves_of_a_step_goes_to_no_other_prompt_before_its_own_is_over() -> None:
-    """Of two prompts that came together. The last token of the first counts for four of eight."""
-    sizes = replace(SMALL, num_slots=5, num_pages=200, chunk_tokens=11, doubling_context=8)
-    counts = [count for _, count in _steps_beside_a_stream(sizes, 24, 24)]
-    assert counts[:8] == [8, 4, 3, 2, 2, 2, 2, 1 + 4]
-
-
-def test_where_nothing_decodes_a_context_takes_no_tokens_from_a_step() -> None:
-    run = _run(replace(SMALL, doubling_context=1))
-    run.jobs.add(make_job("alone", tuple(range(24)), 1))
-    counts = []
-    while run.turn():
-        counts += [step.num_prompt_tokens for step, _ in list(run.in_flight)[-1:]]
-    assert set(counts) - {0} == {8}
-
-
-def test_prompts_have_as_many_tokens_as_are_decoded_up_to_a_part_of_the_largest_step() -> None:
-    sizes = replace(SMALL, chunk_tokens=64, shared_chunk_tokens=8)
-    assert [sizes.room_for_prompts(num_decoded) for num_decoded in (0, 3, 6, 12, 16, 40)] == [64, 5, 6, 12, 16, 16]
-    one_size = replace(sizes, shared_chunk_tokens=None)
-    assert [one_size.room_for_prompts(num_decoded) for num_decoded in (0, 12, 60, 90)] == [64, 52, 16, 16]
-
-
-def test_prompts_come_beside_sequences_that_do_not_speculate() -> None:
-    run = _run(replace(SMALL, num_pages=200))
-    first, second = make_job("plain", (1,), 30, max_draft_tokens=0), make_job("prompt", tuple(range(20)), 30)
-    run.jobs.add(first)
-    for _ in range(3):
-        run.turn()
-    run.jobs.add(second)
-    run.turn()
-    step, _ = run.in_flight[-1]
-    assert (step.kind, step.is_mixed, step.num_prompt_tokens) == (StepKind.PLAIN, True, 7)
-    while run.turn():
-        pass
-    for job in (first, second):
-        assert run.jobs.outputs[job] == reference(job)[0]
 
 
 def test_workers_are_told_of_a_request_with_the_first_chunk_of_its_prompt() -> None:
     """Not before: a command says no more than its chunks have room for, however many requests there are."""
     sizes = BatchSizes(num_slots=5, num_pages=40, page_tokens=8, chunk_tokens=8, num_draft_tokens=2, run_ahead=1)
-    run, told = _run(sizes), list[tuple[tuple[int, ...], list[tuple[int, int]]]]()
+    run, told = run_of(sizes), list[tuple[tuple[int, ...], list[tuple[int, int]]]]()
     jobs = [make_job(name, (number,) * 6, 1) for number, name in enumerate("abcde")]
     *_, cancelled, last = jobs
     run.jobs.add(*jobs)
@@ -242,7 +157,7 @@ def test_workers_are_told_of_a_request_with_the_first_chunk_of_its_prompt() -> N
 
 def test_a_job_that_is_sure_to_end_with_what_is_under_way_takes_part_in_no_more_steps() -> None:
     """Two tokens: the prompt's end and one decode step bring them for sure."""
-    run = _run()
+    run = run_of()
     job = make_job("short", (1, 2), 2)
     run.jobs.add(job)
     while run.turn():
@@ -253,7 +168,7 @@ def test_a_job_that_is_sure_to_end_with_what_is_under_way_takes_part_in_no_more_
 
 def test_the_result_of_a_finished_request_is_dropped_though_another_has_its_slot() -> None:
     sizes = BatchSizes(num_slots=2, num_pages=9, page_tokens=8, chunk_tokens=8, num_draft_tokens=2, run_ahead=2)
-    run = _run(sizes)
+    run = run_of(sizes)
     first, second = make_job("first", (1,), 20), make_job("second", (2,), 5)
     run.jobs.add(first)
     for _ in range(4):
@@ -269,7 +184,7 @@ def test_the_result_of_a_finished_request_is_dropped_though_another_has_its_slot
 
 
 def test_a_jobs_counts_are_those_of_its_own_steps() -> None:
-    run = _run()
+    run = run_of()
     job = make_job("job", (1, 2, 3), 7)
     run.jobs.add(job)
     while run.turn():
@@ -284,7 +199,7 @@ def test_a_jobs_counts_are_those_of_its_own_steps() -> None:
 
 def test_requests_that_do_not_speculate_are_decoded_along_and_plainly_when_nobody_does() -> None:
     sizes = BatchSizes(num_slots=4, num_pages=40, page_tokens=8, chunk_tokens=64, num_draft_tokens=3, run_ahead=1)
-    run, kinds = _run(sizes), []
+    run, kinds = run_of(sizes), []
     off = make_job("off", (1,), 12, max_draft_tokens=0)
     one = make_job("one", (2,), 5, max_draft_tokens=1)
     full = make_job("all", (3,), 5, max_draft_tokens=9)
@@ -303,7 +218,7 @@ def test_requests_that_do_not_speculate_are_decoded_along_and_plainly_when_nobod
 
 
 def test_logprobs_end_where_the_output_does() -> None:
-    run = _run()
+    run = run_of()
     asked = make_job("asked", (1,), 5, top_logprobs=2)
     other = make_job("other", (2,), 5)
     run.jobs.add(other, asked)
@@ -328,7 +243,7 @@ def test_logprobs_end_where_the_output_does() -> None:
 
 @pytest.mark.parametrize("num_stops", [1, 8, 9, 40])
 def test_the_first_of_any_number_of_stop_tokens_ends_the_output(num_stops: int) -> None:
-    run = _run()
+    run = run_of()
     tokens = [token_of((1,), index) for index in range(20)]
     first = next(index for index in range(4, 20) if tokens[index] not in tokens[:index])
     stops = frozenset({tokens[first], *range(1000, 1000 + num_stops - 1)})
@@ -343,7 +258,7 @@ def test_the_first_of_any_number_of_stop_tokens_ends_the_output(num_stops: int) 
 
 def test_a_stop_behind_the_limit_does_not_count() -> None:
     """Both are in the tokens of one step."""
-    run = _run()
+    run = run_of()
     job = make_job("job", (1,), 3)
     job.spec = replace(job.spec, stop_token_ids=frozenset({token_of((1,), 3)}))
     assert token_of((1,), 3) not in [token_of((1,), index) for index in range(3)]
@@ -354,7 +269,7 @@ def test_a_stop_behind_the_limit_does_not_count() -> None:
 
 
 def test_a_step_goes_out_as_one_message_for_each_stream() -> None:
-    run = _run()
+    run = run_of()
     jobs = [make_job(name, (number,), 3) for number, name in enumerate("ab", start=1)]
     for stream, job in enumerate(jobs):
         job.stream = stream
@@ -375,7 +290,7 @@ def test_a_step_goes_out_as_one_message_for_each_stream() -> None:
 
 
 def test_a_cancel_that_comes_too_late_changes_nothing() -> None:
-    run = _run()
+    run = run_of()
     running, waiting = make_job("running", (1,), 20), make_job("waiting", (2,), 5)
     run.jobs.add(running)
     run.turn()
@@ -389,7 +304,7 @@ def test_a_cancel_that_comes_too_late_changes_nothing() -> None:
 
 def test_too_many_tokens_for_one_request_end_no_other() -> None:
     """Nothing of a step that fails is taken in."""
-    run = _run()
+    run = run_of()
     short, bounded = make_job("short", (1,), 1 + 1), make_job("bounded", (2,), 9, max_draft_tokens=1)
     run.jobs.add(short, bounded)
     run.batch.admit(run.queue)
@@ -404,7 +319,7 @@ def test_too_many_tokens_for_one_request_end_no_other() -> None:
 
 
 def test_a_result_that_no_step_was_to_bring_is_an_error() -> None:
-    run = _run()
+    run = run_of()
     run.jobs.add(make_job("job", (1,), 5))
     run.batch.admit(run.queue)
     step = run.batch.next_step(run.batch.sizes.num_draft_tokens)

@@ -1,0 +1,99 @@
+"""Steps that take in prompts beside sequences that decode: how many tokens of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from slipstream.common.worker.step import StepKind
+from tests.harness.simulated_run import make_job, reference
+from tests.scheduler.core.test_batch import SMALL, run_of
+
+if TYPE_CHECKING:
+    from slipstream.scheduler.core.batch_sizes import BatchSizes
+
+
+def _steps_beside_a_stream(sizes: BatchSizes, *prompt_tokens: int) -> list[tuple[StepKind, int]]:
+    """Kinds of the steps and their prompt tokens from when prompts come beside a running sequence until all are in."""
+    run, steps = run_of(sizes), []
+    run.jobs.add(make_job("decodes", (1,), 200))
+    for _ in range(3):
+        run.turn()
+    for number, count in enumerate(prompt_tokens):
+        run.jobs.add(make_job(f"prompt {number}", tuple(range(number, number + count)), 200))
+    missing, last = sum(prompt_tokens), run.device.last_step
+    while missing:
+        assert run.turn()
+        if run.device.last_step > last:
+            last = run.device.last_step
+            step, _ = run.in_flight[-1]
+            steps.append((step.kind, step.num_prompt_tokens))
+            missing -= step.num_prompt_tokens
+    return steps
+
+
+def test_prompts_and_decoding_take_turns_where_steps_are_not_mixed() -> None:
+    steps = _steps_beside_a_stream(replace(SMALL, mixes=False), 24)
+    assert steps == [(StepKind.PREFILL, 8), (StepKind.DECODE, 0)] * 2 + [(StepKind.PREFILL, 8)]
+
+
+def test_steps_decode_and_take_in_prompts_up_to_a_number_of_tokens() -> None:
+    """Of 8 tokens the sequence that decodes has 3; one that joins it has 3 more, and prompts have 2 at least."""
+    sizes = replace(SMALL, num_slots=5, num_pages=200)
+    assert _steps_beside_a_stream(sizes, 7, 6) == [(StepKind.DECODE, count) for count in (5, 5, 2, 1)]
+    numbers = replace(sizes, shared_chunk_tokens=4)
+    assert _steps_beside_a_stream(numbers, 4) == [(StepKind.DECODE, count) for count in (2, 2)]
+    run = run_of(sizes)
+    run.batch.bound_shared_steps(4, 1000)
+    assert run.batch.sizes == replace(numbers, doubling_context=1000)
+    run.jobs.add(make_job("alone", tuple(range(30)), 2))
+    run.turn()
+    assert [len(chunk.tokens) for chunk in run.in_flight[-1][0].chunks] == [8]
+
+
+def test_beside_a_stream_a_step_has_fewer_tokens_of_a_prompt_behind_a_long_context() -> None:
+    """The stream decodes 3 tokens of 11. Behind 8 tokens each counts for two, behind 16 for three."""
+    sizes = replace(SMALL, num_slots=5, num_pages=200, chunk_tokens=11, doubling_context=8)
+    counts = [count for _, count in _steps_beside_a_stream(sizes, 24)]
+    assert counts == [8, 4, 3, 2, 2, 2, 2, 1]
+    assert [count for _, count in _steps_beside_a_stream(replace(sizes, doubling_context=None), 24)] == [8, 8, 8]
+    assert {count for _, count in _steps_beside_a_stream(replace(sizes, doubling_context=1), 24)} == {8, 2}
+
+
+def test_what_a_long_context_leaves_of_a_step_goes_to_no_other_prompt_before_its_own_is_over() -> None:
+    """Two prompts came together, and the last token of the first counts for four of eight."""
+    sizes = replace(SMALL, num_slots=5, num_pages=200, chunk_tokens=11, doubling_context=8)
+    counts = [count for _, count in _steps_beside_a_stream(sizes, 24, 24)]
+    assert counts[:8] == [8, 4, 3, 2, 2, 2, 2, 1 + 4]
+
+
+def test_where_nothing_decodes_a_context_takes_no_tokens_from_a_step() -> None:
+    run = run_of(replace(SMALL, doubling_context=1))
+    run.jobs.add(make_job("alone", tuple(range(24)), 1))
+    counts = []
+    while run.turn():
+        counts += [step.num_prompt_tokens for step, _ in list(run.in_flight)[-1:]]
+    assert set(counts) - {0} == {8}
+
+
+def test_prompts_have_as_many_tokens_as_are_decoded_up_to_a_part_of_the_largest_step() -> None:
+    sizes = replace(SMALL, chunk_tokens=64, shared_chunk_tokens=8)
+    assert [sizes.room_for_prompts(num_decoded) for num_decoded in (0, 3, 6, 12, 16, 40)] == [64, 5, 6, 12, 16, 16]
+    one_size = replace(sizes, shared_chunk_tokens=None)
+    assert [one_size.room_for_prompts(num_decoded) for num_decoded in (0, 12, 60, 90)] == [64, 52, 16, 16]
+
+
+def test_prompts_come_beside_sequences_that_do_not_speculate() -> None:
+    run = run_of(replace(SMALL, num_pages=200))
+    first, second = make_job("plain", (1,), 30, max_draft_tokens=0), make_job("prompt", tuple(range(20)), 30)
+    run.jobs.add(first)
+    for _ in range(3):
+        run.turn()
+    run.jobs.add(second)
+    run.turn()
+    step, _ = run.in_flight[-1]
+    assert (step.kind, step.is_mixed, step.num_prompt_tokens) == (StepKind.PLAIN, True, 7)
+    while run.turn():
+        pass
+    for job in (first, second):
+        assert run.jobs.outputs[job] == reference(job)[0]
