@@ -1,7 +1,7 @@
 """Carries out a worker's steps: wait, stamp, work, signal, all enqueued on its one stream.
 
 Draft and verify each implement `RoleEngine` and share `Engine`. Everything here runs on the thread that owns the
-device (`enqueue` may run on another). Only `drain`, `abandon` and `synchronize` wait for the stream.
+device (`enqueue` may run on another). Only `attach`, `drain`, `abandon` and `synchronize` wait for the stream.
 """
 
 from __future__ import annotations
@@ -153,6 +153,8 @@ class Engine:
             opened = Epoch(state, memory)
             self._stream.bind_thread()
             step_tokens = self._role.open(state)
+            # The answer promises that nothing is written any more until the first step.
+            self._stream.synchronize(DRAIN_TIMEOUT_S)
         except BaseException as error:
             self._role.close()
             memory.close()

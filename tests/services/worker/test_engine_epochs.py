@@ -50,6 +50,38 @@ def test_only_one_is_open_and_only_newer_ones_are_taken(draft: Recorder) -> None
         assert draft.done == ["1 DRAFT_DONE"]
 
 
+def test_the_answer_comes_when_the_device_has_warmed_up(draft: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+    ended: list[str] = []
+
+    def warm_up() -> None:
+        may_end.wait()
+        ended.append("the device")
+
+    with attached(draft) as (worker, arena):
+        worker.engine.drain()
+        is_open = threading.Event()
+        open_role = draft.open
+
+        def open_and_warm_up(state: EpochState) -> None:
+            open_role(state)
+            worker.stream.enqueue(warm_up)
+            is_open.set()
+
+        monkeypatch.setattr(draft, "open", open_and_warm_up)
+
+        def attach() -> None:
+            worker.attach(attachment_to(arena, 2))
+            ended.append("the answer")
+
+        attaching = threading.Thread(target=attach)
+        attaching.start()
+        assert is_open.wait(5)
+        may_end.set()
+        attaching.join(5)
+        assert ended == ["the device", "the answer"]
+
+
 @pytest.mark.parametrize("name", ["SlotTable", "_classes"])
 def test_too_little_memory_says_what_takes_it_and_leaves_nothing(
     name: str, draft: Recorder, monkeypatch: pytest.MonkeyPatch
