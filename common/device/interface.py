@@ -93,9 +93,12 @@ class HostCopy(Protocol):
     def start(self, value: int, row: int) -> None:
         """Begins to copy `row` of every buffer once the fence reaches `value`. One copy at a time for each row."""
 
-    def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
+    def finish(
+        self, value: int, row: int, timeout_s: float, *, since: float = 0.0, usual_s: float = 0.0
+    ) -> list[torch.Tensor] | None:
         """Blocks until that copy is there and returns the rows, or None after `timeout_s`.
 
+        It usually is there `usual_s` after `since` of `time.monotonic`, and need not be looked for much sooner.
         The rows are the caller's until the next copy of the same row is started.
         """
 

@@ -61,6 +61,10 @@ class FenceOps(NamedTuple):
                 return point.value
         return 0
 
+    def without(self, fence: FenceName) -> FenceOps:
+        """The same without the waits for a fence."""
+        return FenceOps(tuple(point for point in self.waits if point.fence is not fence), self.signals)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
 from slipstream.common.fail_points import failing_after, failing_before
 from slipstream.common.worker.recorder import Site
-from slipstream.common.worker.step import FenceName, FenceOps, Role, StepCommand, StepKind
+from slipstream.common.worker.step import FenceName, Role, StepCommand, StepKind
 from slipstream.scheduler.core.plan import DraftTraits, consume, initial_state, plan_step, with_draft
 from slipstream.scheduler.core.prefix_cache import NO_DRAFT
 from slipstream.scheduler.telemetry.step_metrics import DRAFT_BACKLOG, DRAFTED, PLAIN, RESTING, RESULT
@@ -43,8 +43,8 @@ HOLD_SHARE, LEAD_S = 0.75, 0.006
 """Part of a step's time in which the next one is held back, and the least time that its commands have after that."""
 LEAST_HOLD_S, MOST_HOLD_S = 0.001, 0.04
 """Bounds of that time, in which the workers are not looked at: a draft that hangs is found so much later at most."""
-PACE_STEPS = 8
-"""Steps of a size that are looked back on."""
+PACE_STEPS, LAST_STEPS = 8, 4
+"""Steps of a size that are looked back on, and those of them that say when the next result is expected."""
 _NO_DRAFT = DraftTraits(is_present=False)
 
 
@@ -96,6 +96,11 @@ class _Pace:
         """The times of the last steps of this one's size, in seconds; to be added to when it is over."""
         size = (step.num_draft_tokens, _about(len(step.members.slots)), _about(step.num_prompt_tokens))
         return self._seconds[size]
+
+
+def _usual_s(seconds: Sequence[float]) -> float:
+    """The time after which a step of a size may be over; 0 if none was seen."""
+    return min(list(seconds)[-LAST_STEPS:], default=0.0)
 
 
 def _hold_s(seconds: Sequence[float]) -> float:
@@ -193,9 +198,10 @@ class StepLoop:
     def _hold(self) -> None:
         """Waits while the step under way takes much longer than sending the next: who comes meanwhile is in that one.
 
-        Steps are sent ahead so that workers have them in time, and earlier than that is of no use.
+        Steps are sent ahead so that workers have them in time, and earlier than that is of no use. Without a free slot
+        nobody can come.
         """
-        if not self._in_flight:
+        if not self._in_flight or not self._batch.slots.num_free:
             return
         sent = self._in_flight[0]
         begun_ns = time.monotonic_ns()
@@ -280,7 +286,7 @@ class StepLoop:
         if attachment is not None:
             number, draft = attachment.number, attachment.link
             if attachment.is_released:
-                ops = _without_draft(ops)
+                ops = ops.without(FenceName.DRAFT_DONE)
         if self._log.is_enabled:
             self._log.send(Role.VERIFY, epoch=self._settings.epoch, step=step.number)
         command = step.command(ops, self._settings.epoch, number)
@@ -294,7 +300,9 @@ class StepLoop:
                 raise
             # Draft did not acknowledge the steps that this one waits for: it goes on without.
             self._speculation.lose(attachment, error)
-            self._send_command(self._verify, replace(command, ops=_without_draft(ops)), self._verify, draft)
+            self._send_command(
+                self._verify, replace(command, ops=ops.without(FenceName.DRAFT_DONE)), self._verify, draft
+            )
 
     def _consume(self) -> None:
         sent = self._in_flight.popleft()
@@ -349,10 +357,10 @@ class StepLoop:
 
     def _await_result(self, sent: _Sent) -> StepResult:
         started = time.monotonic()
-        since = max(sent.sent_ns, self._landed_ns) / 1e9
+        since, usual_s = max(sent.sent_ns, self._landed_ns) / 1e9, _usual_s(sent.pace)
         # Looked at first, since the fence of a draft that was lost may be set back.
         self._speculation.check()
-        while (result := self._results.resolve(sent.step, self._patience_s())) is None:
+        while (result := self._results.resolve(sent.step, self._patience_s(), since=since, usual_s=usual_s)) is None:
             self._check_progress(sent, started)
             self._speculation.watch(sent.attachment, sent.waits_for, since)
         self._metrics.host_stalled(RESULT, time.monotonic() - started)
@@ -388,8 +396,3 @@ class StepLoop:
         if self._verify.failure is not None:
             # A new error: the link's own would keep this epoch's frames.
             raise UnavailableError(str(self._verify.failure))
-
-
-def _without_draft(ops: FenceOps) -> FenceOps:
-    """Leaves out the waits for a draft that is lost."""
-    return FenceOps(tuple(point for point in ops.waits if point.fence is not FenceName.DRAFT_DONE), ops.signals)

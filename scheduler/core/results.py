@@ -74,8 +74,8 @@ class ResultReader:
         if step.top_logprobs:
             self._logprobs.start(step.number, row)
 
-    def resolve(self, step: Step, timeout_s: float) -> StepResult | None:
-        """Waits for the row; None if the time is over first.
+    def resolve(self, step: Step, timeout_s: float, *, since: float = 0.0, usual_s: float = 0.0) -> StepResult | None:
+        """Waits for the row; None if the time is over first. `since`, `usual_s`: see `HostCopy.finish`.
 
         Raises FutureMapError if the row was consumed before, if it cannot be a result or, in debug mode, if no step
         published it.
@@ -83,7 +83,7 @@ class ResultReader:
         if step.number <= self._last_consumed:
             raise FutureMapError(f"step {step.number} is consumed again, after step {self._last_consumed}")
         row = step.number % self._shape.ring
-        copied = self._copy.finish(step.number, row, timeout_s)
+        copied = self._copy.finish(step.number, row, timeout_s, since=since, usual_s=usual_s)
         likely = self._logprobs.finish(step.number, row, timeout_s) if step.top_logprobs else []
         if copied is None or likely is None:
             return None

@@ -88,6 +88,8 @@ class LocalEpoch:
         self._to_come: list[abc.Sequence[Job]] = []
         self.on_progress: Callable[[Job, OutputRow], None] = lambda job, row: None
         """Called on the loop's thread."""
+        self.on_open: Callable[[], None] = lambda: None
+        """Called by `run` before the first step."""
         sizes = EpochSizes.decide(config, described)
         if num_pages is not None:
             sizes = replace(sizes, batch=replace(sizes.batch, num_pages=num_pages))
@@ -158,6 +160,7 @@ class LocalEpoch:
         self._to_come = list(waves)
         self._next_wave()
         with self.loop() as loop:
+            self.on_open()
             loop.run()
             loop.finish()
         return self.outputs

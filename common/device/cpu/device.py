@@ -327,7 +327,9 @@ class PlainCopy:
     def start(self, value: int, row: int) -> None:
         """Does nothing: `finish` copies."""
 
-    def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
+    def finish(
+        self, value: int, row: int, timeout_s: float, *, since: float = 0.0, usual_s: float = 0.0
+    ) -> list[torch.Tensor] | None:
         if not self._fence.wait_on_host(value, timeout_s):
             return None
         for mirror, source in self._copies[row]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from cuda.bindings import driver as cu
 
-from slipstream.common.device.cuda.poll_backoff import CompletionPredictor, PollBackoff, sleep_precisely
+from slipstream.common.device.cuda.poll_backoff import PollBackoff, wait_for_expected
 from slipstream.common.device.cuda.side_stream import MemoryCopy
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class PinnedCopy:
     """Implements `HostCopy` behind a timeline fence.
 
     The stream waits for the fence, copies, and then writes a word of pinned memory. The host begins to poll that word
-    shortly before the next result is predicted: an interrupt would come later.
+    shortly before the result is expected: an interrupt would come later.
     """
 
     def __init__(
@@ -94,7 +94,6 @@ class PinnedCopy:
         self._landed_address = self._landed_word.data_ptr()
         self._landed = ctypes.c_int64.from_address(self._landed_address)
         self._started = 0
-        self._predictor = CompletionPredictor()
         calls.watch(self)
 
     def is_at_rest(self) -> bool:
@@ -110,11 +109,14 @@ class PinnedCopy:
                 streams.copy_to_host(self._stream, copy.target, copy.source, copy.size)
             streams.write(self._stream, self._landed_address, value)
 
-    def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
+    def finish(
+        self, value: int, row: int, timeout_s: float, *, since: float = 0.0, usual_s: float = 0.0
+    ) -> list[torch.Tensor] | None:
         """The rows are those of the mirror, valid until the row's next copy."""
-        if not self._wait(value, timeout_s):
-            return None
-        self._predictor.completed(time.monotonic())
+        if self._landed.value < value:
+            deadline = time.monotonic() + timeout_s
+            if not wait_for_expected(lambda: self._landed.value >= value, deadline, since=since, usual_s=usual_s):
+                return None
         return self._rows[row].mirrors
 
     def close(self) -> None:
@@ -131,14 +133,6 @@ class PinnedCopy:
             logger.warning("the copy stream does not come to its end: it is given up")
             _given_up.append(self)
 
-    def _wait(self, value: int, timeout_s: float) -> bool:
-        if self._landed.value >= value:
-            return True
-        now = time.monotonic()
-        deadline = now + timeout_s
-        sleep_precisely(min(self._predictor.earliest(now), deadline) - now)
-        return self._predictor.backoff().wait(lambda: self._landed.value >= value, deadline)
-
 
 class LatePinnedCopy:
     """Implements `HostCopy` behind an event fence. No stream waits, so that a dead producer holds up none."""
@@ -151,7 +145,9 @@ class LatePinnedCopy:
     def start(self, value: int, row: int) -> None:
         """Does nothing: `finish` copies."""
 
-    def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
+    def finish(
+        self, value: int, row: int, timeout_s: float, *, since: float = 0.0, usual_s: float = 0.0
+    ) -> list[torch.Tensor] | None:
         if not self._fence.wait_on_host(value, timeout_s):
             return None
         self._side.copy_all(self._rows[row].copies)

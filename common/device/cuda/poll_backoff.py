@@ -1,4 +1,4 @@
-"""Waiting for a GPU on the host: sleeps that end on time, and a guess of when to begin looking.
+"""Waiting for a GPU on the host: sleeps that end on time, and when to begin looking.
 
 Interrupts do not help: where this was measured (H200, virtual machine), a thread that the driver wakes comes 105 us
 late at the median and 640 us in one of a hundred, one that looks every 20 us comes 19 us and 30 us late.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,17 +18,14 @@ MIN_SLEEP_S = 0.00002
 MAX_SLEEP_S = 0.001
 GROWTH = 0.04
 """The next sleep as a part of the time waited so far: what took long may be seen a little later."""
-INTERVALS = 4
-"""Intervals that a prediction is made from."""
 MARGIN = 0.005
 MIN_MARGIN_S = 0.00006
-"""Time from the first look to the predicted end: this part of the interval, and at least this many seconds. Each look
-takes the interpreter from the thread that has it."""
-MIN_SLEEP_PART = 0.02
-"""The first sleep between looks at a predicted end, as a part of the interval. Half of it is how late the end is seen,
-which the next step hides when it runs already; each look costs 10 to 20 us of the loop's time."""
-PREDICTED_GROWTH = 0.1
-"""As `GROWTH`, for looks at a predicted end."""
+"""Time from the first look to the expected end: this part of the usual time, and at least this many seconds."""
+MIN_SLEEP_PART = 0.03
+"""The first sleep between looks at an expected end, as a part of the usual time. Half of it is how late the end is
+seen, which the next step hides when it runs already; each look costs 25 to 35 us of the loop's time."""
+EXPECTED_GROWTH = 0.1
+"""As `GROWTH`, for looks at an expected end."""
 
 _PR_SET_TIMERSLACK = 29
 _libc = ctypes.CDLL(None)
@@ -81,28 +77,16 @@ class PollBackoff:
         self._sleep(max(0.0, min(seconds, deadline - now)))
 
 
-class CompletionPredictor:
-    """Predicts when the next of a series of results comes, from the intervals between the last ones."""
+def wait_for_expected(is_done: Callable[[], bool], deadline: float, *, since: float, usual_s: float) -> bool:
+    """Looks at something that usually comes `usual_s` after `since` until `is_done`, not before it is about to come.
 
-    def __init__(self) -> None:
-        self._last: float | None = None
-        self._intervals: deque[float] = deque(maxlen=INTERVALS)
-
-    def completed(self, now: float) -> None:
-        """Records that a result came."""
-        if self._last is not None:
-            self._intervals.append(now - self._last)
-        self._last = now
-
-    def earliest(self, now: float) -> float:
-        """Returns when to begin looking: a bit before the shortest of the last intervals is over, at least `now`."""
-        if self._last is None or not self._intervals:
-            return now
-        interval = min(self._intervals)
-        return max(now, self._last + interval - max(MARGIN * interval, MIN_MARGIN_S))
-
-    def backoff(self) -> PollBackoff:
-        """Returns the sleeps between looks: the longer the intervals, the less a late look matters."""
-        interval = min(self._intervals, default=0.0)
-        min_sleep_s = min(MAX_SLEEP_S, max(MIN_SLEEP_S, MIN_SLEEP_PART * interval))
-        return PollBackoff(min_sleep_s=min_sleep_s, growth=PREDICTED_GROWTH)
+    The longer that takes, the less a late look matters. `usual_s`: 0 if nothing is known. Returns False at `deadline`.
+    Times are those of `time.monotonic`.
+    """
+    now = time.monotonic()
+    first_look = since + usual_s - max(MARGIN * usual_s, MIN_MARGIN_S)
+    if (early_s := min(first_look, deadline) - now) > 0:
+        sleep_precisely(early_s)
+    min_sleep_s = min(MAX_SLEEP_S, max(MIN_SLEEP_S, MIN_SLEEP_PART * usual_s))
+    backoff = PollBackoff(time.monotonic, sleep_precisely, min_sleep_s=min_sleep_s, growth=EXPECTED_GROWTH)
+    return backoff.wait(is_done, deadline)

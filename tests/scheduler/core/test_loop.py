@@ -41,8 +41,8 @@ def test_a_verify_that_hangs_is_noticed_by_the_time_that_a_step_may_take() -> No
         epoch = make_epoch(both, step_timeout_s=0.3)
         job = make_job()
         epoch.jobs.add(job)
-        both[0].stream.enqueue(lambda: go_on.wait() and None)
         loop = epoch.open()
+        both[0].stream.enqueue(lambda: go_on.wait() and None)
         with pytest.raises(
             DeadlineExceededError,
             match=r"^step 1 did not end within 0\.3 s: the verify service hangs \(.*_PUBLISH is 0\)$",
@@ -103,8 +103,8 @@ def test_the_end_of_an_epoch_releases_a_worker_that_does_not_do_it_itself(monkey
         epoch = make_epoch(both, step_timeout_s=0.3, draft_timeout_ms=60_000.0)
         job = make_job()
         epoch.jobs.add(job)
-        both[1].stream.enqueue(lambda: go_on.wait() and None)
         loop = epoch.open()
+        both[1].stream.enqueue(lambda: go_on.wait() and None)
         with pytest.raises(DeadlineExceededError):
             loop.run()
         with pytest.raises(DeadlineExceededError, match="verify"):
@@ -126,10 +126,10 @@ def test_a_draft_that_hangs_costs_no_more_than_the_watchdogs_time(prompt_tokens:
             worker.engine.last_epoch = 0
         epoch = make_epoch(both, max_batched_tokens=2, draft_timeout_ms=100.0)
         job = make_job(prompt_tokens)
-        both[1].stream.enqueue(lambda: go_on.wait() and None)
         epoch.jobs.add(job)
         epoch.on_progress = lambda job, row: epoch.queue.stop() if job in epoch.jobs.ends else None
         loop = epoch.open()
+        both[1].stream.enqueue(lambda: go_on.wait() and None)
         started = time.monotonic()
         loop.run()
         loop.finish()
@@ -155,7 +155,7 @@ def test_a_slow_draft_is_never_a_whole_ring_behind(run_ahead: int) -> None:
 
     with workers(before_draft=look) as both:
         epoch = make_epoch(both, max_batched_tokens=2, run_ahead=run_ahead, draft_timeout_ms=20_000.0)
-        both[1].stream.enqueue(lambda: go_on.wait() and None)
+        epoch.on_open = lambda: both[1].stream.enqueue(lambda: go_on.wait() and None)
         epoch.run([make_job(prompt_tokens=60)])
         assert max(behind) == ring_rows(run_ahead), "verify ran ahead of draft as far as it may"
         assert (

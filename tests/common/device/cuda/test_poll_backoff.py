@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from slipstream.common.device.cuda.poll_backoff import (
-    INTERVALS,
-    MAX_SLEEP_S,
-    MIN_SLEEP_S,
-    CompletionPredictor,
-    PollBackoff,
-)
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.common.device.cuda import poll_backoff
+from slipstream.common.device.cuda.poll_backoff import MAX_SLEEP_S, MIN_SLEEP_S, PollBackoff, wait_for_expected
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Clock:
@@ -36,42 +40,42 @@ def test_sleeps_grow_with_the_time_waited_and_end_at_the_deadline() -> None:
     assert clock.sleeps[-1] == 0.0
 
 
-def test_nothing_is_known_before_two_came() -> None:
-    predictor = CompletionPredictor()
-    assert predictor.earliest(5.0) == 5.0
-    predictor.completed(6.0)
-    assert predictor.earliest(6.1) == 6.1
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of `wait_for_expected`."""
+    clock = Clock()
+    monkeypatch.setattr(poll_backoff, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=time.sleep))
+    monkeypatch.setattr(poll_backoff, "sleep_precisely", clock.sleep)
+    return clock
 
 
-def test_the_shortest_of_the_last_intervals_counts() -> None:
-    predictor = CompletionPredictor()
-    now = 0.0
-    for interval in (0.0, 1.0, 4.0, 2.0):
-        now += interval
-        predictor.completed(now)
-    assert now + 0.5 < predictor.earliest(now) < now + 1.0
-    assert predictor.earliest(now + 3.0) == now + 3.0, "it is late already"
+def at(clock: Clock, when: float) -> Callable[[], bool]:
+    """Something that is done from then on."""
+    return lambda: clock.now >= when
 
 
-def test_an_idle_time_and_a_fast_time_are_forgotten() -> None:
-    predictor, now = CompletionPredictor(), 0.0
-    for interval in (0.0, 0.001, 100.0, *[0.01] * (INTERVALS - 1)):
-        now += interval
-        predictor.completed(now)
-    assert now + 0.005 < predictor.earliest(now) < now + 0.01
-    now += 0.01
-    predictor.completed(now)
-    assert now + 0.005 < predictor.earliest(now) < now + 0.01
+def test_nobody_looks_long_before_the_end_is_expected(clock: Clock) -> None:
+    assert wait_for_expected(at(clock, 100.0497), 101.0, since=100.0, usual_s=0.05)
+    assert len(clock.sleeps) == 1
+    assert 100.0497 <= clock.now < 100.05
 
 
-def test_looks_are_as_far_apart_as_the_intervals_allow() -> None:
-    predictor, now = CompletionPredictor(), 0.0
-    assert predictor.backoff().min_sleep_s == MIN_SLEEP_S
-    for _ in range(INTERVALS):
-        predictor.completed(now)
-        now += 0.01
-    assert MIN_SLEEP_S < predictor.backoff().min_sleep_s <= 0.0004
-    for _ in range(INTERVALS + 1):
-        predictor.completed(now)
-        now += 100.0
-    assert predictor.backoff().min_sleep_s == MAX_SLEEP_S
+def test_the_longer_it_takes_the_less_often_one_looks(clock: Clock) -> None:
+    for usual_s, most in ((0.0008, 0.00003), (0.05, 0.0012)):
+        clock.sleeps.clear()
+        begun = clock.now
+        assert wait_for_expected(at(clock, begun + usual_s), begun + 1.0, since=begun, usual_s=usual_s)
+        assert begun + usual_s <= clock.now < begun + usual_s + most
+        assert len(clock.sleeps) < 5
+
+
+def test_what_is_late_or_unknown_is_looked_for_at_once(clock: Clock) -> None:
+    for since, usual_s in ((100.0, 0.0), (90.0, 1.0)):
+        begun = clock.now
+        assert wait_for_expected(at(clock, begun + 0.0001), begun + 1.0, since=since, usual_s=usual_s)
+        assert clock.sleeps[0] <= MAX_SLEEP_S
+
+
+def test_a_deadline_comes_before_an_expected_end(clock: Clock) -> None:
+    assert not wait_for_expected(at(clock, 200.0), 100.02, since=100.0, usual_s=0.05)
+    assert clock.now == pytest.approx(100.02)
