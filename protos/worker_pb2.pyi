@@ -146,12 +146,14 @@ class AttachRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., peer: _Optional[_Union[DescribeResponse, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., num_slots: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., run_ahead: _Optional[int] = ..., page_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., context_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., debug: _Optional[bool] = ..., given: _Optional[_Union[Manifest, _Mapping]] = ..., expected_draft: _Optional[_Union[DraftSizes, _Mapping]] = ..., slot_pages: _Optional[int] = ..., measures_step_tokens: _Optional[bool] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("step_tokens", "step_doubling_context")
+    __slots__ = ("step_tokens", "step_doubling_context", "command_socket")
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_DOUBLING_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    COMMAND_SOCKET_FIELD_NUMBER: _ClassVar[int]
     step_tokens: int
     step_doubling_context: int
-    def __init__(self, step_tokens: _Optional[int] = ..., step_doubling_context: _Optional[int] = ...) -> None: ...
+    command_socket: str
+    def __init__(self, step_tokens: _Optional[int] = ..., step_doubling_context: _Optional[int] = ..., command_socket: _Optional[str] = ...) -> None: ...
 
 class DraftSizes(_message.Message):
     __slots__ = ("num_draft_tokens", "hidden_width", "hidden_layers")

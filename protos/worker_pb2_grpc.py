@@ -90,9 +90,10 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """Opens an epoch: maps the shared memory, allocates KV pages, warms up. A file of shared memory has its name only
-        until all have attached: map it before answering. FAILED_PRECONDITION says what does not fit, also that another
-        epoch has its stream; an epoch that has none is over with this. Execute follows. A draft's epoch is its attachment.
+        """Opens an epoch: maps the shared memory, allocates KV pages, warms up; with the answer, nothing of that is still under
+        way on the device. A file of shared memory has its name only until all have attached: map it before answering.
+        FAILED_PRECONDITION says what does not fit, also that another epoch has its stream; an epoch that has none is over
+        with this. Execute follows. A draft's epoch is its attachment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

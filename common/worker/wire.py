@@ -134,11 +134,12 @@ def attachment_from_pb(message: pb.AttachRequest) -> Attachment:
     return attachment
 
 
-def step_tokens_to_pb(tokens: StepTokens | None) -> pb.AttachResponse:
-    """Encodes what verify measured; None if it did not."""
-    if tokens is None:
-        return pb.AttachResponse()
-    return pb.AttachResponse(step_tokens=tokens.num_tokens, step_doubling_context=tokens.doubling_context or 0)
+def attached_to_pb(tokens: StepTokens | None, command_socket: str) -> pb.AttachResponse:
+    """Encodes the answer to Attach. `tokens`: None if nothing was measured. `command_socket`: empty for none."""
+    answer = pb.AttachResponse(command_socket=command_socket)
+    if tokens is not None:
+        answer.step_tokens, answer.step_doubling_context = tokens.num_tokens, tokens.doubling_context or 0
+    return answer
 
 
 def step_tokens_from_pb(message: pb.AttachResponse) -> StepTokens | None:

@@ -1,7 +1,7 @@
-"""The link from the scheduler to a worker: one long-lived stream of commands, and its acknowledgements.
+"""The link from the scheduler to a worker: one long-lived stream, with commands and acknowledgements.
 
-gRPC runs on an event loop and a thread of its own (`LinkThread`), apart from the clients' one: a step must not
-wait for the fan-out of the last step's tokens. The step loop calls from its own thread.
+gRPC runs on an event loop and a thread of its own (`LinkThread`), apart from the gateways' one. Commands go by a socket
+where the worker has one for them, written by the step loop's own thread, else by the stream.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
 from concurrent.futures import CancelledError as FutureCancelledError
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import grpc
 import uvloop
@@ -22,6 +20,7 @@ import uvloop
 from slipstream.common.errors import CancelledError, DeadlineExceededError, SlipstreamError, UnavailableError
 from slipstream.common.rpc.keepalive import SAME_HOST
 from slipstream.common.rpc.status import error_from_rpc
+from slipstream.common.worker.command_socket import CommandSender, command_path
 from slipstream.common.worker.step import FenceName, Role
 from slipstream.common.worker.trace import HostRecords
 from slipstream.common.worker.wire import (
@@ -118,8 +117,6 @@ class LinkThread:
 
     def __init__(self) -> None:
         self.loop = uvloop.new_event_loop()
-        self._posted: deque[tuple[Callable[[Any], object], Any]] = deque()
-        self._is_woken = False
         self._thread = threading.Thread(target=self.loop.run_forever, name="links", daemon=True)
         self._thread.start()
 
@@ -131,28 +128,6 @@ class LinkThread:
             raise _unavailable_if_cancelled(error_from_rpc(error)) from None
         except FutureCancelledError:
             raise UnavailableError("the connection was closed") from None
-
-    def post(self, take: Callable[[T], object], item: T) -> None:
-        """Has `take` called there with an item, soon. What is posted together wakes the thread once."""
-        self._posted.append((take, item))
-        # Set back before the queue is emptied: an item that finds it set is still found there.
-        if not self._is_woken:
-            self._is_woken = True
-            self.loop.call_soon_threadsafe(self._run_posted)
-
-    def post_behind(self, take: Callable[[T], object], item: T) -> None:
-        """Has `take` called there with an item once it has begun to write the commands that were posted before."""
-        self.post(partial(self.loop.call_soon, take), item)
-
-    def flush(self) -> None:
-        """Returns when everything that was posted before is done."""
-        self.call(_nothing())
-
-    def _run_posted(self) -> None:
-        self._is_woken = False
-        while self._posted:
-            take, item = self._posted.popleft()
-            take(item)
 
     def close(self) -> None:
         """Ends the thread."""
@@ -180,6 +155,8 @@ class WorkerLink:
         self._acknowledged = 0
         self._changed = threading.Condition()
         self._outbox: asyncio.Queue[StepCommand | None] = asyncio.Queue()
+        self._commands: CommandSender | None = None
+        """None where commands go out by `Execute`."""
         self._channel: grpc.aio.Channel | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -202,7 +179,16 @@ class WorkerLink:
     def send(self, command: StepCommand) -> None:
         if self.failure is not None:
             raise failure_of(self)
-        self._thread.post(self._outbox.put_nowait, command)
+        commands = self._commands
+        if commands is None:
+            self._thread.loop.call_soon_threadsafe(self._outbox.put_nowait, command)
+            return
+        try:
+            commands.send(command_to_pb(command))
+        except (ValueError, UnavailableError) as error:
+            # A number that the message cannot hold, or a worker that does not read.
+            self._thread.call(self._lose(error))
+            raise failure_of(self) from None
 
     def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
         with self._changed:
@@ -240,8 +226,17 @@ class WorkerLink:
         self._outbox = asyncio.Queue()
         call = stub.Execute()
         await call.wait_for_connection()
+        self._commands = self._command_sender(answer.command_socket)
         self._tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
         return step_tokens_from_pb(answer)
+
+    def _command_sender(self, ending: str) -> CommandSender | None:
+        path = command_path(self.address, ending) if ending else None
+        try:
+            return None if path is None else CommandSender(path)
+        except OSError as error:
+            logger.warning("the %s service's socket for commands cannot be used: %s", self.role.value, error)
+            return None
 
     async def _attach_draft(self, region: DraftRegion) -> None:
         stub = await self._connect()
@@ -274,7 +269,6 @@ class WorkerLink:
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.StepCommand, pb.StepAck]) -> None:
         try:
             while (command := await self._outbox.get()) is not None:
-                # Encoded here, and not by the step loop, whose thread has the more to do.
                 await call.write(command_to_pb(command))
             await call.done_writing()
         except ValueError as error:
@@ -293,6 +287,9 @@ class WorkerLink:
             self._fail(UnavailableError(f"the {self.role.value} service ended the stream"))
         except grpc.RpcError as error:
             self._fail(error)
+
+    async def _lose(self, error: Exception) -> None:
+        self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
@@ -316,6 +313,9 @@ class WorkerLink:
             for task in late:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+        commands, self._commands = self._commands, None
+        if commands is not None:
+            commands.close()
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close(None)
@@ -332,10 +332,6 @@ class WorkerLink:
             _check_not_cancelled()
             return False  # another `detach` has closed the channel
         return True
-
-
-async def _nothing() -> None:
-    """Takes its turn on the event loop."""
 
 
 def _check_not_cancelled() -> None:

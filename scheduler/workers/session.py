@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
-    from slipstream.scheduler.core.outbox import Outgoing, OutputSink
+    from slipstream.scheduler.core.outbox import OutputSink
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
     from slipstream.scheduler.workers.link import Link
 
@@ -81,22 +81,6 @@ class EpochNumbers:
             return self._last
 
 
-class _BehindCommands:
-    """Implements `OutputSink`: the links' thread hands output on, behind the commands that were sent before.
-
-    So the loop wakes one thread in a step, and the event loop of the gateways' streams does not hold the interpreter
-    while commands that the workers wait for are not written.
-    """
-
-    def __init__(self, links: LinkThread, sink: OutputSink) -> None:
-        self._links = links
-        self._hand_on = sink.put
-
-    def put(self, outgoing: Outgoing) -> None:
-        """See `OutputSink.put`."""
-        self._links.post_behind(self._hand_on, outgoing)
-
-
 class WorkerSession:
     """Runs epochs one after the other until the queue is stopped."""
 
@@ -118,7 +102,7 @@ class WorkerSession:
         self._listener = listener
         self._metric_families = StepMetricFamilies(registry)
         self._links = LinkThread()
-        self._sink = _BehindCommands(self._links, sink)
+        self._sink = sink
         self._make_link = make_link or self._link_to_service
         self._numbers = EpochNumbers()
         self.drafts = DraftSession(
@@ -251,12 +235,8 @@ class WorkerSession:
         epoch.speculation.settle()
         self._queue.open(epoch.number)
         self._listener.attached(epoch)
-        try:
-            loop.run()
-            loop.finish()
-        finally:
-            # What gateways are told of the state comes behind all output.
-            self._links.flush()
+        loop.run()
+        loop.finish()
 
     def _lose(self, epoch: Epoch, reason: str) -> None:
         # The same cause again and again is logged as an error once.

@@ -20,6 +20,7 @@ from slipstream.common.rpc.metrics import BUILD_INFO, RpcMetrics, make_registry,
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
 from slipstream.common.worker.access_log import StreamName, make_log_directory, open_access_log
+from slipstream.common.worker.command_socket import CommandReceiver
 from slipstream.protos import trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.worker.engine import Engine
@@ -71,15 +72,21 @@ async def run_worker(
         role_engine = await loop.run_in_executor(device_thread, make_role, config, device, port)
         engine = Engine(role_engine, device, stream, log, refuses_waits=config.debug_sync, on_stuck=end_at_once)
         _describe(registry, device, engine)
-        collection = IdleCollection()
+        collection, commands = IdleCollection(), CommandReceiver()
         servicer = WorkerServicer(
-            engine, device_thread, acknowledge_done=config.acknowledge_done, on_command=collection.worked
+            engine,
+            device_thread,
+            commands=commands,
+            acknowledge_done=config.acknowledge_done,
+            on_command=collection.worked,
         )
         server = GrpcServer(listener, metrics=RpcMetrics(registry), find_fault=servicer.find_fault)
         server.add_service("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, servicer)
         recorder = RecorderServicer(engine.recorder, device)
         server.add_service(RECORDER, trace_pb2_grpc.add_RecorderServicer_to_server, recorder)
         await server.start()
+        held.callback(commands.close)
+        await commands.listen(server.address)
         held.enter_context(collection.in_charge())
         held.callback(asyncio.create_task(collection.run()).cancel)
         server.set_serving(True)

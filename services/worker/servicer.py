@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, TypeVarTuple
 
 from slipstream.common.errors import FailedPreconditionError, SlipstreamError
+from slipstream.common.worker.command_socket import CommandReceiver
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.trace import HostRecords
 from slipstream.common.worker.wire import (
+    attached_to_pb,
     attachment_from_pb,
     command_from_pb,
     description_to_pb,
     region_from_pb,
-    step_tokens_to_pb,
 )
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2 as pb
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
     from slipstream.common.worker.contract import Attachment, StepTokens
     from slipstream.common.worker.recorder import FlightRecorder
+    from slipstream.common.worker.step import StepCommand
     from slipstream.services.worker.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -97,16 +99,19 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         engine: Engine,
         device_thread: DeviceThread,
         *,
+        commands: CommandReceiver | None = None,
         acknowledge_done: bool = False,
         stuck_after_s: float = STUCK_AFTER_S,
         on_command: Callable[[], None] = lambda: None,
     ) -> None:
-        """`acknowledge_done`: acknowledge a step when its work is done instead of when it is enqueued.
+        """`commands`: listens at a socket; None takes them by `Execute` alone.
 
-        `on_command` is called for each.
+        `acknowledge_done`: acknowledge a step when its work is done instead of when it is enqueued. `on_command` is
+        called for each.
         """
         self._engine = engine
         self._device_thread = device_thread
+        self._commands = commands or CommandReceiver()
         self._acknowledge_done = acknowledge_done
         self._on_command = on_command
         self._stuck_after_s = stuck_after_s
@@ -128,7 +133,8 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         attachment = attachment_from_pb(request)
         if self._has_stream:
             raise FailedPreconditionError("another scheduler has the Execute stream of this worker")
-        return step_tokens_to_pb(await self._on_device_thread(self._attach, attachment))
+        step_tokens = await self._on_device_thread(self._attach, attachment)
+        return attached_to_pb(step_tokens, self._commands.ending)
 
     async def AttachDraft(self, request: pb.AttachDraftRequest, context: ServicerContext) -> pb.AttachDraftResponse:
         await self._by_pieces(self._engine.attach_draft(region_from_pb(request)))
@@ -153,24 +159,29 @@ class WorkerServicer(pb_grpc.WorkerServicer):
             raise FailedPreconditionError("not attached")
         self._has_stream = True
         try:
-            async for message in requests:
-                received_ns = time.monotonic_ns()
-                self._on_command()
-                command = command_from_pb(message)
-                self._engine.recorder.add(Site.RECEIVE, command.step, received_ns, time.monotonic_ns())
-                if self._engine.enqueues_at_once:
-                    self._engine.enqueue(command)
-                else:
-                    await self._on_device_thread(self._engine.enqueue, command)
-                if not command.wants_acknowledgement:
-                    continue
-                if self._acknowledge_done:
-                    await self._on_device_thread(self._engine.synchronize)
-                yield pb.StepAck(epoch=command.epoch, step=command.step, enqueued_ns=time.monotonic_ns())
+            async with self._commands.epoch(requests) as next_command:
+                while (message := await next_command()) is not None:
+                    command = await self._carry_out(message)
+                    if command.wants_acknowledgement:
+                        yield pb.StepAck(epoch=command.epoch, step=command.step, enqueued_ns=time.monotonic_ns())
         finally:
             # Not awaited: this may run while the call is torn down. The device thread does it before any new Attach.
             self._has_stream = False
             self._device_thread.submit(self._engine.abandon, epoch)
+
+    async def _carry_out(self, message: pb.StepCommand) -> StepCommand:
+        """Enqueues a command; waits for the device if it is to be acknowledged when it is done."""
+        received_ns = time.monotonic_ns()
+        self._on_command()
+        command = command_from_pb(message)
+        self._engine.recorder.add(Site.RECEIVE, command.step, received_ns, time.monotonic_ns())
+        if self._engine.enqueues_at_once:
+            self._engine.enqueue(command)
+        else:
+            await self._on_device_thread(self._engine.enqueue, command)
+        if command.wants_acknowledgement and self._acknowledge_done:
+            await self._on_device_thread(self._engine.synchronize)
+        return command
 
     async def Drain(self, request: pb.DrainRequest, context: ServicerContext) -> pb.DrainResponse:
         await self._on_device_thread(self._engine.drain, request.epoch)

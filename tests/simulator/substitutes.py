@@ -19,7 +19,7 @@ from tests.harness.random_policy import RandomPolicy
 from tests.simulator.threads import SimulatedCondition, SimulatedEvent, SimulatedFuture, SimulatedThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tests.simulator.world import Process, World
 
@@ -31,13 +31,6 @@ class _NoLinks:
     """Stands in for the thread of the links to real services: a session of the simulation has other links."""
 
     loop = None
-
-    def post_behind(self, take: Callable[[Any], object], item: Any) -> None:
-        """See `LinkThread.post_behind`."""
-        take(item)
-
-    def flush(self) -> None:
-        """See `LinkThread.flush`."""
 
     def close(self) -> None:
         """See `LinkThread.close`."""

@@ -40,6 +40,7 @@ from slipstream.common.worker.step import (
     StepKind,
 )
 from slipstream.common.worker.wire import (
+    attached_to_pb,
     attachment_from_pb,
     attachment_to_pb,
     command_from_pb,
@@ -51,7 +52,6 @@ from slipstream.common.worker.wire import (
     region_from_pb,
     region_to_pb,
     step_tokens_from_pb,
-    step_tokens_to_pb,
 )
 from slipstream.protos import worker_pb2 as pb
 
@@ -397,4 +397,4 @@ def test_weights_cannot_stand_in_for_other_memory() -> None:
 
 @pytest.mark.parametrize("tokens", [None, StepTokens(32), StepTokens(64, 4000)])
 def test_step_tokens(tokens: StepTokens | None) -> None:
-    assert step_tokens_from_pb(step_tokens_to_pb(tokens)) == tokens
+    assert step_tokens_from_pb(attached_to_pb(tokens, ".commands")) == tokens

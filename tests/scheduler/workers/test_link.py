@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,17 @@ from slipstream.common.errors import (
     MismatchError,
     UnavailableError,
 )
-from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, Role, StepCommand
+from slipstream.common.worker import command_socket
+from slipstream.common.worker.command_socket import CommandReceiver, CommandSender
+from slipstream.common.worker.step import (
+    FenceName,
+    FenceOps,
+    FencePoint,
+    PrefillChunk,
+    Role,
+    StepCommand,
+    StepKind,
+)
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.telemetry.step_metrics import ACKNOWLEDGEMENT
 from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchTogether, LinkThread, WorkerLink
@@ -49,14 +59,18 @@ class Served:
 
 
 @asynccontextmanager
-async def served(folder: Path, role: Role, *, acknowledge_done: bool = False) -> AsyncIterator[Served]:
-    """A dummy at a Unix socket."""
+async def served(
+    folder: Path, role: Role, *, acknowledge_done: bool = False, has_socket: bool = True
+) -> AsyncIterator[Served]:
+    """A dummy at a Unix socket, with another one for commands."""
     dummy = DummyDraft(describe(role), 0) if role is Role.DRAFT else DummyVerify(describe(role), 0)
-    worker = LocalWorker(dummy)
-    with DeviceThread() as device_thread:
-        service = WorkerServicer(worker.engine, device_thread, acknowledge_done=acknowledge_done)
+    worker, commands = LocalWorker(dummy), CommandReceiver()
+    with DeviceThread() as device_thread, closing(commands):
+        service = WorkerServicer(worker.engine, device_thread, commands=commands, acknowledge_done=acknowledge_done)
         names = ("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, service)
         async with running_server(names, address=f"unix:{folder}/{role.value}.sock") as server:
+            if has_socket:
+                await commands.listen(server.address)
             yield Served(worker, device_thread, server)
         device_thread.submit(worker.engine.close).result(timeout=20)
     worker.close()
@@ -84,8 +98,14 @@ def arena() -> Iterator[SharedArenas]:
     made.close()
 
 
-async def test_commands_go_out_and_the_worker_drains(tmp_path: Path, thread: LinkThread, arena: SharedArenas) -> None:
-    async with served(tmp_path, Role.DRAFT) as draft:
+@pytest.mark.parametrize("has_socket", [True, False])
+async def test_commands_go_out_and_the_worker_drains(
+    has_socket: bool, tmp_path: Path, thread: LinkThread, arena: SharedArenas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_socket: list[int] = []
+    send = CommandSender.send
+    monkeypatch.setattr(CommandSender, "send", lambda self, sent: (by_socket.append(sent.step), send(self, sent))[1])
+    async with served(tmp_path, Role.DRAFT, has_socket=has_socket) as draft:
         link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
 
         def use() -> None:
@@ -100,6 +120,45 @@ async def test_commands_go_out_and_the_worker_drains(tmp_path: Path, thread: Lin
         await asyncio.to_thread(use)
         assert arena.fence(FenceName.DRAFT_DONE).poll() == 20
         assert draft.worker.engine.epoch is None
+        assert by_socket == (list(range(1, 21)) if has_socket else [])
+
+
+async def test_a_worker_whose_socket_cannot_be_reached_gets_commands_by_the_stream(
+    tmp_path: Path, thread: LinkThread, arena: SharedArenas
+) -> None:
+    async with served(tmp_path, Role.DRAFT) as draft:
+        (tmp_path / "draft.sock.commands").unlink()
+        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+
+        def use() -> None:
+            link.attach(attachment_to(arena, 1))
+            link.send(replace(decode(1, 1, epoch=1), wants_acknowledgement=True))
+            assert link.wait_for_acknowledgement(1, 10.0)
+            link.detach(drain=True)
+
+        await asyncio.to_thread(use)
+
+
+async def test_a_worker_that_reads_no_commands_is_lost(
+    tmp_path: Path, thread: LinkThread, arena: SharedArenas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_socket, "SEND_TIMEOUT_S", 0.2)
+    async with served(tmp_path, Role.DRAFT) as draft:
+        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+        await asyncio.to_thread(link.attach, attachment_to(arena, 1))
+        monkeypatch.setattr(
+            command_socket._Connection, "data_received", lambda self, _: self._transport.pause_reading()
+        )
+        chunk = PrefillChunk(slot=1, start=0, tokens=(2**31,) * 100_000, is_last=False)
+
+        def send() -> None:
+            for step in range(1, 100):
+                link.send(replace(decode(step, 1, epoch=1), kind=StepKind.PREFILL, chunks=(chunk,)))
+
+        with pytest.raises(UnavailableError, match=r"^the draft service is lost: it has read no command for"):
+            await asyncio.to_thread(send)
+        assert link.failure is not None
+        await asyncio.to_thread(link.detach, drain=False)
 
 
 async def test_a_drain_that_takes_long_is_broken_off_by_another_detach(
@@ -142,26 +201,6 @@ async def test_nothing_is_left_of_links_that_come_and_go(tmp_path: Path, arena: 
                     use(epoch)
 
         await asyncio.to_thread(use_often)
-
-
-def test_output_is_handed_on_behind_the_commands_before_it(thread: LinkThread) -> None:
-    done: list[str] = []
-
-    async def post_both() -> None:
-        commands = asyncio.Queue[str]()
-
-        async def write() -> None:
-            done.append(await commands.get())
-
-        writing = asyncio.create_task(write())
-        await asyncio.sleep(0)
-        thread.post(commands.put_nowait, "command")
-        thread.post_behind(done.append, "output")
-        await writing
-
-    thread.call(post_both())
-    thread.flush()
-    assert done == ["command", "output"]
 
 
 async def test_a_worker_that_is_not_there_is_unavailable(tmp_path: Path, thread: LinkThread) -> None:
