@@ -11,7 +11,7 @@ import numpy as np
 from slipstream.common.errors import DeadlineExceededError, InternalError
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.accounts import CommittedTokens, SlotAccounts
-from slipstream.scheduler.core.batch_sizes import BatchCounts, BatchSizes
+from slipstream.scheduler.core.batch_sizes import SMALL_STEPS, BatchCounts, BatchSizes
 from slipstream.scheduler.core.draft_reach import DraftReach
 from slipstream.scheduler.core.outbox import Outbox
 from slipstream.scheduler.core.page_lists import PageLists
@@ -158,7 +158,9 @@ class Batch:
             self._is_decodes_turn = False
             return self._decode_step(decoding)
         self._is_decodes_turn = True
-        room = self.sizes.room_for_prompts(num_decoded)
+        room = self.sizes.room_in_small_step(num_decoded)
+        if self._prompts.exceed(SMALL_STEPS * room):
+            room = self.sizes.room_for_prompts(num_decoded)
         prompts = self._prompts.take(room, self.sizes.doubling_context if num_decoded else None)
         if prompts.ending.slots:
             self._is_prefilled[prompts.ending.rows] = True

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 LEAST_PROMPTS = 4
 """One in so many tokens of a step is for prompts, however many sequences decode."""
+SMALL_STEPS, LEAST_SMALL = 2, 1024
+"""Prompts that small steps take in, so many at most, need no larger ones. Those have half of the tokens, but not less
+than LEAST_SMALL: with fewer, a token takes longer on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +67,19 @@ class BatchSizes:
 
         It may always have as many as it decodes, which hardly doubles its time, up to that part of the largest step.
         """
-        room = self.mixed_tokens if num_decoded else self.chunk_tokens
+        return self._room(self.mixed_tokens if num_decoded else self.chunk_tokens, num_decoded)
+
+    def room_in_small_step(self, num_decoded: int) -> int:
+        """The same in a small step, which those that decode wait for half as long; where there are none, all."""
+        if not num_decoded or not self.mixes:
+            return self.room_for_prompts(num_decoded)
+        return self._room(max(self.mixed_tokens // 2, min(self.mixed_tokens, LEAST_SMALL)), num_decoded)
+
+    def _room(self, num_tokens: int, num_decoded: int) -> int:
         if not self.mixes:
-            return room
-        part, most_part = -(-room // LEAST_PROMPTS), -(-self.chunk_tokens // LEAST_PROMPTS)
-        return max(room - num_decoded, part, min(num_decoded, most_part))
+            return num_tokens
+        part, most_part = -(-num_tokens // LEAST_PROMPTS), -(-self.chunk_tokens // LEAST_PROMPTS)
+        return max(num_tokens - num_decoded, part, min(num_decoded, most_part))
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages for so many tokens, prompt and output, with those that run-ahead may add."""

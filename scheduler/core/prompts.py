@@ -70,6 +70,14 @@ class Prompts:
         if sequence in self._sequences:
             self._sequences.remove(sequence)
 
+    def exceed(self, num_tokens: int) -> bool:
+        """Returns whether more tokens than that wait, those counted that the cache may have."""
+        for sequence in self._sequences:
+            num_tokens -= len(sequence.tokens) - sequence.num_prefilled
+            if num_tokens < 0:
+                return True
+        return False
+
     def take(self, room: int, doubling_context: int | None = None) -> TakenPrompts:
         """Takes chunks of `room` tokens together, at least one token.
 
