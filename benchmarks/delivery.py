@@ -27,7 +27,7 @@ from slipstream.benchmarks.decode import SEED, TEMPERATURE
 from slipstream.benchmarks.models import ACCEPT_LENGTH, EAGLE3, NUM_DRAFT_TOKENS, DeviceOption, JsonOption, Setup
 from slipstream.benchmarks.result_files import host, write_rows
 from slipstream.benchmarks.stack import Stack
-from slipstream.benchmarks.stream_window import START_TIMEOUT_S, CpuClock, StepSums
+from slipstream.benchmarks.stream_window import START_TIMEOUT_S, CpuClock, StepSums, with_draft
 from slipstream.client import AsyncClient
 from slipstream.common.host import STEP_LOOP
 from slipstream.common.rpc.keepalive import Keepalive
@@ -166,7 +166,7 @@ async def measure(
     }
     async with stack.scheduler("draft", **scheduler) as served:
         async with AsyncClient(served.address) as client:
-            info = await client.server_info()
+            info = await with_draft(client)
         max_new_tokens = info.context_tokens - PROMPT_TOKENS
         clients = Clients(served.address, batch, max_new_tokens)
         cpu = CpuClock({f"{service.name}": service.pid for service in info.services})
