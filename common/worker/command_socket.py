@@ -1,8 +1,8 @@
 """A worker's socket for the commands of steps, beside its `Execute` stream: the way from one process to the other.
 
 A command by gRPC passes an event loop and gRPC's own threads on both sides. The scheduler's loop writes it to this
-socket itself, and the worker's event loop reads it there. Each is a `StepCommand` behind its length in bytes, which has
-four bytes, the lowest first.
+socket itself, and the worker reads it on the thread that carries it out. Each is a `StepCommand` behind its length in
+bytes, which has four bytes, the lowest first.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import asyncio
 import logging
 import socket
 import struct
-from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
@@ -21,8 +23,7 @@ from slipstream.common.rpc.address import MAX_UNIX_PATH_BYTES, UnixAddress, pars
 from slipstream.protos import worker_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-    from pathlib import Path
+    from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ MAX_COMMAND_BYTES = 4 * 2**20
 SEND_TIMEOUT_S = 5.0
 """A worker that reads nothing for so long is lost. Commands under way are few and small: a socket holds them all."""
 _LENGTH = struct.Struct("<I")
+_READ_BYTES = 1 << 18
 
 
 def command_path(address: str, ending: str = ENDING) -> Path | None:
@@ -75,123 +77,146 @@ class CommandSender:
         self._socket.close()
 
 
-class CommandReceiver:
-    """The worker's end: the commands of one epoch after the other, by the socket or by `Execute`'s own stream.
+class CommandReader:
+    """Reads the commands of one connection. Belongs to the thread that reads."""
 
-    Belongs to the event loop.
-    """
+    def __init__(
+        self, connection: socket.socket, take: Callable[[pb.StepCommand], None], fail: Callable[[Exception], None]
+    ) -> None:
+        """See `CommandReceiver.epoch`."""
+        self._connection = connection
+        self._take = take
+        self._fail = fail
+        self._bytes = bytearray()
+        connection.setblocking(False)
+
+    def fileno(self) -> int:
+        """Of the connection, to wait for."""
+        return self._connection.fileno()
+
+    def read(self) -> bool:
+        """Takes the commands that are there. False at the end, or when nothing more is to be read."""
+        try:
+            data = self._connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self._bytes += data
+        try:
+            while (command := self._next()) is not None:
+                self._take(command)
+        except Exception as error:
+            self._fail(error)
+            return False
+        return bool(data)
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._connection.close()
+
+    def _next(self) -> pb.StepCommand | None:
+        """The next whole command. Raises InvalidArgumentError."""
+        if len(self._bytes) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._bytes)
+        if length > MAX_COMMAND_BYTES:
+            raise InvalidArgumentError("command", f"{length} bytes", f"at most {MAX_COMMAND_BYTES}")
+        end = _LENGTH.size + length
+        if len(self._bytes) < end:
+            return None
+        message = bytes(self._bytes[_LENGTH.size : end])
+        del self._bytes[:end]
+        try:
+            return pb.StepCommand.FromString(message)
+        except DecodeError:
+            raise InvalidArgumentError("command", f"{length} bytes", "a StepCommand") from None
+
+
+Serve = Callable[[CommandReader], Callable[[], None]]
+"""Begins to call `read` whenever there is something, until it returns False; returns a function that ends it."""
+
+
+def serve_on_event_loop(reader: CommandReader) -> Callable[[], None]:
+    """A `Serve` for the running event loop."""
+    loop, descriptor = asyncio.get_running_loop(), reader.fileno()
+
+    def stop() -> None:
+        if reader.fileno() == descriptor:
+            loop.remove_reader(descriptor)
+            reader.close()
+
+    def read() -> None:
+        if not reader.read():
+            stop()
+
+    loop.add_reader(descriptor, read)
+    return stop
+
+
+class CommandReceiver:
+    """The worker's end. Belongs to the event loop, but for what `carry_out` of an epoch does."""
 
     def __init__(self) -> None:
         self.ending = ""
         """The ending of the socket's path; empty without one."""
-        self._arrived: asyncio.Queue[pb.StepCommand | Exception | None] = asyncio.Queue()
-        """The commands of this epoch; an error, or None, for the end of its stream."""
-        self._connections: set[asyncio.Transport] = set()
-        self._server: asyncio.AbstractServer | None = None
-        self._path: Path | None = None
+        self._listener: socket.socket | None = None
 
-    async def listen(self, address: str) -> None:
+    def listen(self, address: str) -> None:
         """Listens beside a worker's address, which this process has claimed. Raises OSError."""
         path = command_path(address)
-        if path is not None:
-            path.unlink(missing_ok=True)  # of a process that is gone: the claim is this one's
-            self._server = await asyncio.get_running_loop().create_unix_server(lambda: _Connection(self), str(path))
-            path.chmod(0o600)
-            self._path, self.ending = path, ENDING
+        if path is None:
+            return
+        path.unlink(missing_ok=True)  # of a process that is gone: the claim is this one's
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        path.chmod(0o600)
+        self._listener.listen()
+        self._listener.setblocking(False)
+        self.ending = ENDING
 
     def close(self) -> None:
-        """Ends all connections, and listens no more."""
-        self._hang_up()
-        if self._server is not None:
-            self._server.close()
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+        """Listens no more."""
+        if self._listener is not None:
+            Path(self._listener.getsockname()).unlink(missing_ok=True)
+            self._listener.close()
 
-    @asynccontextmanager
-    async def epoch(
-        self, requests: AsyncIterator[pb.StepCommand]
-    ) -> AsyncIterator[Callable[[], Awaitable[pb.StepCommand | None]]]:
-        """The context of an `Execute` call: yields a function that returns the next command, None at the end.
+    def forget(self) -> None:
+        """Hangs up on those who have connected so far: they are of an epoch that is over."""
+        while (connection := self._accept()) is not None:
+            connection.close()
 
-        It raises InvalidArgumentError for what is no command. Connections end with the context.
+    @contextmanager
+    def epoch(
+        self, serve: Serve, take: Callable[[pb.StepCommand], None], fail: Callable[[Exception], None]
+    ) -> Iterator[None]:
+        """The context of an epoch: commands that come by the socket go to `take`, on whatever thread `serve` reads.
+
+        `fail` is told what `take` raises, or InvalidArgumentError for what is no command; then nothing more is read.
         """
-        reading = asyncio.create_task(self._read(requests))
+        listener = self._listener
+        if listener is None:
+            yield
+            return
+        stops: list[Callable[[], None]] = []
+
+        def accept() -> None:
+            if (connection := self._accept()) is not None:
+                stops.append(serve(CommandReader(connection, take, fail)))
+
+        loop = asyncio.get_running_loop()
+        loop.add_reader(listener, accept)
         try:
-            yield self._next
+            yield
         finally:
-            reading.cancel()
-            with suppress(asyncio.CancelledError):
-                await reading
-            self._hang_up()
-            self._arrived = asyncio.Queue()
+            loop.remove_reader(listener)
+            for stop in stops:
+                stop()
 
-    def put(self, arrived: pb.StepCommand | Exception | None) -> None:
-        """Takes a command, or the reason why no more come."""
-        self._arrived.put_nowait(arrived)
-
-    def connected(self, transport: asyncio.Transport) -> None:
-        """A scheduler has connected."""
-        self._connections.add(transport)
-
-    def disconnected(self, transport: asyncio.Transport) -> None:
-        """It is gone. Its `Execute` stream says so, too."""
-        self._connections.discard(transport)
-
-    async def _next(self) -> pb.StepCommand | None:
-        arrived = await self._arrived.get()
-        if isinstance(arrived, Exception):
-            raise arrived
-        return arrived
-
-    async def _read(self, requests: AsyncIterator[pb.StepCommand]) -> None:
-        """Takes the commands of the stream itself, and its end."""
+    def _accept(self) -> socket.socket | None:
+        if self._listener is None:
+            return None
         try:
-            async for command in requests:
-                self.put(command)
-        finally:
-            self.put(None)
-
-    def _hang_up(self) -> None:
-        for transport in self._connections:
-            transport.abort()
-        self._connections.clear()
-
-
-class _Connection(asyncio.Protocol):
-    """A scheduler's connection: puts together the bytes of commands."""
-
-    def __init__(self, receiver: CommandReceiver) -> None:
-        self._receiver = receiver
-        self._bytes = bytearray()
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-        self._receiver.connected(self._transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        assert self._transport is not None, "it was made"
-        self._receiver.disconnected(self._transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._bytes += data
-        while len(self._bytes) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._bytes)
-            end = _LENGTH.size + length
-            if length > MAX_COMMAND_BYTES:
-                self._give_up(InvalidArgumentError("command", f"{length} bytes", f"at most {MAX_COMMAND_BYTES}"))
-                return
-            if len(self._bytes) < end:
-                return
-            try:
-                self._receiver.put(pb.StepCommand.FromString(bytes(self._bytes[_LENGTH.size : end])))
-            except DecodeError:
-                self._give_up(InvalidArgumentError("command", f"{length} bytes", "a StepCommand"))
-                return
-            del self._bytes[:end]
-
-    def _give_up(self, error: Exception) -> None:
-        assert self._transport is not None, "data comes behind it"
-        self._bytes.clear()
-        self._receiver.put(error)
-        self._transport.abort()
+            return self._listener.accept()[0]
+        except BlockingIOError:
+            return None

@@ -86,7 +86,8 @@ async def run_worker(
         server.add_service(RECORDER, trace_pb2_grpc.add_RecorderServicer_to_server, recorder)
         await server.start()
         held.callback(commands.close)
-        await commands.listen(server.address)
+        if not config.acknowledge_done:
+            commands.listen(server.address)
         held.enter_context(collection.in_charge())
         held.callback(asyncio.create_task(collection.run()).cancel)
         server.set_serving(True)

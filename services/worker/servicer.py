@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
+import select
 import sys
 import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, TypeVarTuple
 
 from slipstream.common.errors import FailedPreconditionError, SlipstreamError
-from slipstream.common.worker.command_socket import CommandReceiver
+from slipstream.common.worker.command_socket import CommandReceiver, serve_on_event_loop
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.trace import HostRecords
 from slipstream.common.worker.wire import (
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
     from grpc.aio import ServicerContext
 
     from slipstream.common.device.interface import Device
+    from slipstream.common.worker.command_socket import CommandReader
     from slipstream.common.worker.contract import Attachment, StepTokens
     from slipstream.common.worker.recorder import FlightRecorder
     from slipstream.common.worker.step import StepCommand
@@ -59,12 +64,18 @@ _Ts = TypeVarTuple("_Ts")
 
 
 class DeviceThread(ThreadPoolExecutor):
-    """The one thread that owns the device. Knows how long its piece of work has taken so far."""
+    """The one thread that owns the device. Knows how long its piece of work has taken so far.
+
+    While it has none, it reads commands.
+    """
 
     def __init__(self, initializer: Callable[[], None] = lambda: None) -> None:
         super().__init__(1, "device", initializer)
         self._begun_at = math.inf
         self._ident = 0
+        self._has_work = os.eventfd(0, os.EFD_NONBLOCK)
+        """Ends the wait for commands; negative when it is closed."""
+        self._interrupting = threading.Lock()
 
     @property
     def place(self) -> str:
@@ -80,15 +91,64 @@ class DeviceThread(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """See `Executor.submit`."""
+        submitted = super().submit(self._timed(partial(fn, *args, **kwargs)))
+        self._interrupt()
+        return submitted
 
-        def work() -> T:
+    def serve(self, reader: CommandReader) -> Callable[[], None]:
+        """See `Serve`: reads here, between pieces of work."""
+        is_over = threading.Event()
+
+        def stop() -> None:
+            is_over.set()
+            self._interrupt()
+
+        ThreadPoolExecutor.submit(self, self._serve, reader, is_over)
+        return stop
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """See `Executor.shutdown`."""
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
+        self._interrupt()
+        if wait:
+            super().shutdown(wait=True)
+            with self._interrupting:
+                if self._has_work >= 0:
+                    os.close(self._has_work)
+                self._has_work = -1
+
+    def _interrupt(self) -> None:
+        """Ends a wait for commands."""
+        with self._interrupting:
+            if self._has_work >= 0:
+                os.eventfd_write(self._has_work, 1)
+
+    def _serve(self, reader: CommandReader, is_over: threading.Event) -> None:
+        wait, read = select.poll(), self._timed(reader.read)
+        wait.register(self._has_work, select.POLLIN)
+        wait.register(reader, select.POLLIN)
+        while not is_over.is_set():
+            ready = dict(wait.poll())
+            if self._has_work in ready:
+                os.eventfd_read(self._has_work)
+                with suppress(RuntimeError):  # shut down
+                    # Behind the work that has come.
+                    ThreadPoolExecutor.submit(self, self._serve, reader, is_over)
+                    return
+                break
+            if not read():
+                break
+        reader.close()
+
+    def _timed(self, work: Callable[[], T]) -> Callable[[], T]:
+        def timed() -> T:
             self._begun_at, self._ident = time.monotonic(), threading.get_ident()
             try:
-                return fn(*args, **kwargs)
+                return work()
             finally:
                 self._begun_at = math.inf
 
-        return super().submit(work)
+        return timed
 
 
 class WorkerServicer(pb_grpc.WorkerServicer):
@@ -104,7 +164,7 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         stuck_after_s: float = STUCK_AFTER_S,
         on_command: Callable[[], None] = lambda: None,
     ) -> None:
-        """`commands`: listens at a socket; None takes them by `Execute` alone.
+        """`commands`: listens at a socket, unless steps are acknowledged when they are done; None is none.
 
         `acknowledge_done`: acknowledge a step when its work is done instead of when it is enqueued. `on_command` is
         called for each.
@@ -133,6 +193,7 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         attachment = attachment_from_pb(request)
         if self._has_stream:
             raise FailedPreconditionError("another scheduler has the Execute stream of this worker")
+        self._commands.forget()
         step_tokens = await self._on_device_thread(self._attach, attachment)
         return attached_to_pb(step_tokens, self._commands.ending)
 
@@ -158,29 +219,57 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         if epoch is None:
             raise FailedPreconditionError("not attached")
         self._has_stream = True
+        outgoing: asyncio.Queue[pb.StepAck | Exception | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def put(sent: pb.StepAck | Exception) -> None:
+            loop.call_soon_threadsafe(outgoing.put_nowait, sent)
+
+        serve = serve_on_event_loop if self._engine.enqueues_at_once else self._device_thread.serve
+        reading = asyncio.create_task(self._read(requests, outgoing))
         try:
-            async with self._commands.epoch(requests) as next_command:
-                while (message := await next_command()) is not None:
-                    command = await self._carry_out(message)
-                    if command.wants_acknowledgement:
-                        yield pb.StepAck(epoch=command.epoch, step=command.step, enqueued_ns=time.monotonic_ns())
+            with self._commands.epoch(serve, partial(self._take, put), put):
+                while (sent := await outgoing.get()) is not None:
+                    if isinstance(sent, Exception):
+                        raise sent
+                    yield sent
         finally:
             # Not awaited: this may run while the call is torn down. The device thread does it before any new Attach.
+            reading.cancel()
             self._has_stream = False
             self._device_thread.submit(self._engine.abandon, epoch)
 
-    async def _carry_out(self, message: pb.StepCommand) -> StepCommand:
-        """Enqueues a command; waits for the device if it is to be acknowledged when it is done."""
+    async def _read(
+        self, requests: AsyncIterator[pb.StepCommand], outgoing: asyncio.Queue[pb.StepAck | Exception | None]
+    ) -> None:
+        """Carries out the commands of the stream itself; its end, or an error, is the last thing that goes out."""
+        try:
+            async for message in requests:
+                if self._engine.enqueues_at_once:
+                    command = self._enqueue(message)
+                else:
+                    command = await self._on_device_thread(self._enqueue, message)
+                if command.wants_acknowledgement:
+                    if self._acknowledge_done:
+                        await self._on_device_thread(self._engine.synchronize)
+                    outgoing.put_nowait(_acknowledgement(command))
+        except Exception as error:
+            outgoing.put_nowait(error)
+        else:
+            outgoing.put_nowait(None)
+
+    def _take(self, put: Callable[[pb.StepAck], object], message: pb.StepCommand) -> None:
+        """Carries out a command that comes by the socket, on the thread that reads it."""
+        command = self._enqueue(message)
+        if command.wants_acknowledgement:
+            put(_acknowledgement(command))
+
+    def _enqueue(self, message: pb.StepCommand) -> StepCommand:
         received_ns = time.monotonic_ns()
         self._on_command()
         command = command_from_pb(message)
         self._engine.recorder.add(Site.RECEIVE, command.step, received_ns, time.monotonic_ns())
-        if self._engine.enqueues_at_once:
-            self._engine.enqueue(command)
-        else:
-            await self._on_device_thread(self._engine.enqueue, command)
-        if command.wants_acknowledgement and self._acknowledge_done:
-            await self._on_device_thread(self._engine.synchronize)
+        self._engine.enqueue(command)
         return command
 
     async def Drain(self, request: pb.DrainRequest, context: ServicerContext) -> pb.DrainResponse:
@@ -210,6 +299,10 @@ class WorkerServicer(pb_grpc.WorkerServicer):
 
     async def _on_device_thread(self, function: Callable[[Unpack[_Ts]], T], *arguments: *_Ts) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._device_thread, function, *arguments)
+
+
+def _acknowledgement(command: StepCommand) -> pb.StepAck:
+    return pb.StepAck(epoch=command.epoch, step=command.step, enqueued_ns=time.monotonic_ns())
 
 
 def _advance(work: Generator[None, None, None]) -> bool:

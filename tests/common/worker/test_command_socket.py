@@ -6,18 +6,27 @@ import asyncio
 import os
 import stat
 import struct
-from contextlib import aclosing, asynccontextmanager, closing
-from typing import TYPE_CHECKING
+from contextlib import asynccontextmanager, closing
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from slipstream.common.errors import InvalidArgumentError
-from slipstream.common.worker.command_socket import MAX_COMMAND_BYTES, CommandReceiver, CommandSender, command_path
+from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError
+from slipstream.common.worker.command_socket import (
+    MAX_COMMAND_BYTES,
+    CommandReceiver,
+    CommandSender,
+    command_path,
+    serve_on_event_loop,
+)
 from slipstream.protos import worker_pb2 as pb
+from slipstream.services.worker.servicer import DeviceThread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+    from slipstream.common.worker.command_socket import Serve
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -27,38 +36,24 @@ async def receiver(tmp_path: Path) -> AsyncIterator[CommandReceiver]:
     """Listens beside `worker.sock`, and leaves nothing behind."""
     made = CommandReceiver()
     with closing(made):
-        await made.listen(f"unix:{tmp_path}/worker.sock")
+        made.listen(f"unix:{tmp_path}/worker.sock")
         yield made
     assert not os.listdir(tmp_path)
 
 
-class Stream:
-    """An `Execute` stream: what its scheduler writes, and its end."""
-
-    def __init__(self) -> None:
-        self.written: asyncio.Queue[pb.StepCommand | None] = asyncio.Queue()
-
-    async def requests(self) -> AsyncIterator[pb.StepCommand]:
-        """What a servicer is given."""
-        while (command := await self.written.get()) is not None:
-            yield command
-
-
 @asynccontextmanager
-async def epoch_of(receiver: CommandReceiver, stream: Stream) -> AsyncIterator[asyncio.Queue[pb.StepCommand | None]]:
-    """An epoch, whose commands lie in the queue."""
-    async with aclosing(stream.requests()) as requests, receiver.epoch(requests) as next_command:
-        taken: asyncio.Queue[pb.StepCommand | None] = asyncio.Queue()
+async def epoch_of(
+    receiver: CommandReceiver, serve: Serve = serve_on_event_loop
+) -> AsyncIterator[asyncio.Queue[pb.StepCommand | Exception]]:
+    """An epoch, whose commands lie in the queue, as well as the error that ends it."""
+    taken: asyncio.Queue[pb.StepCommand | Exception] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
 
-        async def take() -> None:
-            while (command := await next_command()) is not None:
-                taken.put_nowait(command)
-            taken.put_nowait(None)
+    def put(item: pb.StepCommand | Exception) -> None:
+        loop.call_soon_threadsafe(taken.put_nowait, item)
 
-        taking = asyncio.create_task(take())
+    with receiver.epoch(serve, put, put):
         yield taken
-        stream.written.put_nowait(None)
-        await taking
 
 
 def sender(tmp_path: Path) -> CommandSender:
@@ -68,36 +63,39 @@ def sender(tmp_path: Path) -> CommandSender:
     return CommandSender(path)
 
 
-async def test_commands_of_all_sizes_arrive_in_order(receiver: CommandReceiver, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_read_by_a_thread", [False, True])
+async def test_commands_of_all_sizes_arrive_in_order(
+    is_read_by_a_thread: bool, receiver: CommandReceiver, tmp_path: Path
+) -> None:
     sizes = [1, 3, 70_000, 2, 400_000, 0]
     commands = [pb.StepCommand(step=step, slots=range(size)) for step, size in enumerate(sizes)]
-    async with epoch_of(receiver, Stream()) as taken:
-        with closing(sender(tmp_path)) as to_worker:
-            for command in commands:
-                await asyncio.to_thread(to_worker.send, command)
-            assert [await taken.get() for _ in commands] == commands
-
-
-async def test_commands_by_the_stream_itself_are_taken_too(receiver: CommandReceiver) -> None:
-    stream = Stream()
-    async with epoch_of(receiver, stream) as taken:
-        for step in (1, 2):
-            stream.written.put_nowait(pb.StepCommand(step=step))
-        assert [command.step for _ in (1, 2) if (command := await taken.get()) is not None] == [1, 2]
-        stream.written.put_nowait(None)
-        assert await taken.get() is None
+    with DeviceThread() as thread:
+        async with epoch_of(receiver, thread.serve if is_read_by_a_thread else serve_on_event_loop) as taken:
+            with closing(sender(tmp_path)) as to_worker:
+                for command in commands:
+                    await asyncio.to_thread(to_worker.send, command)
+                assert [await taken.get() for _ in commands] == commands
+                # Other work of the thread has its turn, and commands after it.
+                assert await asyncio.wrap_future(thread.submit(lambda: "work")) == "work"
+                await asyncio.to_thread(to_worker.send, commands[0])
+                assert await taken.get() == commands[0]
+                assert thread.busy_s == 0
 
 
 async def test_connections_end_with_the_epoch_and_nothing_is_left_for_the_next(
     receiver: CommandReceiver, tmp_path: Path
 ) -> None:
-    with closing(sender(tmp_path)) as of_last:
-        async with epoch_of(receiver, Stream()) as taken:
-            of_last.send(pb.StepCommand(step=1))
-            assert await taken.get() == pb.StepCommand(step=1)
-        of_last.send(pb.StepCommand(step=2))
-        of_last.send(pb.StepCommand(step=3))  # no error: the end of its Execute stream says it
-        async with epoch_of(receiver, Stream()) as taken:
+    with closing(sender(tmp_path)) as of_last, closing(sender(tmp_path)) as never_read:
+        never_read.send(pb.StepCommand(step=9))
+        receiver.forget()
+        with closing(sender(tmp_path)) as of_this:
+            async with epoch_of(receiver) as taken:
+                of_this.send(pb.StepCommand(step=1))
+                assert await taken.get() == pb.StepCommand(step=1)
+            for step in (2, 3):
+                of_this.send(pb.StepCommand(step=step))  # no error: the end of its Execute stream says it
+            of_last.send(pb.StepCommand(step=9))
+        async with epoch_of(receiver) as taken:
             with closing(sender(tmp_path)) as of_next:
                 of_next.send(pb.StepCommand(step=1))
                 assert await taken.get() == pb.StepCommand(step=1)
@@ -111,15 +109,40 @@ async def test_connections_end_with_the_epoch_and_nothing_is_left_for_the_next(
         (struct.pack("<I", 3) + b"\xff\xff\xff", "a StepCommand"),
     ],
 )
-async def test_what_is_no_command_ends_the_epoch(
+async def test_what_is_no_command_is_the_last_thing_that_is_read(
     data: bytes, accepted: str, receiver: CommandReceiver, tmp_path: Path
 ) -> None:
-    async with aclosing(Stream().requests()) as requests, receiver.epoch(requests) as next_command:
-        _, writer = await asyncio.open_unix_connection(f"{tmp_path}/worker.sock.commands")
+    async with epoch_of(receiver) as taken:
+        reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/worker.sock.commands")
         writer.write(data)
         with pytest.raises(InvalidArgumentError, match=f"command.*{accepted}"):
-            await next_command()
+            raise cast("Exception", await taken.get())
+        assert not await reader.read()
         writer.close()
+
+
+async def test_a_command_that_cannot_be_carried_out_is_the_last_one(receiver: CommandReceiver, tmp_path: Path) -> None:
+    failed: asyncio.Queue[Exception] = asyncio.Queue()
+
+    def refuse(command: pb.StepCommand) -> None:
+        raise FailedPreconditionError(f"step {command.step}")
+
+    with receiver.epoch(serve_on_event_loop, refuse, failed.put_nowait), closing(sender(tmp_path)) as to_worker:
+        to_worker.send(pb.StepCommand(step=1))
+        to_worker.send(pb.StepCommand(step=2))
+        assert str(await failed.get()) == "step 1"
+        await asyncio.sleep(0)
+        assert failed.empty()
+
+
+async def test_a_thread_that_is_shut_down_reads_no_more(receiver: CommandReceiver, tmp_path: Path) -> None:
+    thread = DeviceThread()
+    async with epoch_of(receiver, thread.serve) as taken:
+        with closing(sender(tmp_path)) as to_worker:
+            to_worker.send(pb.StepCommand(step=1))
+            assert await taken.get() == pb.StepCommand(step=1)
+            await asyncio.to_thread(thread.shutdown)
+    thread.shutdown()
 
 
 async def test_only_this_user_may_connect(receiver: CommandReceiver, tmp_path: Path) -> None:
@@ -129,18 +152,18 @@ async def test_only_this_user_may_connect(receiver: CommandReceiver, tmp_path: P
 
 async def test_the_socket_of_a_process_that_is_gone_is_in_nobodys_way(tmp_path: Path) -> None:
     first, second = CommandReceiver(), CommandReceiver()
-    await first.listen(f"unix:{tmp_path}/worker.sock")
+    first.listen(f"unix:{tmp_path}/worker.sock")
     with closing(second):
-        await second.listen(f"unix:{tmp_path}/worker.sock")
-        async with epoch_of(second, Stream()) as taken:
+        second.listen(f"unix:{tmp_path}/worker.sock")
+        async with epoch_of(second) as taken:
             with closing(sender(tmp_path)) as to_worker:
                 to_worker.send(pb.StepCommand(step=1))
                 assert await taken.get() == pb.StepCommand(step=1)
     first.close()
 
 
-async def test_a_path_without_room_for_the_ending_has_no_socket(tmp_path: Path) -> None:
+def test_a_path_without_room_for_the_ending_has_no_socket() -> None:
     made = CommandReceiver()
-    await made.listen(f"unix:/tmp/{'x' * 100}")
+    made.listen(f"unix:/tmp/{'x' * 100}")
     assert made.ending == ""
     made.close()
