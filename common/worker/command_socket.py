@@ -1,8 +1,8 @@
 """A worker's socket for the commands of steps, beside its `Execute` stream: the way from one process to the other.
 
-A command by gRPC passes an event loop and gRPC's own threads on both sides. The scheduler's loop writes it to this
-socket itself, and the worker reads it on the thread that carries it out. Each is a `StepCommand` behind its length in
-bytes, which has four bytes, the lowest first.
+A command by gRPC passes an event loop and gRPC's own threads on both sides. The scheduler writes it to this socket at
+once, and the worker reads it on the thread that carries it out. Each is a `StepCommand` behind its length in bytes,
+which has four bytes, the lowest first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import asyncio
 import logging
 import socket
 import struct
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +23,13 @@ from google.protobuf.message import DecodeError
 
 from slipstream.common.errors import InvalidArgumentError, UnavailableError
 from slipstream.common.rpc.address import MAX_UNIX_PATH_BYTES, UnixAddress, parse_address
+from slipstream.common.worker.wire import command_to_pb
 from slipstream.protos import worker_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from slipstream.common.worker.step import StepCommand
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +39,15 @@ MAX_COMMAND_BYTES = 4 * 2**20
 """As of a message by gRPC."""
 SEND_TIMEOUT_S = 5.0
 """A worker that reads nothing for so long is lost. Commands under way are few and small: a socket holds them all."""
+SHORT_STEP_S = 0.003
+"""Another thread writes a command 150 us later, which only short steps cannot wait for, and spares the loop as much."""
+TOGETHER_S = 0.0003
+"""Commands that follow each other within so much are of one step."""
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 18
 
 
-def command_path(address: str, ending: str = ENDING) -> Path | None:
+def command_path(address: str, ending: str) -> Path | None:
     """The path of the socket of a worker at this address; None where there can be none."""
     parsed = parse_address(address)
     if not isinstance(parsed, UnixAddress):
@@ -47,10 +57,15 @@ def command_path(address: str, ending: str = ENDING) -> Path | None:
 
 
 class CommandSender:
-    """The scheduler's end. Belongs to one thread at a time."""
+    """The scheduler's end. Any thread may call: commands are written in the order in which they were added."""
 
     def __init__(self, path: Path) -> None:
         """Connects. Raises OSError."""
+        self.is_urgent = False
+        """True while steps are so short that the thread that adds a command should write it, too."""
+        self._added_at = 0.0
+        self._added: deque[StepCommand] = deque()
+        self._writing = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(SEND_TIMEOUT_S)
         try:
@@ -59,18 +74,39 @@ class CommandSender:
             self._socket.close()
             raise
 
-    def send(self, command: pb.StepCommand) -> None:
-        """Writes a command. Raises UnavailableError if the worker does not read.
+    @classmethod
+    def beside(cls, address: str, ending: str) -> CommandSender | None:
+        """Connects to the socket of the worker at an address; None where it has none, or none that can be reached."""
+        path = command_path(address, ending) if ending else None
+        if path is None:
+            return None
+        try:
+            return cls(path)
+        except OSError as error:
+            logger.warning("commands go to the worker by gRPC, as %s cannot be used: %s", path, error)
+            return None
+
+    def add(self, command: StepCommand) -> None:
+        """Adds a command for `flush` to write."""
+        since_s = time.monotonic() - self._added_at
+        if since_s > TOGETHER_S:
+            self.is_urgent, self._added_at = since_s < SHORT_STEP_S, self._added_at + since_s
+        self._added.append(command)
+
+    def flush(self) -> None:
+        """Writes what was added. Raises UnavailableError if the worker does not read, ValueError for a wrong number.
 
         A worker that is gone, or has ended the epoch, is no error: its `Execute` stream ends, too, and says why.
         """
-        message = command.SerializeToString()
-        try:
-            self._socket.sendall(_LENGTH.pack(len(message)) + message)
-        except TimeoutError:
-            raise UnavailableError(f"it has read no command for {SEND_TIMEOUT_S:.0f} s") from None
-        except OSError:
-            logger.debug("a command cannot be written", exc_info=True)
+        with self._writing:
+            while self._added:
+                message = command_to_pb(self._added.popleft()).SerializeToString()
+                try:
+                    self._socket.sendall(_LENGTH.pack(len(message)) + message)
+                except TimeoutError:
+                    raise UnavailableError(f"it has read no command for {SEND_TIMEOUT_S:.0f} s") from None
+                except OSError:
+                    logger.debug("a command cannot be written", exc_info=True)
 
     def close(self) -> None:
         """Ends the connection."""
@@ -164,7 +200,7 @@ class CommandReceiver:
 
     def listen(self, address: str) -> None:
         """Listens beside a worker's address, which this process has claimed. Raises OSError."""
-        path = command_path(address)
+        path = command_path(address, ENDING)
         if path is None:
             return
         path.unlink(missing_ok=True)  # of a process that is gone: the claim is this one's

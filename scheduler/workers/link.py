@@ -1,7 +1,7 @@
 """The link from the scheduler to a worker: one long-lived stream, with commands and acknowledgements.
 
 gRPC runs on an event loop and a thread of its own (`LinkThread`), apart from the gateways' one. Commands go by a socket
-where the worker has one for them, written by the step loop's own thread, else by the stream.
+where the worker has one for them, else by the stream.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import uvloop
 from slipstream.common.errors import CancelledError, DeadlineExceededError, SlipstreamError, UnavailableError
 from slipstream.common.rpc.keepalive import SAME_HOST
 from slipstream.common.rpc.status import error_from_rpc
-from slipstream.common.worker.command_socket import CommandSender, command_path
+from slipstream.common.worker.command_socket import CommandSender
 from slipstream.common.worker.step import FenceName, Role
 from slipstream.common.worker.trace import HostRecords
 from slipstream.common.worker.wire import (
@@ -183,10 +183,13 @@ class WorkerLink:
         if commands is None:
             self._thread.loop.call_soon_threadsafe(self._outbox.put_nowait, command)
             return
+        commands.add(command)
+        if not commands.is_urgent:
+            self._thread.loop.call_soon_threadsafe(self._flush, commands)
+            return
         try:
-            commands.send(command_to_pb(command))
+            commands.flush()
         except (ValueError, UnavailableError) as error:
-            # A number that the message cannot hold, or a worker that does not read.
             self._thread.call(self._lose(error))
             raise failure_of(self) from None
 
@@ -226,17 +229,9 @@ class WorkerLink:
         self._outbox = asyncio.Queue()
         call = stub.Execute()
         await call.wait_for_connection()
-        self._commands = self._command_sender(answer.command_socket)
+        self._commands = CommandSender.beside(self.address, answer.command_socket)
         self._tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
         return step_tokens_from_pb(answer)
-
-    def _command_sender(self, ending: str) -> CommandSender | None:
-        path = command_path(self.address, ending) if ending else None
-        try:
-            return None if path is None else CommandSender(path)
-        except OSError as error:
-            logger.warning("the %s service's socket for commands cannot be used: %s", self.role.value, error)
-            return None
 
     async def _attach_draft(self, region: DraftRegion) -> None:
         stub = await self._connect()
@@ -286,6 +281,12 @@ class WorkerLink:
                     self._changed.notify_all()
             self._fail(UnavailableError(f"the {self.role.value} service ended the stream"))
         except grpc.RpcError as error:
+            self._fail(error)
+
+    def _flush(self, commands: CommandSender) -> None:
+        try:
+            commands.flush()
+        except (ValueError, UnavailableError) as error:
             self._fail(error)
 
     async def _lose(self, error: Exception) -> None:

@@ -7,26 +7,31 @@ import os
 import stat
 import struct
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError
+from slipstream.common.worker import command_socket
 from slipstream.common.worker.command_socket import (
     MAX_COMMAND_BYTES,
     CommandReceiver,
     CommandSender,
-    command_path,
     serve_on_event_loop,
 )
-from slipstream.protos import worker_pb2 as pb
+from slipstream.common.worker.wire import command_to_pb
 from slipstream.services.worker.servicer import DeviceThread
+from tests.harness.workers import decode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
     from slipstream.common.worker.command_socket import Serve
+    from slipstream.common.worker.step import StepCommand
+    from slipstream.protos import worker_pb2 as pb
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -58,9 +63,31 @@ async def epoch_of(
 
 def sender(tmp_path: Path) -> CommandSender:
     """Connected to `receiver`."""
-    path = command_path(f"unix:{tmp_path}/worker.sock")
-    assert path is not None
-    return CommandSender(path)
+    made = CommandSender.beside(f"unix:{tmp_path}/worker.sock", ".commands")
+    assert made is not None
+    return made
+
+
+def send(to_worker: CommandSender, *commands: StepCommand) -> list[pb.StepCommand]:
+    """Writes commands; returns what the worker gets."""
+    for command in commands:
+        to_worker.add(command)
+    to_worker.flush()
+    return [command_to_pb(command) for command in commands]
+
+
+async def test_only_commands_of_short_steps_are_urgent(
+    receiver: CommandReceiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(command_socket, "time", SimpleNamespace(monotonic=lambda: now))
+    with closing(sender(tmp_path)) as to_worker:
+        found = []
+        for passed_s in (0.0, 0.02, 0.0001, 0.001, 0.0001, 0.002, 0.02):
+            now += passed_s
+            to_worker.add(decode(1))
+            found.append(to_worker.is_urgent)
+    assert found == [False, False, False, True, True, True, False]
 
 
 @pytest.mark.parametrize("is_read_by_a_thread", [False, True])
@@ -68,17 +95,16 @@ async def test_commands_of_all_sizes_arrive_in_order(
     is_read_by_a_thread: bool, receiver: CommandReceiver, tmp_path: Path
 ) -> None:
     sizes = [1, 3, 70_000, 2, 400_000, 0]
-    commands = [pb.StepCommand(step=step, slots=range(size)) for step, size in enumerate(sizes)]
+    commands = [replace(decode(step), slots=tuple(range(size))) for step, size in enumerate(sizes)]
     with DeviceThread() as thread:
         async with epoch_of(receiver, thread.serve if is_read_by_a_thread else serve_on_event_loop) as taken:
             with closing(sender(tmp_path)) as to_worker:
-                for command in commands:
-                    await asyncio.to_thread(to_worker.send, command)
-                assert [await taken.get() for _ in commands] == commands
+                written = await asyncio.to_thread(send, to_worker, *commands)
+                assert [await taken.get() for _ in commands] == written
                 # Other work of the thread has its turn, and commands after it.
                 assert await asyncio.wrap_future(thread.submit(lambda: "work")) == "work"
-                await asyncio.to_thread(to_worker.send, commands[0])
-                assert await taken.get() == commands[0]
+                await asyncio.to_thread(send, to_worker, commands[0])
+                assert await taken.get() == written[0]
                 assert thread.busy_s == 0
 
 
@@ -86,19 +112,19 @@ async def test_connections_end_with_the_epoch_and_nothing_is_left_for_the_next(
     receiver: CommandReceiver, tmp_path: Path
 ) -> None:
     with closing(sender(tmp_path)) as of_last, closing(sender(tmp_path)) as never_read:
-        never_read.send(pb.StepCommand(step=9))
+        send(never_read, decode(9))
         receiver.forget()
         with closing(sender(tmp_path)) as of_this:
             async with epoch_of(receiver) as taken:
-                of_this.send(pb.StepCommand(step=1))
-                assert await taken.get() == pb.StepCommand(step=1)
+                send(of_this, decode(1))
+                assert await taken.get() == command_to_pb(decode(1))
             for step in (2, 3):
-                of_this.send(pb.StepCommand(step=step))  # no error: the end of its Execute stream says it
-            of_last.send(pb.StepCommand(step=9))
+                send(of_this, decode(step))  # no error: the end of its Execute stream says it
+            send(of_last, decode(9))
         async with epoch_of(receiver) as taken:
             with closing(sender(tmp_path)) as of_next:
-                of_next.send(pb.StepCommand(step=1))
-                assert await taken.get() == pb.StepCommand(step=1)
+                send(of_next, decode(1))
+                assert await taken.get() == command_to_pb(decode(1))
                 assert taken.empty()
 
 
@@ -128,8 +154,8 @@ async def test_a_command_that_cannot_be_carried_out_is_the_last_one(receiver: Co
         raise FailedPreconditionError(f"step {command.step}")
 
     with receiver.epoch(serve_on_event_loop, refuse, failed.put_nowait), closing(sender(tmp_path)) as to_worker:
-        to_worker.send(pb.StepCommand(step=1))
-        to_worker.send(pb.StepCommand(step=2))
+        send(to_worker, decode(1))
+        send(to_worker, decode(2))
         assert str(await failed.get()) == "step 1"
         await asyncio.sleep(0)
         assert failed.empty()
@@ -139,8 +165,8 @@ async def test_a_thread_that_is_shut_down_reads_no_more(receiver: CommandReceive
     thread = DeviceThread()
     async with epoch_of(receiver, thread.serve) as taken:
         with closing(sender(tmp_path)) as to_worker:
-            to_worker.send(pb.StepCommand(step=1))
-            assert await taken.get() == pb.StepCommand(step=1)
+            send(to_worker, decode(1))
+            assert await taken.get() == command_to_pb(decode(1))
             await asyncio.to_thread(thread.shutdown)
     thread.shutdown()
 
@@ -157,8 +183,8 @@ async def test_the_socket_of_a_process_that_is_gone_is_in_nobodys_way(tmp_path: 
         second.listen(f"unix:{tmp_path}/worker.sock")
         async with epoch_of(second) as taken:
             with closing(sender(tmp_path)) as to_worker:
-                to_worker.send(pb.StepCommand(step=1))
-                assert await taken.get() == pb.StepCommand(step=1)
+                send(to_worker, decode(1))
+                assert await taken.get() == command_to_pb(decode(1))
     first.close()
 
 

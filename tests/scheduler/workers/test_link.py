@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.worker import command_socket
-from slipstream.common.worker.command_socket import CommandReader, CommandReceiver, CommandSender
+from slipstream.common.worker.command_socket import SHORT_STEP_S, CommandReader, CommandReceiver, CommandSender
 from slipstream.common.worker.step import (
     FenceName,
     FenceOps,
@@ -98,13 +99,18 @@ def arena() -> Iterator[SharedArenas]:
     made.close()
 
 
-@pytest.mark.parametrize("has_socket", [True, False])
+@pytest.mark.parametrize(("has_socket", "interval_s"), [(True, 0.0), (True, 2 * SHORT_STEP_S), (False, 0.0)])
 async def test_commands_go_out_and_the_worker_drains(
-    has_socket: bool, tmp_path: Path, thread: LinkThread, arena: SharedArenas, monkeypatch: pytest.MonkeyPatch
+    has_socket: bool,
+    interval_s: float,
+    tmp_path: Path,
+    thread: LinkThread,
+    arena: SharedArenas,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     by_socket: list[int] = []
-    send = CommandSender.send
-    monkeypatch.setattr(CommandSender, "send", lambda self, sent: (by_socket.append(sent.step), send(self, sent))[1])
+    add = CommandSender.add
+    monkeypatch.setattr(CommandSender, "add", lambda self, added: (by_socket.append(added.step), add(self, added))[1])
     async with served(tmp_path, Role.DRAFT, has_socket=has_socket) as draft:
         link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
 
@@ -113,6 +119,7 @@ async def test_commands_go_out_and_the_worker_drains(
             link.attach(attachment_to(arena, 3))
             for step in range(1, 21):
                 link.send(replace(decode(step, 1, epoch=3), wants_acknowledgement=step % 10 == 0))
+                time.sleep(interval_s)  # as long as a step takes
             assert link.wait_for_acknowledgement(20, 10.0)
             assert not link.wait_for_acknowledgement(21, 0.01)
             link.detach(drain=True)
