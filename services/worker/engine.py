@@ -153,8 +153,7 @@ class Engine:
             opened = Epoch(state, memory)
             self._stream.bind_thread()
             step_tokens = self._role.open(state)
-            # The answer promises that nothing is written any more until the first step.
-            self._stream.synchronize(DRAIN_TIMEOUT_S)
+            self._stream.synchronize(DRAIN_TIMEOUT_S)  # the answer promises that nothing is written any more
         except BaseException as error:
             self._role.close()
             memory.close()
