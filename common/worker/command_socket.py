@@ -191,7 +191,7 @@ def serve_on_event_loop(reader: CommandReader) -> Callable[[], None]:
 
 
 class CommandReceiver:
-    """The worker's end. Belongs to the event loop, but for what `carry_out` of an epoch does."""
+    """The worker's end. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self.ending = ""

@@ -129,14 +129,15 @@ class DeviceThread(ThreadPoolExecutor):
         wait.register(reader, select.POLLIN)
         while not is_over.is_set():
             ready = dict(wait.poll())
+            # Commands first: a Drain that came behind them finishes them, too.
+            if reader.fileno() in ready and not read():
+                break
             if self._has_work in ready:
                 os.eventfd_read(self._has_work)
                 with suppress(RuntimeError):  # shut down
                     # Behind the work that has come.
                     ThreadPoolExecutor.submit(self, self._serve, reader, is_over)
                     return
-                break
-            if not read():
                 break
         reader.close()
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import stat
 import struct
+import threading
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from slipstream.common.worker.command_socket import (
 )
 from slipstream.common.worker.wire import command_to_pb
 from slipstream.services.worker.servicer import DeviceThread
+from tests.harness.waiting import until
 from tests.harness.workers import decode
 
 if TYPE_CHECKING:
@@ -159,6 +161,28 @@ async def test_a_command_that_cannot_be_carried_out_is_the_last_one(receiver: Co
         assert str(await failed.get()) == "step 1"
         await asyncio.sleep(0)
         assert failed.empty()
+
+
+async def test_work_that_comes_behind_a_command_is_done_behind_it(receiver: CommandReceiver, tmp_path: Path) -> None:
+    """As when a worker is drained right behind its last command."""
+    done: list[str] = []
+    has_begun, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        has_begun.set()
+        go_on.wait()
+
+    with DeviceThread() as thread, closing(sender(tmp_path)) as to_worker:
+        with receiver.epoch(thread.serve, lambda command: done.append(f"command {command.step}"), lambda _: None):
+            send(to_worker, decode(1))
+            await until(lambda: done == ["command 1"])
+            thread.submit(hold)
+            await asyncio.to_thread(has_begun.wait)
+            send(to_worker, decode(2))
+            drained = thread.submit(done.append, "drained")
+            go_on.set()
+            await asyncio.wrap_future(drained)
+    assert done == ["command 1", "command 2", "drained"]
 
 
 async def test_a_thread_that_is_shut_down_reads_no_more(receiver: CommandReceiver, tmp_path: Path) -> None:
