@@ -172,16 +172,22 @@ async def test_work_that_comes_behind_a_command_is_done_behind_it(receiver: Comm
         has_begun.set()
         go_on.wait()
 
-    with DeviceThread() as thread, closing(sender(tmp_path)) as to_worker:
-        with receiver.epoch(thread.serve, lambda command: done.append(f"command {command.step}"), lambda _: None):
-            send(to_worker, decode(1))
-            await until(lambda: done == ["command 1"])
-            thread.submit(hold)
-            await asyncio.to_thread(has_begun.wait)
-            send(to_worker, decode(2))
-            drained = thread.submit(done.append, "drained")
-            go_on.set()
-            await asyncio.wrap_future(drained)
+    def take(command: pb.StepCommand) -> None:
+        done.append(f"command {command.step}")
+
+    with (
+        DeviceThread() as thread,
+        closing(sender(tmp_path)) as to_worker,
+        receiver.epoch(thread.serve, take, lambda _: None),
+    ):
+        send(to_worker, decode(1))
+        await until(lambda: done == ["command 1"])
+        thread.submit(hold)
+        await asyncio.to_thread(has_begun.wait)
+        send(to_worker, decode(2))
+        drained = thread.submit(done.append, "drained")
+        go_on.set()
+        await asyncio.wrap_future(drained)
     assert done == ["command 1", "command 2", "drained"]
 
 
