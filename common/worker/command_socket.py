@@ -34,15 +34,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENDING = ".commands"
-"""Of the socket's path, behind that of the worker's own socket."""
+"""The socket's path is that of the worker's own socket, with this behind it."""
 MAX_COMMAND_BYTES = 4 * 2**20
-"""As of a message by gRPC."""
+"""A message by gRPC may have as many."""
 SEND_TIMEOUT_S = 5.0
-"""A worker that reads nothing for so long is lost. Commands under way are few and small: a socket holds them all."""
+"""A worker that has room for no command for so long is lost."""
 SHORT_STEP_S = 0.003
-"""Another thread writes a command 150 us later, which only short steps cannot wait for, and spares the loop as much."""
+"""While steps are shorter, the loop's thread writes commands itself. Another thread would write them 150 us later, but
+spares the loop as much."""
 TOGETHER_S = 0.0003
-"""Commands that follow each other within so much are of one step."""
+"""Commands that are added within so much after the first of a step belong to that step."""
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 18
 
@@ -65,18 +66,27 @@ class CommandSender:
         """True while steps are so short that the thread that adds a command should write it, too."""
         self._added_at = 0.0
         self._added: deque[StepCommand] = deque()
+        self._unwritten = b""
+        """The rest of a command that was written in part."""
+        self._blocked_since: float | None = None
+        """When the worker was first found to have no room."""
         self._writing = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(SEND_TIMEOUT_S)
         try:
             self._socket.connect(str(path))
         except OSError:
             self._socket.close()
             raise
+        self._socket.setblocking(False)
 
     @classmethod
     def beside(cls, address: str, ending: str) -> CommandSender | None:
         """Connects to the socket of the worker at an address; None where it has none, or none that can be reached."""
+        if "/" in ending or "\0" in ending:
+            logger.warning(
+                "commands go to %s by gRPC: command_socket: %r, accepted: an ending of a name", address, ending
+            )
+            return None
         path = command_path(address, ending) if ending else None
         if path is None:
             return None
@@ -93,24 +103,50 @@ class CommandSender:
             self.is_urgent, self._added_at = since_s < SHORT_STEP_S, self._added_at + since_s
         self._added.append(command)
 
-    def flush(self) -> None:
-        """Writes what was added. Raises UnavailableError if the worker does not read, ValueError for a wrong number.
+    def flush(self) -> bool:
+        """Writes what was added. False if the worker had no room for all: call it again soon.
 
-        A worker that is gone, or has ended the epoch, is no error: its `Execute` stream ends, too, and says why.
+        Raises UnavailableError if the worker has had no room for too long, ValueError for a number that a message
+        cannot hold; nothing is written any more then. A worker that is gone, or has ended the epoch, is no error: its
+        `Execute` stream ends, too, and says why.
         """
         with self._writing:
-            while self._added:
-                message = command_to_pb(self._added.popleft()).SerializeToString()
+            while self._unwritten or self._added:
                 try:
-                    self._socket.sendall(_LENGTH.pack(len(message)) + message)
-                except TimeoutError:
-                    raise UnavailableError(f"it has read no command for {SEND_TIMEOUT_S:.0f} s") from None
+                    if not self._unwritten:
+                        message = command_to_pb(self._added.popleft()).SerializeToString()
+                        self._unwritten = _LENGTH.pack(len(message)) + message
+                    num_written = self._socket.send(self._unwritten)
+                except BlockingIOError:
+                    return self._wait_for_room()
+                except ValueError:
+                    self._end()
+                    raise
                 except OSError:
                     logger.debug("a command cannot be written", exc_info=True)
+                    self._end()
+                else:
+                    self._unwritten, self._blocked_since = self._unwritten[num_written:], None
+            return True
 
     def close(self) -> None:
         """Ends the connection."""
+        with self._writing:
+            self._end()
+
+    def _wait_for_room(self) -> bool:
+        now = time.monotonic()
+        self._blocked_since = self._blocked_since or now
+        if now - self._blocked_since > SEND_TIMEOUT_S:
+            self._end()
+            raise UnavailableError(f"it has read no command for {SEND_TIMEOUT_S:.0f} s")
+        return False
+
+    def _end(self) -> None:
+        """What is written in part must not be continued by another command."""
         self._socket.close()
+        self._added.clear()
+        self._unwritten = b""
 
 
 class CommandReader:
@@ -127,7 +163,7 @@ class CommandReader:
         connection.setblocking(False)
 
     def fileno(self) -> int:
-        """Of the connection, to wait for."""
+        """Returns the connection's descriptor, to wait for."""
         return self._connection.fileno()
 
     def read(self) -> bool:
@@ -136,12 +172,15 @@ class CommandReader:
             data = self._connection.recv(_READ_BYTES)
         except BlockingIOError:
             return True
-        except OSError:
+        except OSError as error:
+            self._fail(UnavailableError(f"the connection for commands broke: {error}"))
             return False
         self._bytes += data
         try:
             while (command := self._next()) is not None:
                 self._take(command)
+            if self._bytes and not data:
+                raise InvalidArgumentError("command", f"{len(self._bytes)} bytes", "a whole one before the end")
         except Exception as error:
             self._fail(error)
             return False
@@ -199,26 +238,34 @@ class CommandReceiver:
         self._listener: socket.socket | None = None
 
     def listen(self, address: str) -> None:
-        """Listens beside a worker's address, which this process has claimed. Raises OSError."""
+        """Listens beside a worker's address, which this process has claimed; without success commands come by gRPC."""
         path = command_path(address, ENDING)
         if path is None:
+            logger.info("commands come by gRPC: the path of %s has no room for %s", address, ENDING)
             return
-        path.unlink(missing_ok=True)  # of a process that is gone: the claim is this one's
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(path))
-        path.chmod(0o600)
-        self._listener.listen()
-        self._listener.setblocking(False)
-        self.ending = ENDING
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            if path.is_socket():
+                path.unlink()  # of a process that is gone: the claim is this one's
+            listener.bind(str(path))
+            path.chmod(0o600)
+            listener.listen()
+        except OSError as error:
+            listener.close()
+            logger.warning("commands come by gRPC, as %s cannot be listened at: %s", path, error)
+            return
+        listener.setblocking(False)
+        self._listener, self.ending = listener, ENDING
 
     def close(self) -> None:
         """Listens no more."""
         if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
             Path(self._listener.getsockname()).unlink(missing_ok=True)
             self._listener.close()
 
     def forget(self) -> None:
-        """Hangs up on those who have connected so far: they are of an epoch that is over."""
+        """Closes the connections that wait: they belong to an epoch that is over."""
         while (connection := self._accept()) is not None:
             connection.close()
 
@@ -226,7 +273,7 @@ class CommandReceiver:
     def epoch(
         self, serve: Serve, take: Callable[[pb.StepCommand], None], fail: Callable[[Exception], None]
     ) -> Iterator[None]:
-        """The context of an epoch: commands that come by the socket go to `take`, on whatever thread `serve` reads.
+        """The context of an epoch: `take` gets the commands of one connection, on the thread that `serve` reads on.
 
         `fail` is told what `take` raises, or InvalidArgumentError for what is no command; then nothing more is read.
         """
@@ -238,6 +285,7 @@ class CommandReceiver:
 
         def accept() -> None:
             if (connection := self._accept()) is not None:
+                loop.remove_reader(listener)
                 stops.append(serve(CommandReader(connection, take, fail)))
 
         loop = asyncio.get_running_loop()
@@ -245,7 +293,8 @@ class CommandReceiver:
         try:
             yield
         finally:
-            loop.remove_reader(listener)
+            if listener.fileno() >= 0:
+                loop.remove_reader(listener)
             for stop in stops:
                 stop()
 

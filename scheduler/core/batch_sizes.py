@@ -8,8 +8,8 @@ from typing import NamedTuple
 LEAST_PROMPTS = 4
 """One in so many tokens of a step is for prompts, however many sequences decode."""
 SMALL_STEPS, LEAST_SMALL = 2, 1024
-"""Prompts that small steps take in, so many at most, need no larger ones. Those have half of the tokens, but not less
-than LEAST_SMALL: with fewer, a token takes longer on a GPU."""
+"""If SMALL_STEPS small steps take in all prompts that wait, steps are small: they have half of the tokens, at least
+LEAST_SMALL. With fewer a token takes longer on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -198,8 +198,8 @@ class StepLoop:
     def _hold(self) -> None:
         """Waits while the step under way takes much longer than sending the next: who comes meanwhile is in that one.
 
-        Steps are sent ahead so that workers have them in time, and earlier than that is of no use. Without a free slot
-        nobody can come.
+        Steps are sent ahead so that workers have them in time, and earlier than that is of no use. No request can be
+        admitted without a free slot.
         """
         if not self._in_flight or not self._batch.slots.num_free:
             return

@@ -71,7 +71,7 @@ class Prompts:
             self._sequences.remove(sequence)
 
     def exceed(self, num_tokens: int) -> bool:
-        """Returns whether more tokens than that wait, those counted that the cache may have."""
+        """Returns whether more tokens than that wait. Counts tokens that the prefix cache may have, too."""
         for sequence in self._sequences:
             num_tokens -= len(sequence.tokens) - sequence.num_prefilled
             if num_tokens < 0:

@@ -52,6 +52,8 @@ CALL_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = {Role.VERIFY: 60.0, Role.DRAFT: 5.0}
 """A draft that drains has little left to do, and others wait for its end: the next draft, and the next epoch."""
 RECORDS_TIMEOUT_S = 5.0
+ROOM_INTERVAL_S = 0.002
+"""Between two looks at whether a worker has room for more commands."""
 
 
 class Link(Protocol):
@@ -184,14 +186,13 @@ class WorkerLink:
             self._thread.loop.call_soon_threadsafe(self._outbox.put_nowait, command)
             return
         commands.add(command)
-        if not commands.is_urgent:
-            self._thread.loop.call_soon_threadsafe(self._flush, commands)
-            return
         try:
-            commands.flush()
+            if commands.is_urgent and commands.flush():
+                return
         except (ValueError, UnavailableError) as error:
             self._thread.call(self._lose(error))
             raise failure_of(self) from None
+        self._thread.loop.call_soon_threadsafe(self._flush, commands)
 
     def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
         with self._changed:
@@ -285,7 +286,8 @@ class WorkerLink:
 
     def _flush(self, commands: CommandSender) -> None:
         try:
-            commands.flush()
+            if not commands.flush():
+                self._thread.loop.call_later(ROOM_INTERVAL_S, self._flush, commands)
         except (ValueError, UnavailableError) as error:
             self._fail(error)
 

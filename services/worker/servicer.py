@@ -73,7 +73,7 @@ class DeviceThread(ThreadPoolExecutor):
         super().__init__(1, "device", initializer)
         self._begun_at = math.inf
         self._ident = 0
-        self._has_work = os.eventfd(0, os.EFD_NONBLOCK)
+        self._has_work = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Ends the wait for commands; negative when it is closed."""
         self._interrupting = threading.Lock()
 
@@ -165,7 +165,7 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         stuck_after_s: float = STUCK_AFTER_S,
         on_command: Callable[[], None] = lambda: None,
     ) -> None:
-        """`commands`: listens at a socket, unless steps are acknowledged when they are done; None is none.
+        """`commands`: listens at the socket for commands; None: there is no such socket.
 
         `acknowledge_done`: acknowledge a step when its work is done instead of when it is enqueued. `on_command` is
         called for each.
@@ -232,7 +232,10 @@ class WorkerServicer(pb_grpc.WorkerServicer):
             with self._commands.epoch(serve, partial(self._take, put), put):
                 while (sent := await outgoing.get()) is not None:
                     if isinstance(sent, Exception):
-                        raise sent
+                        try:
+                            raise sent
+                        finally:
+                            del sent  # it refers to this frame: the cycle would keep the epoch
                     yield sent
         finally:
             # Not awaited: this may run while the call is torn down. The device thread does it before any new Attach.

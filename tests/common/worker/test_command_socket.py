@@ -7,6 +7,7 @@ import os
 import stat
 import struct
 import threading
+import time
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError
+from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from slipstream.common.worker import command_socket
 from slipstream.common.worker.command_socket import (
     MAX_COMMAND_BYTES,
@@ -74,7 +75,8 @@ def send(to_worker: CommandSender, *commands: StepCommand) -> list[pb.StepComman
     """Writes commands; returns what the worker gets."""
     for command in commands:
         to_worker.add(command)
-    to_worker.flush()
+    while not to_worker.flush():
+        time.sleep(0.001)
     return [command_to_pb(command) for command in commands]
 
 
@@ -201,12 +203,62 @@ async def test_a_thread_that_is_shut_down_reads_no_more(receiver: CommandReceive
     thread.shutdown()
 
 
+async def test_a_second_connection_is_not_read(receiver: CommandReceiver, tmp_path: Path) -> None:
+    with DeviceThread() as thread, closing(sender(tmp_path)) as first:
+        async with epoch_of(receiver, thread.serve) as taken:
+            send(first, decode(1))
+            assert await taken.get() == command_to_pb(decode(1))
+            with closing(sender(tmp_path)) as second:
+                send(second, decode(2))
+                await asyncio.wrap_future(thread.submit(lambda: None))
+                send(first, decode(3))
+                assert await taken.get() == command_to_pb(decode(3))
+
+
+async def test_nothing_is_written_behind_a_command_that_was_not_written_whole(
+    receiver: CommandReceiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_socket, "SEND_TIMEOUT_S", 0.0)
+    with closing(sender(tmp_path)) as to_worker:
+        to_worker.add(replace(decode(1), slots=tuple(range(400_000))))
+        assert not to_worker.flush(), "no one reads"
+        await asyncio.sleep(0.01)
+        with pytest.raises(UnavailableError):
+            to_worker.flush()
+        to_worker.add(decode(2))
+        assert to_worker.flush(), "it is given up"
+    with closing(sender(tmp_path)) as to_worker:
+        to_worker.add(replace(decode(1), slots=(-1,)))
+        to_worker.add(decode(2))
+        with pytest.raises(ValueError, match="-1"):
+            to_worker.flush()
+        assert to_worker.flush()
+        assert receiver.ending
+
+
+@pytest.mark.parametrize("ending", ["", "/tmp/worker.sock.commands", ".com\0mands", ".missing"])
+async def test_without_a_socket_that_can_be_reached_there_is_no_sender(
+    ending: str, receiver: CommandReceiver, tmp_path: Path
+) -> None:
+    assert receiver.ending
+    assert CommandSender.beside(f"unix:{tmp_path}/worker.sock", ending) is None
+
+
+async def test_a_command_that_breaks_off_is_an_error(receiver: CommandReceiver, tmp_path: Path) -> None:
+    async with epoch_of(receiver) as taken:
+        _, writer = await asyncio.open_unix_connection(f"{tmp_path}/worker.sock.commands")
+        writer.write(struct.pack("<I", 30) + b"half")
+        writer.close()
+        with pytest.raises(InvalidArgumentError, match="a whole one before the end"):
+            raise cast("Exception", await taken.get())
+
+
 async def test_only_this_user_may_connect(receiver: CommandReceiver, tmp_path: Path) -> None:
     assert receiver.ending == ".commands"
     assert stat.S_IMODE((tmp_path / "worker.sock.commands").stat().st_mode) == 0o600
 
 
-async def test_the_socket_of_a_process_that_is_gone_is_in_nobodys_way(tmp_path: Path) -> None:
+async def test_the_socket_of_a_process_that_is_gone_is_replaced(tmp_path: Path) -> None:
     first, second = CommandReceiver(), CommandReceiver()
     first.listen(f"unix:{tmp_path}/worker.sock")
     with closing(second):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.worker import command_socket
-from slipstream.common.worker.command_socket import SHORT_STEP_S, CommandReader, CommandReceiver, CommandSender
+from slipstream.common.worker.command_socket import SHORT_STEP_S, CommandReceiver, CommandSender
 from slipstream.common.worker.step import (
     FenceName,
     FenceOps,
@@ -31,6 +31,7 @@ from slipstream.common.worker.step import (
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.telemetry.step_metrics import ACKNOWLEDGEMENT
 from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchTogether, LinkThread, WorkerLink
+from slipstream.services.worker import servicer
 from slipstream.services.worker.servicer import DeviceThread, WorkerServicer
 from tests.harness.grpc_server import running_server
 from tests.harness.leaks import nothing_left
@@ -61,11 +62,12 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    folder: Path, role: Role, *, acknowledge_done: bool = False, has_socket: bool = True
+    folder: Path, role: Role, *, acknowledge_done: bool = False, has_socket: bool = True, as_on_gpu: bool = False
 ) -> AsyncIterator[Served]:
-    """A dummy at a Unix socket, with another one for commands."""
+    """A dummy at a Unix socket, with another one for commands. `as_on_gpu`: the device's thread reads and enqueues."""
     dummy = DummyDraft(describe(role), 0) if role is Role.DRAFT else DummyVerify(describe(role), 0)
     worker, commands = LocalWorker(dummy), CommandReceiver()
+    worker.engine.enqueues_at_once = not as_on_gpu
     with DeviceThread() as device_thread, closing(commands):
         service = WorkerServicer(worker.engine, device_thread, commands=commands, acknowledge_done=acknowledge_done)
         names = ("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, service)
@@ -99,10 +101,12 @@ def arena() -> Iterator[SharedArenas]:
     made.close()
 
 
+@pytest.mark.parametrize("as_on_gpu", [False, True])
 @pytest.mark.parametrize(("has_socket", "interval_s"), [(True, 0.0), (True, 2 * SHORT_STEP_S), (False, 0.0)])
 async def test_commands_go_out_and_the_worker_drains(
     has_socket: bool,
     interval_s: float,
+    as_on_gpu: bool,
     tmp_path: Path,
     thread: LinkThread,
     arena: SharedArenas,
@@ -111,7 +115,7 @@ async def test_commands_go_out_and_the_worker_drains(
     by_socket: list[int] = []
     add = CommandSender.add
     monkeypatch.setattr(CommandSender, "add", lambda self, added: (by_socket.append(added.step), add(self, added))[1])
-    async with served(tmp_path, Role.DRAFT, has_socket=has_socket) as draft:
+    async with served(tmp_path, Role.DRAFT, has_socket=has_socket, as_on_gpu=as_on_gpu) as draft:
         link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
 
         def use() -> None:
@@ -149,20 +153,30 @@ async def test_a_worker_whose_socket_cannot_be_reached_gets_commands_by_the_stre
 async def test_a_worker_that_reads_no_commands_is_lost(
     tmp_path: Path, thread: LinkThread, arena: SharedArenas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command_socket, "SEND_TIMEOUT_S", 0.2)
+    """Meanwhile it holds up neither the thread that sends nor that of the links."""
+    monkeypatch.setattr(command_socket, "SEND_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(servicer, "serve_on_event_loop", lambda reader: reader.close)
     async with served(tmp_path, Role.DRAFT) as draft:
         link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
         await asyncio.to_thread(link.attach, attachment_to(arena, 1))
-        monkeypatch.setattr(CommandReader, "read", lambda reader: True)
         chunk = PrefillChunk(slot=1, start=0, tokens=(2**31,) * 100_000, is_last=False)
 
-        def send() -> None:
-            for step in range(1, 100):
-                link.send(replace(decode(step, 1, epoch=1), kind=StepKind.PREFILL, chunks=(chunk,)))
+        def send_until_lost() -> float:
+            """Returns the longest time that the links' thread took for a call meanwhile."""
+            longest_s = 0.0
+            with suppress(UnavailableError):
+                for step in range(1, 1000):
+                    link.send(replace(decode(step, 1, epoch=1), kind=StepKind.PREFILL, chunks=(chunk,)))
+                    begun = time.monotonic()
+                    thread.call(_tasks())
+                    longest_s = max(longest_s, time.monotonic() - begun)
+                    time.sleep(0.01)
+            assert link.failure is not None
+            return longest_s
 
+        assert await asyncio.to_thread(send_until_lost) < 0.4
         with pytest.raises(UnavailableError, match=r"^the draft service is lost: it has read no command for"):
-            await asyncio.to_thread(send)
-        assert link.failure is not None
+            link.send(decode(1000, 1, epoch=1))
         await asyncio.to_thread(link.detach, drain=False)
 
 

@@ -54,7 +54,7 @@ def at(clock: Clock, when: float) -> Callable[[], bool]:
     return lambda: clock.now >= when
 
 
-def test_nobody_looks_long_before_the_end_is_expected(clock: Clock) -> None:
+def test_the_first_look_comes_shortly_before_the_expected_end(clock: Clock) -> None:
     assert wait_for_expected(at(clock, 100.0497), 101.0, since=100.0, usual_s=0.05)
     assert len(clock.sleeps) == 1
     assert 100.0497 <= clock.now < 100.05
