@@ -23,8 +23,9 @@ from slipstream.common.worker.access_log import StreamName, make_log_directory, 
 from slipstream.common.worker.command_socket import CommandReceiver
 from slipstream.protos import trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
+from slipstream.services.worker.device_thread import DeviceThread
 from slipstream.services.worker.engine import Engine
-from slipstream.services.worker.servicer import RECORDER, DeviceThread, RecorderServicer, WorkerServicer
+from slipstream.services.worker.servicer import RECORDER, RecorderServicer, WorkerServicer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,8 @@ import grpc
 
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.models.attention import PagedKV
-from slipstream.services.worker.servicer import DeviceThread, WorkerServicer
+from slipstream.services.worker.device_thread import DeviceThread
+from slipstream.services.worker.servicer import WorkerServicer
 from tests.harness.grpc_server import running_server
 from tests.harness.workers import LocalWorker
 

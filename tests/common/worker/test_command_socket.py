@@ -24,7 +24,7 @@ from slipstream.common.worker.command_socket import (
     serve_on_event_loop,
 )
 from slipstream.common.worker.wire import command_to_pb
-from slipstream.services.worker.servicer import DeviceThread
+from slipstream.services.worker.device_thread import DeviceThread
 from tests.harness.waiting import until
 from tests.harness.workers import decode
 

@@ -32,7 +32,8 @@ from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.telemetry.step_metrics import ACKNOWLEDGEMENT
 from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchTogether, LinkThread, WorkerLink
 from slipstream.services.worker import servicer
-from slipstream.services.worker.servicer import DeviceThread, WorkerServicer
+from slipstream.services.worker.device_thread import DeviceThread
+from slipstream.services.worker.servicer import WorkerServicer
 from tests.harness.grpc_server import running_server
 from tests.harness.leaks import nothing_left
 from tests.harness.waiting import until
