@@ -40,8 +40,8 @@ MAX_COMMAND_BYTES = 4 * 2**20
 SEND_TIMEOUT_S = 5.0
 """A worker that has room for no command for so long is lost."""
 SHORT_STEP_S = 0.003
-"""While steps are shorter, the loop's thread writes commands itself. Another thread would write them 150 us later, but
-spares the loop as much."""
+"""While steps are shorter, the loop's thread writes commands itself. Another thread writes them later, but spares the
+loop the system calls."""
 TOGETHER_S = 0.0003
 """Commands that are added within so much after the first of a step belong to that step."""
 _LENGTH = struct.Struct("<I")
@@ -143,7 +143,7 @@ class CommandSender:
         return False
 
     def _end(self) -> None:
-        """What is written in part must not be continued by another command."""
+        """Closes the connection and drops what is left: no command may follow one that was written in part."""
         self._socket.close()
         self._added.clear()
         self._unwritten = b""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slipstream.common.worker.command_socket import CommandReader
 
 NUM_CALLS = 5
-"""That are named of a thread that hangs."""
+"""How many of a hanging thread's last calls are named."""
 T = TypeVar("T")
 P = ParamSpec("P")
 

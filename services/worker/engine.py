@@ -153,7 +153,7 @@ class Engine:
             opened = Epoch(state, memory)
             self._stream.bind_thread()
             step_tokens = self._role.open(state)
-            self._stream.synchronize(5 * DRAIN_TIMEOUT_S)  # the answer promises that nothing is written any more
+            self._stream.synchronize(5 * DRAIN_TIMEOUT_S)  # Attach may take so long; behind it nothing is written
         except BaseException as error:
             self._role.close()
             memory.close()

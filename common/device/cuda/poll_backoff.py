@@ -23,7 +23,7 @@ MIN_MARGIN_S = 0.00006
 """Time from the first look to the expected end: this part of the usual time, and at least this many seconds."""
 MIN_SLEEP_PART = 0.03
 """The first sleep between looks at an expected end, as a part of the usual time. Half of it is how late the end is
-seen, which the next step hides when it runs already; each look costs 25 to 35 us of the loop's time."""
+seen, which the next step hides when it runs already; each look wakes the loop's thread once more."""
 EXPECTED_GROWTH = 0.1
 """As `GROWTH`, for looks at an expected end."""
 
