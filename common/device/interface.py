@@ -8,10 +8,10 @@ host, and must hold everything it needs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     import torch
 
@@ -46,6 +46,18 @@ class Stream(Protocol):
         """
 
 
+class Look(NamedTuple):
+    """When something should be looked for that is expected."""
+
+    first_s: float = 0.0
+    """No sooner than that, by `time.monotonic`."""
+    usual_s: float = 0.0
+    """How long it usually takes: of that, a small part may pass between two looks. 0 if nothing is known."""
+
+
+ANY_TIME = Look()
+
+
 class Fence(Protocol):
     """A counter in shared memory that only grows; one stream signals it, others wait for a value."""
 
@@ -61,7 +73,7 @@ class Fence(Protocol):
     def poll(self) -> int:
         """Returns the counter. All that was written before that value was signalled can be read."""
 
-    def wait_on_host(self, value: int, timeout_s: float) -> bool:
+    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
         """Blocks the calling thread until the counter is at least `value`. Returns False after `timeout_s`."""
 
     def release(self, value: int) -> None:
@@ -85,25 +97,6 @@ class Arena(Protocol):
 
     def close(self) -> None:
         """Gives the memory back once its views are gone."""
-
-
-class HostCopy(Protocol):
-    """Brings rows of shared buffers to the host behind a fence, on a private stream with no other work."""
-
-    def start(self, value: int, row: int) -> None:
-        """Begins to copy `row` of every buffer once the fence reaches `value`. One copy at a time for each row."""
-
-    def finish(
-        self, value: int, row: int, timeout_s: float, *, since: float = 0.0, usual_s: float = 0.0
-    ) -> list[torch.Tensor] | None:
-        """Blocks until that copy is there and returns the rows, or None after `timeout_s`.
-
-        It usually is there `usual_s` after `since` of `time.monotonic`, and need not be looked for much sooner.
-        The rows are the caller's until the next copy of the same row is started.
-        """
-
-    def close(self) -> None:
-        """Ends the stream and releases what it still waits for: no other stream may wait for that any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +128,12 @@ class Device(Protocol):
     def create_stream(self, name: str, on_failure: Callable[[BaseException], None]) -> Stream:
         """Makes a stream. `on_failure` is called once, from the stream's thread, when work raises."""
 
-    def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> Arena:
-        """Makes an arena that this process owns, all zero."""
+    def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName], *, on_host: bool = False) -> Arena:
+        """Makes an arena that this process owns, all zero.
+
+        `on_host`: in memory of the host, for what a GPU writes and the host alone reads. Its tensors are the host's
+        here, and the GPU's where it is opened. No stream can wait for its fences.
+        """
 
     def open_arena(self, manifest: Manifest, *, read_only: bool = False) -> Arena:
         """Opens an arena of another process. Raises ManifestError if the manifest cannot be trusted.
@@ -164,9 +161,6 @@ class Device(Protocol):
 
     def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Returns small contiguous tensors as they are now in host memory, without waiting for enqueued work."""
-
-    def host_copy(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> HostCopy:
-        """Makes a private copy stream behind `fence`. `sources`: for each buffer of one arena its rows."""
 
 
 class ClockBounds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,18 +11,18 @@ from slipstream.common.errors import DeadlineExceededError, SlipstreamError, Una
 from slipstream.common.fail_points import failing_after, failing_before
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.step import FenceName, Role, StepCommand, StepKind
+from slipstream.scheduler.core.pace import Pace
 from slipstream.scheduler.core.plan import DraftTraits, consume, initial_state, plan_step, with_draft
 from slipstream.scheduler.core.prefix_cache import NO_DRAFT
 from slipstream.scheduler.telemetry.step_metrics import DRAFT_BACKLOG, DRAFTED, PLAIN, RESTING, RESULT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.scheduler.core.accounts import TakenIn
     from slipstream.scheduler.core.batch import Batch
     from slipstream.scheduler.core.draft_policy import DraftPolicy
     from slipstream.scheduler.core.outbox import OutputSink
+    from slipstream.scheduler.core.pace import SizePace
     from slipstream.scheduler.core.plan import PlannedStep
     from slipstream.scheduler.core.results import ResultReader, StepResult
     from slipstream.scheduler.core.speculation import Speculation
@@ -39,12 +39,8 @@ LIVENESS_S = 0.1
 """Between two checks of the links during a wait for a worker."""
 WATCH_S = 0.02
 """The same while a draft may hold the step up."""
-HOLD_SHARE, LEAD_S = 0.75, 0.006
-"""Part of a step's time in which the next one is held back, and the least time that its commands have after that."""
-LEAST_HOLD_S, MOST_HOLD_S = 0.001, 0.04
-"""Bounds of that time, in which the workers are not looked at: a draft that hangs is found so much later at most."""
-PACE_STEPS, LAST_STEPS = 8, 4
-"""Steps of a size that are looked back on, and those of them that say when the next result is expected."""
+LEAST_HOLD_S = 0.001
+"""The shortest time for which a step is held back."""
 _NO_DRAFT = DraftTraits(is_present=False)
 
 
@@ -71,8 +67,7 @@ class _Sent(NamedTuple):
     sent_ns: int
     is_resting: bool
     """True if a draft rested meanwhile, or came back from it."""
-    pace: deque[float]
-    """See `_Pace.of`."""
+    size: SizePace
 
 
 class _Consumed(NamedTuple):
@@ -84,37 +79,6 @@ class _Consumed(NamedTuple):
     """When the result was on the host."""
     gap_s: float
     """Since the step before, or since it was sent."""
-
-
-class _Pace:
-    """How long steps took lately, by what they do and about how much."""
-
-    def __init__(self) -> None:
-        self._seconds: defaultdict[tuple[int, ...], deque[float]] = defaultdict(lambda: deque(maxlen=PACE_STEPS))
-
-    def of(self, step: Step) -> deque[float]:
-        """The times of the last steps of this one's size, in seconds; to be added to when it is over."""
-        size = (step.num_draft_tokens, _about(len(step.members.slots)), _about(step.num_prompt_tokens))
-        return self._seconds[size]
-
-
-def _usual_s(seconds: Sequence[float]) -> float:
-    """The time after which a step of a size may be over; 0 if none was seen."""
-    return min(list(seconds)[-LAST_STEPS:], default=0.0)
-
-
-def _hold_s(seconds: Sequence[float]) -> float:
-    """For how long from the beginning of a step the next may be held back; by the shortest of its size."""
-    if len(seconds) < PACE_STEPS:
-        return 0.0
-    least = min(seconds)
-    return min(HOLD_SHARE * least, least - LEAD_S, MOST_HOLD_S)
-
-
-def _about(number: int) -> int:
-    """The number without all but its first three bits."""
-    places = max(0, number.bit_length() - 3)
-    return number >> places << places
 
 
 class StepLoop:
@@ -161,7 +125,7 @@ class StepLoop:
         self._in_flight: deque[_Sent] = deque()
         self._landed_ns = 0
         """When the last result came."""
-        self._pace = _Pace()
+        self._pace = Pace(results.ended_ns)
         self._consumed: _Consumed | None = None
         """The outcome of the last result, not handed out yet."""
 
@@ -205,7 +169,7 @@ class StepLoop:
             return
         sent = self._in_flight[0]
         begun_ns = time.monotonic_ns()
-        hold_s = _hold_s(sent.pace) - (begun_ns - max(sent.sent_ns, self._landed_ns)) / 1e9
+        hold_s = sent.size.hold_s - (begun_ns - max(sent.sent_ns, self._landed_ns)) / 1e9
         if hold_s >= LEAST_HOLD_S:
             self._hand_out()
             # Not interrupted: a stop can wait so long, and a request that comes is in the step in any case.
@@ -257,8 +221,6 @@ class StepLoop:
             self._send_to_draft(command, attachment)
         sent_ns = time.monotonic_ns()
         self._recorder.sent(step, planned, decided_ns, sent_ns)
-        # After the commands: in one process their enqueueing must not wait for the copy, which waits for them.
-        self._results.start(step)
         is_resting = self._speculation.resting is not None
         self._in_flight.append(_Sent(step, attachment, waits_for, sent_ns, is_resting, self._pace.of(step)))
         self._timings.sent(step, attachment if has_command else None)
@@ -310,9 +272,8 @@ class StepLoop:
         result = self._await_result(sent)
         landed_ns = time.monotonic_ns()
         self._plan = consume(self._plan, step.number)
-        gap_s = (landed_ns - max(sent.sent_ns, self._landed_ns)) / 1e9
+        gap_s = self._pace.landed(step.number, sent.size, sent.sent_ns, self._landed_ns, landed_ns)
         self._landed_ns = landed_ns
-        sent.pace.append(gap_s)
         is_clean = bool(step.members.slots) and (sent.attachment is None or not sent.attachment.is_released)
         self._speculation.consumed(
             step.number,
@@ -357,10 +318,11 @@ class StepLoop:
 
     def _await_result(self, sent: _Sent) -> StepResult:
         started = time.monotonic()
-        since, usual_s = max(sent.sent_ns, self._landed_ns) / 1e9, _usual_s(sent.pace)
+        since = max(sent.sent_ns, self._landed_ns) / 1e9
+        look = self._pace.look(sent.size, sent.sent_ns, self._landed_ns)
         # Looked at first, since the fence of a draft that was lost may be set back.
         self._speculation.check()
-        while (result := self._results.resolve(sent.step, self._patience_s(), since=since, usual_s=usual_s)) is None:
+        while (result := self._results.resolve(sent.step, self._patience_s(), look)) is None:
             self._check_progress(sent, started)
             self._speculation.watch(sent.attachment, sent.waits_for, since)
         self._metrics.host_stalled(RESULT, time.monotonic() - started)

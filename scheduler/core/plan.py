@@ -21,7 +21,7 @@ Stash and done are those of the draft's attachment, which has memory and fences 
 counts for the next one. It joins behind a plain step n-1 that stashes for it: then decode n is as after any other step.
 A draft catches up outside the order of the steps, with tokens that are in the command.
 
-The scheduler's copy of the result of step n waits for publish >= n. Fences cannot order the scheduler's own reads
+The scheduler itself waits for publish >= n before it reads the result of step n. Fences cannot order its own reads
 before the next writes of the same ring row: step n is planned once step n-R-1 is consumed, and not before.
 
 `tests/ordering/` derives the same waits from the accesses that commands make to shared memory.
@@ -73,8 +73,6 @@ class PlannedStep(NamedTuple):
     draft: FenceOps | None
     """None where the step has no command for draft."""
     verify: FenceOps
-    copy: FenceOps
-    """For the scheduler's copy of the result."""
     draft_prompts: FenceOps | None = None
     """For draft's second command in a mixed step, which takes in the prompts."""
 
@@ -153,7 +151,6 @@ def plan_step(state: PlanState, command: OrderedStep) -> tuple[PlannedStep, Plan
     planned = PlannedStep(
         draft=draft_commands[0] if draft_commands else None,
         verify=FenceOps(verify_waits, (published, stash) if draft.is_present else (published,)),
-        copy=FenceOps((published,)),
         draft_prompts=draft_commands[1] if len(draft_commands) > 1 else None,
     )
     known = stash_known, done_known, hidden_read, stashed | slots | prompts if draft.is_present else 0

@@ -1,13 +1,14 @@
-"""Results of steps, and their copy from the FutureMap to the host."""
+"""Results of steps, which verify publishes in memory of the host."""
 
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from slipstream.common.api.output_chunk import TokenLogprobs
+from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.access_log import LogOp
 from slipstream.common.worker.layout import NOT_FINITE, BufferName
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from slipstream.common.device.interface import Arena, Device
+    from slipstream.common.device.interface import Arena, Look
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.layout import EpochShape
     from slipstream.scheduler.core.step import Step
 
 _PUBLISHED = (BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS)
+_STAMPS = (BufferName.VERIFY_STAMPS, BufferName.DRAFT_STAMPS)
 _LOGPROBS = (BufferName.OUTPUT_LOGPROBS, BufferName.TOP_TOKENS, BufferName.TOP_LOGPROBS)
 
 Interval = tuple[int, int]
@@ -48,75 +50,64 @@ class StepResult(NamedTuple):
 
 
 class ResultReader:
-    """Copies results on a private stream that waits for publish alone: other queued work does not delay it."""
+    """Reads the rows of the ring behind publish."""
 
-    def __init__(
-        self, device: Device, arena: Arena, shape: EpochShape, log: AccessLog, *, is_debug: bool = False
-    ) -> None:
-        """`is_debug`: verify marks the lengths in rows that no step has published, and they are looked at."""
+    def __init__(self, arena: Arena, shape: EpochShape, log: AccessLog, *, is_debug: bool = False) -> None:
+        """`arena`: its tensors are the host's.
+
+        `is_debug`: verify marks the lengths in rows that no step has published, and they are looked at.
+        """
         self._shape = shape
         self._is_debug = is_debug
         self._log = log
-        self._publish = publish = arena.fence(FenceName.VERIFY_PUBLISH)
-        stamps = (BufferName.VERIFY_STAMPS, BufferName.DRAFT_STAMPS)
-        published = [arena.tensor(name).unbind() for name in _PUBLISHED]
-        before = [_row_before(arena.tensor(name).unbind()) for name in stamps]
-        self._copy = device.host_copy(publish, [*published, *before])
-        self._logprobs = device.host_copy(publish, [arena.tensor(name).unbind() for name in _LOGPROBS])
+        self._publish = arena.fence(FenceName.VERIFY_PUBLISH)
+        # NumPy takes a few numbers in a fraction of PyTorch's time.
+        published, stamps = ([arena.tensor(name).numpy() for name in names] for names in (_PUBLISHED, _STAMPS))
+        self._ring_rows = [
+            (*(column[row] for column in published), *(s[row - 1] for s in stamps)) for row in range(shape.ring)
+        ]
+        """By row: what is published, and the stamps of the row before."""
+        self._verify_ends = stamps[0][:, 1]
+        self._logprobs = list(zip(*(arena.tensor(name).unbind() for name in _LOGPROBS), strict=True))
         self._last_consumed = 0
-        self._views: dict[int, tuple[list[torch.Tensor], list[NDArray[Any]]]] = {}
-        """By row: the tensors of its copies, and views of them."""
 
-    def start(self, step: Step) -> None:
-        """Enqueues the copy of the step's row, which waits for its publication."""
-        row = step.number % self._shape.ring
-        self._copy.start(step.number, row)
-        if step.top_logprobs:
-            self._logprobs.start(step.number, row)
-
-    def resolve(self, step: Step, timeout_s: float, *, since: float = 0.0, usual_s: float = 0.0) -> StepResult | None:
-        """Waits for the row; None if the time is over first. `since`, `usual_s`: see `HostCopy.finish`.
+    def resolve(self, step: Step, timeout_s: float, look: Look = ANY_TIME) -> StepResult | None:
+        """Waits for the row; None if the time is over first.
 
         Raises FutureMapError if the row was consumed before, if it cannot be a result or, in debug mode, if no step
         published it.
         """
         if step.number <= self._last_consumed:
             raise FutureMapError(f"step {step.number} is consumed again, after step {self._last_consumed}")
-        row = step.number % self._shape.ring
-        copied = self._copy.finish(step.number, row, timeout_s, since=since, usual_s=usual_s)
-        likely = self._logprobs.finish(step.number, row, timeout_s) if step.top_logprobs else []
-        if copied is None or likely is None:
+        if not self._publish.wait_on_host(step.number, timeout_s, look):
             return None
+        row = step.number % self._shape.ring
         self._last_consumed = step.number
         if self._log.is_enabled:
             self._log.fence(LogOp.WAIT, FenceName.VERIFY_PUBLISH, step.number, step=step.number)
-            for name in (*_PUBLISHED, *(_LOGPROBS if likely else ())):
+            for name in (*_PUBLISHED, *(_LOGPROBS if step.top_logprobs else ())):
                 self._log.access(name, [row], is_write=False, step=step.number)
-        seq_lens, accepted, output_tokens, verify_stamps, draft_stamps = self._views_of(row, copied)
+        seq_lens, accepted, output_tokens, verify_stamps, draft_stamps = self._ring_rows[row]
         num_accepted, tokens, not_finite = self._rows(step, seq_lens, accepted, output_tokens)
         return StepResult(
             num_accepted=num_accepted,
             tokens=tokens,
             not_finite=not_finite,
             stamps_before=(tuple(verify_stamps.tolist()), tuple(draft_stamps.tolist())),
-            logprobs=_token_logprobs(step, num_accepted + 1, *likely) if likely else _NO_LOGPROBS,
+            logprobs=self._logprobs_of(step, num_accepted) if step.top_logprobs else _NO_LOGPROBS,
         )
+
+    def ended_ns(self, number: int) -> int:
+        """Verify's stamp at the end of a step that was consumed, or of an earlier one if it is not there yet."""
+        return int(self._verify_ends[number % self._shape.ring])
 
     @property
     def published(self) -> int:
         """The last step that verify has published."""
         return self._publish.poll()
 
-    def close(self) -> None:
-        """Ends the stream without waiting for copies under way."""
-        self._copy.close()
-        self._logprobs.close()
-
-    def _views_of(self, row: int, copied: list[torch.Tensor]) -> list[NDArray[Any]]:
-        known = self._views.get(row)
-        if known is None or known[0] is not copied:
-            known = self._views[row] = (copied, [column.numpy() for column in copied])
-        return known[1]
+    def _logprobs_of(self, step: Step, num_accepted: NDArray[np.int32]) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+        return _token_logprobs(step, num_accepted + 1, *self._logprobs[step.number % self._shape.ring])
 
     def _rows(
         self,
@@ -144,11 +135,6 @@ class ResultReader:
                 found = f"length {lengths[at]} and {accepted[at]} accepted tokens"
                 raise FutureMapError(f"step {step.number}, slot {rows[at]}: {found} were never published")
         return accepted, output_tokens.take(rows, 0), not_finite
-
-
-def _row_before(rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The row before each row of a ring."""
-    return (*rows[-1:], *rows[:-1])
 
 
 def _token_logprobs(

@@ -188,12 +188,12 @@ class StepTimings:
         """Reads verify's stamps from the results, and draft's from its own memory."""
         row = step.number % self._ring
         self._log_read(step.number, BufferName.VERIFY_STAMPS)
-        (verify,) = self._device.to_host([self._verify_stamps[row]])
+        verify = _interval(self._verify_stamps[row])
         if draft is None:
-            return _interval(verify), None
+            return verify, None
         self._log_read(step.number, BufferName.DRAFT_STAMPS, draft.number)
         (own,) = self._device.to_host([draft.stamps[row]])
-        return _interval(verify), _interval(own)
+        return verify, _interval(own)
 
     def _log_read(self, number: int, name: BufferName, attachment: int = 0) -> None:
         if self._log.is_enabled:

@@ -12,7 +12,7 @@ from slipstream.common.fail_points import failing_before
 from slipstream.common.worker.access_log import StreamName, open_access_log
 from slipstream.common.worker.contract import Attachment, slot_pages
 from slipstream.common.worker.layout import RESULT_FENCES, EpochShape
-from slipstream.common.worker.step import FenceName, Role
+from slipstream.common.worker.step import Role
 from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
 from slipstream.scheduler.core.batch import Batch
 from slipstream.scheduler.core.draft_policy import DraftPolicy
@@ -92,7 +92,7 @@ class Epoch:
         )
         self._held = ExitStack()
         self._held.callback(self.log.close)
-        self._running: tuple[Arena, StepLoop] | None = None
+        self._running: StepLoop | None = None
         self._attachment: Attachment | None = None
 
     @property
@@ -133,14 +133,14 @@ class Epoch:
     @property
     def last_sent(self) -> int:
         """The last step that was sent; 0 before the first."""
-        return 0 if self._running is None else self._running[1].last_sent
+        return 0 if self._running is None else self._running.last_sent
 
     def open(self) -> StepLoop:
         """Takes the memory and attaches verify. Raises FailedPreconditionError (and its kinds), ConfigError."""
         if self.verify.has_scheduler:
             # Checked before the memory is taken: what a worker may have mapped is not free again at once.
             raise FailedPreconditionError("the verify service has another scheduler")
-        arena = self._device.create_arena(self._shape.specs(), RESULT_FENCES)
+        arena = self._device.create_arena(self._shape.specs(), RESULT_FENCES, on_host=True)
         self._held.callback(arena.close)
         batch = self.sizes.batch
         self._attachment = Attachment(
@@ -175,10 +175,6 @@ class Epoch:
         if not drain and self._running is not None:
             # Verify does it itself too, but its thread may be blocked by the waiting stream, on a GPU in an allocation.
             self.speculation.end(self.last_sent)
-            arena, loop = self._running
-            arena.fence(FenceName.VERIFY_PUBLISH).release(loop.last_sent)
-            if self.log.is_enabled:
-                self.log.release(FenceName.VERIFY_PUBLISH, loop.last_sent, epoch=self.number)
         self.link.detach(drain=drain)
         self.speculation.end(None)
         self._running = None
@@ -224,8 +220,7 @@ class Epoch:
             ring=self._shape.ring,
             step_timeout_s=config.step_timeout_s,
         )
-        results = ResultReader(self._device, arena, self._shape, log, is_debug=config.debug)
-        self._held.callback(results.close)
+        results = ResultReader(arena, self._shape, log, is_debug=config.debug)
         loop = StepLoop(
             settings,
             queue=self._queue,
@@ -242,7 +237,7 @@ class Epoch:
             sink=self._sink,
             policy=self.policy,
         )
-        self._running = (arena, loop)
+        self._running = loop
         return loop
 
     def _dispatch(self) -> Dispatch:

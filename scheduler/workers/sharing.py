@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from slipstream.common.device.manifest import EVENT
 from slipstream.common.errors import FailedPreconditionError, MismatchError
 from slipstream.common.host import pid_namespace, shm_device
+from slipstream.common.worker.step import Role
 from slipstream.scheduler.workers.sizing import check_draft_memory
 
 if TYPE_CHECKING:
@@ -60,10 +61,11 @@ def _differences(device: Device, worker: WorkerDescription) -> Iterator[str]:
             "(containers share one by `pid:` in compose, by shareProcessNamespace in Kubernetes)"
         )
     shm = shm_device()
-    if device.fence_kind == EVENT and shm and worker.shm_device not in (0, shm):
+    what_lies_there = ["results"] * (worker.role is Role.VERIFY) + ["event fences"] * (device.fence_kind == EVENT)
+    if what_lies_there and shm and worker.shm_device not in (0, shm):
         yield (
-            f"/dev/shm: scheduler has device {shm}, {name} has {worker.shm_device}: event fences lie there "
-            "(containers share it by `ipc:` in compose, by one volume in Kubernetes; --fence timeline needs none)"
+            f"/dev/shm: scheduler has device {shm}, {name} has {worker.shm_device}: {' and '.join(what_lies_there)} "
+            "lie there (containers share it by `ipc:` in compose, by one volume in Kubernetes)"
         )
 
 

@@ -1,4 +1,4 @@
-"""The stream of a GPU, the copies beside it, and its clock."""
+"""The stream of a GPU, and its clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.worker.step import FenceName
-from tests.harness.other_process import GpuUser, attached
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from slipstream.common.device.cuda.arena import CudaArena
     from slipstream.common.device.cuda.device import CudaDevice
     from slipstream.common.device.cuda.stream import CudaStream
-    from tests.harness.other_process import Pair
 
 DONE = int(FenceName.DRAFT_DONE)
 
@@ -103,61 +101,6 @@ def test_a_thread_that_is_bound_works_on_the_stream(stream: CudaStream, arena: C
     fence.release(1)
     stream.synchronize(10.0)
     assert device.to_host([tensor])[0].tolist() == [3, 3, 3, 3]
-
-
-def test_results_come_to_the_host_past_everything_else(
-    device_of_kind: CudaDevice, arena_of_kind: CudaArena, arena: CudaArena, pair: Pair
-) -> None:
-    """The producer goes on working, and a stream of this process has work that never ends by itself."""
-    fence = arena_of_kind.fence(FenceName.DRAFT_DONE)
-    sources = [arena_of_kind.tensor("lengths"), arena_of_kind.tensor("floats")]
-    copy = device_of_kind.host_copy(fence, sources)
-    before = torch.cuda.current_stream()
-    busy = device_of_kind.create_stream("busy", lambda error: None)
-    ended = torch.zeros(1, dtype=torch.int64, device=device_of_kind.torch_device)
-    producer, _ = attached(pair, arena_of_kind)
-    torch.cuda.synchronize()
-    end = arena.fence(FenceName.VERIFY_STASH)
-    end.wait(busy, 1)
-    device_of_kind.stamp(busy, ended[0])
-    try:
-        for step in range(1, 40):
-            row = step % 3
-            copy.start(step, row)
-            if step == 1:
-                assert copy.finish(step, row, 0.02) is None
-            producer.do(f"fill lengths {step}", f"fill floats {step}", f"signal {DONE} {step}")
-            if step == 5:
-                producer.do("spin 100000")
-            found = copy.finish(step, row, 10.0)
-            assert found is not None
-            assert [part.tolist() for part in found] == [[step] * 4, [step] * 9]
-            assert all(part.device.type == "cpu" for part in found)
-        assert device_of_kind.to_host([ended])[0].item() == 0, "the busy stream was still busy"
-    finally:
-        end.release(1)
-    copy.close()
-    torch.cuda.set_stream(before)
-    busy.close()
-
-
-def test_a_copy_that_waits_for_a_dead_producer_is_closed(device_of_kind: CudaDevice, arena_of_kind: CudaArena) -> None:
-    fence = arena_of_kind.fence(FenceName.DRAFT_DONE)
-    copy = device_of_kind.host_copy(fence, [arena_of_kind.tensor("lengths").unbind()])
-    with GpuUser.on(arena_of_kind) as producer:
-        producer.do("spin 60000000", f"signal {DONE} 2")
-        for step in (1, 2):
-            copy.start(step, step)
-        producer.kill()
-    assert copy.finish(1, 1, 0.05) is None
-    copy.close()
-    fresh = device_of_kind.host_copy(
-        arena_of_kind.fence(FenceName.VERIFY_STASH), [arena_of_kind.tensor("lengths").unbind()]
-    )
-    fresh.start(1, 0)
-    arena_of_kind.fence(FenceName.VERIFY_STASH).release(1)
-    assert fresh.finish(1, 0, 10.0) is not None
-    fresh.close()
 
 
 def test_stamps_can_be_captured(device: CudaDevice, arena: CudaArena) -> None:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from slipstream.common.device.cpu.device import HostArena, HostDevice, HostStream
+from slipstream.common.device.interface import ANY_TIME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.common.device.cpu.device import HostFence
-    from slipstream.common.device.interface import Stream
+    from slipstream.common.device.interface import Look, Stream
     from slipstream.common.device.manifest import BufferSpec, Manifest
     from slipstream.common.worker.step import FenceName
 
@@ -72,7 +73,7 @@ class _CountedFence:
         self._fence.wait(stream, value)
         stream.enqueue(lambda: self._reach(value))
 
-    def wait_on_host(self, value: int, timeout_s: float) -> bool:
+    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
         has_come = self._fence.wait_on_host(value, timeout_s)
         if has_come:
             self._reach(value)
@@ -108,7 +109,9 @@ class CountedDevice(HostDevice):
     def create_stream(self, name: str, on_failure: Callable[[BaseException], None]) -> HostStream:
         return _CountedStream(self.time, name, on_failure)
 
-    def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> HostArena:
+    def create_arena(
+        self, specs: Iterable[BufferSpec], fences: Iterable[FenceName], *, on_host: bool = False
+    ) -> HostArena:
         return _CountedArena.create(specs, fences).of(self)  # type: ignore[attr-defined,no-any-return]
 
     def open_arena(self, manifest: Manifest, *, read_only: bool = False) -> HostArena:

@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PREFIX = "slipstream.common.device"
-OTHER_MODULES = ("cuda.kernels", "cuda.side_stream", "cuda.pinned_copy")
+OTHER_MODULES = ("cuda.kernels", "cuda.side_stream", "cuda.host_arena")
 MODULES = (
     "cuda.driver",
-    "cuda.blocking_calls",
     "cuda.stream",
     "cuda.arena",
     "cuda.fences",
@@ -52,6 +51,7 @@ class FakeCuda(ModuleType):
 
     CUresult = Result
     CUstream_flags = CUevent_flags = CUipcMem_flags = Flags()
+    CU_MEMHOSTREGISTER_DEVICEMAP = 2
     CUipcMemHandle = CUipcEventHandle = SimpleNamespace
     CUstreamWaitValue_flags = CUstreamWriteValue_flags = CUdevice_attribute = Flags()
 

@@ -6,12 +6,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.errors import SlipstreamError, UnavailableError
 from slipstream.common.worker.step import FenceName, Role, StepKind
 from slipstream.scheduler.core.plan import DraftTraits
 from slipstream.scheduler.core.prefix_cache import NO_LIMIT, DraftKV
 
 if TYPE_CHECKING:
+    from slipstream.common.device.interface import Look
     from slipstream.common.worker.step import SlotUpdate, StepCommand
 
 
@@ -27,7 +29,7 @@ class FakeFence:
         """See `Fence.poll`."""
         return self.value
 
-    def wait_on_host(self, value: int, timeout_s: float) -> bool:
+    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
         """See `Fence.wait_on_host`; does not wait."""
         return self.value >= value
 

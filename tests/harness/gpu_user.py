@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.benchmarks.spin_kernel import SpinKernel
+from slipstream.common.device.cuda.arena import CudaArena
 from slipstream.common.device.cuda.device import CudaDevice
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError
 from slipstream.common.worker.step import FenceName
@@ -32,7 +33,7 @@ from slipstream.common.worker.wire import manifest_from_pb
 from slipstream.protos import worker_pb2 as pb
 
 if TYPE_CHECKING:
-    from slipstream.common.device.cuda.arena import CudaArena
+    from slipstream.common.device.cuda.host_arena import WrittenArena
 
 
 class GpuUser:
@@ -42,7 +43,7 @@ class GpuUser:
         self.device = CudaDevice()
         self.stream = self.device.create_stream("other", lambda error: print(repr(error), file=sys.stderr))
         self.stream.bind_thread()
-        self.arena: CudaArena | None = None
+        self.arena: CudaArena | WrittenArena | None = None
         self.kept: list[torch.Tensor] = []
         self.kernel = SpinKernel(self.device.driver)
         self.start = torch.zeros(1, dtype=torch.int64, device=self.device.torch_device)
@@ -84,11 +85,12 @@ class GpuUser:
         return "ok"
 
     @property
-    def _arena(self) -> CudaArena:
+    def _arena(self) -> CudaArena | WrittenArena:
         assert self.arena is not None, "open comes first"
         return self.arena
 
     def _close(self) -> str:
+        assert isinstance(self._arena, CudaArena), "it is of the device"
         assert self._arena.memory is not None, "it is open"
         memory = weakref.ref(self._arena.memory)
         self._arena.close()

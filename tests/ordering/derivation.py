@@ -95,9 +95,10 @@ def plan_step(state: DerivedState, command: OrderedStep) -> tuple[PlannedStep, D
     if command.kind is StepKind.DECODE and command.rows & ~state.stashed:
         raise OrderingError(f"step {command.step}: draft reads what was never stashed for it")
     planning = _Planning(state, command)
-    draft, (verify,), (copy,) = planning.fence_ops()
+    draft, (verify,), (reads_result,) = planning.fence_ops()
+    assert reads_result == FenceOps((FencePoint(FenceName.VERIFY_PUBLISH, command.step),)), "as the scheduler does"
     first, second = (*draft, None, None)[:2]
-    return PlannedStep(first, verify, copy, second), planning.state_after()
+    return PlannedStep(first, verify, second), planning.state_after()
 
 
 def consume(state: DerivedState, step: int) -> DerivedState:

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.worker.access_log import LogOp, StreamName
 from slipstream.common.worker.layout import ring_rows
-from slipstream.common.worker.step import FenceName, Role, StepKind
+from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, Role, StepKind
 from slipstream.scheduler.core.plan import OrderedStep, catch_up
 from tests.ordering.accesses import BufferGroup, Phase, Rows, declared_accesses
 from tests.ordering.checker import Operation
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.step import FenceOps
     from slipstream.scheduler.core.plan import DraftTraits, PlannedStep
     from tests.ordering.accesses import Access
 
@@ -58,6 +57,7 @@ def step_operations(
     `attachment`: the number of the draft's, whose memory and fences are apart from those of every other one.
     """
     layout = _Layout(command, draft, run_ahead, attachment)
+    reads_result = FenceOps((FencePoint(FenceName.VERIFY_PUBLISH, command.step),))
     sends = [layout.send(Role.VERIFY)]
     if planned.draft is not None:
         sends.insert(0, layout.send(Role.DRAFT, command.drafted))
@@ -70,7 +70,7 @@ def step_operations(
             *(layout.worker(StreamName.DRAFT, prompts, _TAKE_IN_PHASES) if (prompts := planned.draft_prompts) else ()),
         ),
         verify=layout.worker(StreamName.VERIFY, planned.verify, _VERIFY_PHASES),
-        consume=(*layout.waits(StreamName.SCHEDULER, planned.copy), *layout.accesses(Phase.CONSUME)),
+        consume=(*layout.waits(StreamName.SCHEDULER, reads_result), *layout.accesses(Phase.CONSUME)),
         consume_next=layout.stamps(),
     )
 

@@ -84,7 +84,6 @@ def test_every_command_signals_its_own_step(draft: DraftTraits) -> None:
     for step, planned in enumerate(steps, start=1):
         stash = (FencePoint(STASH, step),) if draft.is_present else ()
         assert planned.verify.signals == (FencePoint(PUBLISH, step), *stash)
-        assert planned.copy == FenceOps(waits=(FencePoint(PUBLISH, step),))
         assert planned.draft is None or planned.draft.signals == (FencePoint(DONE, step),)
     has_draft_half = [planned.draft is not None for planned in steps]
     assert has_draft_half == ([True, False, False, True] if draft.is_present else [False] * 3)

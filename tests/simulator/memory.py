@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.device.cpu.device import PlainCopy
-from slipstream.common.device.interface import ClockSample
+from slipstream.common.device.interface import ANY_TIME, ClockSample
 from slipstream.common.device.manifest import EVENT, HOST, Manifest, lay_out
 from slipstream.common.errors import ManifestError
 from slipstream.common.worker.step import FenceName
 from tests.simulator.threads import Signal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
-    from slipstream.common.device.interface import Fence, HostCopy
+    from slipstream.common.device.interface import Look
     from slipstream.common.device.manifest import BufferSpec
     from tests.simulator.world import Process, World
 
@@ -162,7 +161,7 @@ class SimulatedFence:
         """See `Fence.poll`."""
         return self._word[0] if self._is_there() else 0
 
-    def wait_on_host(self, value: int, timeout_s: float) -> bool:
+    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
         """See `Fence.wait_on_host`."""
         if self.poll() >= value:
             return True
@@ -265,7 +264,9 @@ class SimulatedDevice:
         """See `Device.create_stream`."""
         return SimulatedStream(self._process, name, on_failure)
 
-    def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> SimulatedArena:
+    def create_arena(
+        self, specs: Iterable[BufferSpec], fences: Iterable[FenceName], *, on_host: bool = False
+    ) -> SimulatedArena:
         """See `Device.create_arena`."""
         buffers, words, size = lay_out(specs, fences, self.fence_kind)
         path = f"arena-{len(self._host.shared)}"
@@ -289,7 +290,3 @@ class SimulatedDevice:
     def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """See `Device.to_host`."""
         return tensors
-
-    def host_copy(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> HostCopy:
-        """See `Device.host_copy`."""
-        return cast("HostCopy", PlainCopy(fence, sources))

@@ -11,22 +11,22 @@ import queue
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
 
 from slipstream.common.device.cpu.shared_file import create_mapped, new_path, open_mapped
-from slipstream.common.device.interface import ClockSample
+from slipstream.common.device.interface import ANY_TIME, ClockSample
 from slipstream.common.device.manifest import HOST, Manifest, lay_out
 from slipstream.common.errors import DeadlineExceededError, FailedPreconditionError, ManifestError
 from slipstream.common.host import work_as_stream
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
-    from slipstream.common.device.interface import Fence, Stream
+    from slipstream.common.device.interface import Look, Stream
     from slipstream.common.device.manifest import BufferSpec
     from slipstream.common.worker.step import FenceName
 
@@ -83,7 +83,7 @@ class HostFence:
         address = ctypes.c_void_p(self._address)
         _syscall_holding_interpreter(_SYS_FUTEX, address, _FUTEX_WAKE, _ALL_WAITERS, None, None, 0)
 
-    def wait_on_host(self, value: int, timeout_s: float) -> bool:
+    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
         if self._word.value >= value:
             return True
         deadline = time.monotonic() + timeout_s
@@ -132,7 +132,7 @@ class ReadOnlyFence(HostFence):
     def poll(self) -> int:
         return max(self._word.value, self._floor)
 
-    def wait_on_host(self, value: int, timeout_s: float) -> bool:
+    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
         deadline = time.monotonic() + timeout_s
         # The word is read once: one that changes after that must end the sleep.
         while max(now := self._word.value, self._floor) < value:
@@ -150,6 +150,9 @@ class ReadOnlyFence(HostFence):
 class HostArena:
     """Implements `Arena` on a mapped file."""
 
+    fence_class: type[HostFence] = HostFence
+    """Of the fences that this process can set."""
+
     def __init__(
         self, manifest: Manifest, memory: mmap.mmap, *, is_owner: bool = False, read_only: bool = False
     ) -> None:
@@ -158,11 +161,11 @@ class HostArena:
         self._memory = _without_its_flag(memory) if read_only else memory
         self._is_owner = is_owner
         self._places = {placed.spec.name: placed for placed in manifest.buffers}
-        view, fence = memoryview(self._memory), ReadOnlyFence if read_only else HostFence
+        view, fence = memoryview(self._memory), ReadOnlyFence if read_only else self.fence_class
         self._fences = {word.fence: fence(view, word.offset) for word in manifest.fences}
 
     @classmethod
-    def create(cls, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> HostArena:
+    def create(cls, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> Self:
         """Makes a file. Raises as `create_mapped` does."""
         buffers, words, size = lay_out(specs, fences, FENCE_KIND)
         path = new_path()
@@ -176,14 +179,17 @@ class HostArena:
 
         `read_only`: the kernel lets this process write nothing through the mapping; what does is killed by SIGSEGV.
         """
+        return cls(manifest, cls._mapped(manifest, read_only=read_only), read_only=read_only)
+
+    @staticmethod
+    def _mapped(manifest: Manifest, *, read_only: bool = False) -> mmap.mmap:
         if manifest.kind != KIND:
             raise ManifestError(f"arena kind {manifest.kind!r}: this worker opens {KIND!r}")
         for word in manifest.fences:
             if word.kind != FENCE_KIND:
                 raise ManifestError(f"fence {word.fence.name} of kind {word.kind!r}: this worker opens {FENCE_KIND!r}")
         manifest.check()
-        memory = open_mapped(Path(manifest.path), manifest.size, read_only=read_only)
-        return cls(manifest, memory, read_only=read_only)
+        return open_mapped(Path(manifest.path), manifest.size, read_only=read_only)
 
     def tensor(self, name: str) -> torch.Tensor:
         placed = self._places.get(name)
@@ -283,7 +289,9 @@ class HostDevice:
     def create_stream(self, name: str, on_failure: Callable[[BaseException], None]) -> HostStream:
         return HostStream(name, on_failure)
 
-    def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> HostArena:
+    def create_arena(
+        self, specs: Iterable[BufferSpec], fences: Iterable[FenceName], *, on_host: bool = False
+    ) -> HostArena:
         return HostArena.create(specs, fences)
 
     def open_arena(self, manifest: Manifest, *, read_only: bool = False) -> HostArena:
@@ -307,37 +315,6 @@ class HostDevice:
 
     def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return tensors
-
-    def host_copy(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> PlainCopy:
-        return PlainCopy(fence, sources)
-
-
-class PlainCopy:
-    """Implements `HostCopy` where the arena is host memory: only the wait is left."""
-
-    def __init__(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> None:
-        self._fence = fence
-        self._mirrors = [[torch.empty_like(source) for source in row] for row in zip(*sources, strict=True)]
-        # NumPy copies a few numbers in a fraction of PyTorch's time.
-        self._copies = [
-            [(mirror.numpy(), source.numpy()) for mirror, source in zip(mirrors, row, strict=True)]
-            for mirrors, row in zip(self._mirrors, zip(*sources, strict=True), strict=True)
-        ]
-
-    def start(self, value: int, row: int) -> None:
-        """Does nothing: `finish` copies."""
-
-    def finish(
-        self, value: int, row: int, timeout_s: float, *, since: float = 0.0, usual_s: float = 0.0
-    ) -> list[torch.Tensor] | None:
-        if not self._fence.wait_on_host(value, timeout_s):
-            return None
-        for mirror, source in self._copies[row]:
-            np.copyto(mirror, source)
-        return self._mirrors[row]
-
-    def close(self) -> None:
-        """Does nothing: there is no stream."""
 
 
 def worker_threads() -> int:

@@ -17,7 +17,6 @@ from slipstream.common.errors import ConfigError, DeviceError, ManifestError, Mi
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from slipstream.common.device.cuda.blocking_calls import BlockingCalls
     from slipstream.common.device.cuda.driver import CudaDriver
     from slipstream.common.device.cuda.kernels import CudaKernels
     from slipstream.common.device.cuda.side_stream import SideStream
@@ -43,23 +42,19 @@ class CudaMemory:
         """Use `allocate` or `open`."""
         self.address = address
         # At the end of the process the driver gives everything back, and may be gone before this is called.
-        weakref.finalize(self, _ignoring_errors, give_back).atexit = False
+        weakref.finalize(self, ignoring_errors, give_back).atexit = False
 
     @classmethod
-    def allocate(cls, driver: CudaDriver, calls: BlockingCalls, size: int) -> CudaMemory:
-        """Allocates outside PyTorch's allocator, whose memory cannot always be shared.
-
-        Raises OutOfMemoryError, DeadlineExceededError if steps under way do not end.
-        """
+    def allocate(cls, driver: CudaDriver, size: int) -> CudaMemory:
+        """Allocates outside PyTorch's allocator, whose memory cannot always be shared. Raises OutOfMemoryError."""
         size = -(-size // GRANULE) * GRANULE
         try:
-            with calls.at_rest():
-                pointer = driver.call(cu.cuMemAlloc, size)
+            pointer = driver.call(cu.cuMemAlloc, size)
         except DeviceError as error:
             free, total = driver.call_many(cu.cuMemGetInfo)
             needed = f"{size >> 20} MiB of shared buffers; {free >> 20} of {total >> 20} MiB of the GPU are free"
             raise OutOfMemoryError(f"{needed}: take fewer slots or shorter chunks ({error})") from error
-        return cls(int(pointer), lambda: calls.spend(cu.cuMemFree, pointer))
+        return cls(int(pointer), lambda: driver.call(cu.cuMemFree, pointer))
 
     @classmethod
     def open(cls, driver: CudaDriver, handle: bytes, size: int) -> CudaMemory:
@@ -94,21 +89,26 @@ class CudaMemory:
 
     def view(self, spec: BufferSpec, offset: int) -> torch.Tensor:
         """Returns a buffer as a tensor."""
-        tensor = torch.as_tensor(_Range(self, self.address + offset, spec), device="cuda")
-        assert tensor.data_ptr() == self.address + offset, "a view, not a copy"
-        return tensor.view(spec.dtype)
+        return view(self, self.address + offset, spec)
 
 
-def _ignoring_errors(give_back: Callable[[], object]) -> None:
-    # A GPU that failed takes nothing back; the next call reports it.
+def view(memory: object, address: int, spec: BufferSpec) -> torch.Tensor:
+    """Returns a buffer at an address that the GPU can use as a tensor, which keeps `memory`."""
+    tensor = torch.as_tensor(_Range(memory, address, spec), device="cuda")
+    assert tensor.data_ptr() == address, "a view, not a copy"
+    return tensor.view(spec.dtype)
+
+
+def ignoring_errors(give_back: Callable[[], object]) -> None:
+    """Calls it. A GPU that failed takes nothing back; the next call reports it."""
     with contextlib.suppress(DeviceError):
         give_back()
 
 
 class _Range:
-    """Device memory that PyTorch can make a tensor of without a copy."""
+    """Memory that PyTorch can make a tensor of without a copy."""
 
-    def __init__(self, memory: CudaMemory, address: int, spec: BufferSpec) -> None:
+    def __init__(self, memory: object, address: int, spec: BufferSpec) -> None:
         assert math.prod(spec.shape), "PyTorch takes the address of an empty range for none"
         self._memory = memory
         self.__cuda_array_interface__ = {
@@ -124,7 +124,6 @@ class Gpu(Protocol):
     """The parts of a device that an arena needs."""
 
     driver: CudaDriver
-    calls: BlockingCalls
     kernels: CudaKernels
     side: SideStream
 
@@ -155,7 +154,6 @@ class CudaArena:
         self._places = {placed.spec.name: placed for placed in manifest.buffers}
         self._rings = rings
         self._retired = retired
-        self._calls = gpu.calls
         self._fences = {word.fence: self._make_fence(word, memory, gpu) for word in manifest.fences}
 
     @classmethod
@@ -164,11 +162,11 @@ class CudaArena:
     ) -> CudaArena:
         """Makes an arena, all zero. Raises as `CudaMemory.allocate`, and ConfigError where there is no CUDA IPC."""
         buffers, words, size = lay_out(specs, fences, fence_kind)
-        memory = CudaMemory.allocate(gpu.driver, gpu.calls, size)
+        memory = CudaMemory.allocate(gpu.driver, size)
         gpu.side.zero(memory.address, size)
         rings: dict[FenceName, EventRing] = {}
         if fence_kind == EVENT:
-            rings = {word.fence: EventRing.create(gpu.driver, gpu.calls) for word in words}
+            rings = {word.fence: EventRing.create(gpu.driver) for word in words}
             words = tuple(FenceWord(w.fence, w.kind, w.offset, _exported(rings[w.fence])) for w in words)
         manifest = Manifest(KIND, "", size, buffers, words, memory.export(gpu.driver))
         manifest.check()
@@ -202,7 +200,6 @@ class CudaArena:
         """Frees earlier arenas. This one can still be opened by a process that has the handle: CUDA keeps no name."""
         if self._retired:
             self._retired.clear()
-            self._calls.give_back()
 
     def close(self) -> None:
         if self._retired is not None and self.memory is not None:

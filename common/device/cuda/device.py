@@ -10,21 +10,20 @@ import torch
 from cuda.bindings import driver as cu
 
 from slipstream.common.device.cuda.arena import CudaArena
-from slipstream.common.device.cuda.blocking_calls import BlockingCalls
 from slipstream.common.device.cuda.driver import CudaDriver
-from slipstream.common.device.cuda.fences import TimelineFence, WordFence, has_timelines
+from slipstream.common.device.cuda.fences import has_timelines
+from slipstream.common.device.cuda.host_arena import FILE, PolledArena, WrittenArena
 from slipstream.common.device.cuda.kernels import WORD_BYTES, CudaKernels
-from slipstream.common.device.cuda.pinned_copy import LatePinnedCopy, PinnedCopy
 from slipstream.common.device.cuda.side_stream import SideStream
 from slipstream.common.device.cuda.stream import CudaStream, handle_of
 from slipstream.common.device.manifest import EVENT, TIMELINE
 from slipstream.common.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from slipstream.common.device.cuda.arena import CudaMemory
-    from slipstream.common.device.interface import ClockSample, Fence, HostCopy, Stream
+    from slipstream.common.device.interface import ClockSample, Stream
     from slipstream.common.device.manifest import BufferSpec, Manifest
     from slipstream.common.worker.step import FenceName
 
@@ -43,7 +42,6 @@ class CudaDevice:
         """`fence`: "timeline", "event" or "auto", the first of these that works. Raises DeviceError, ConfigError."""
         self.torch_device = torch.device("cuda", ORDINAL)
         self.driver = CudaDriver(ORDINAL)
-        self.calls = BlockingCalls(self.driver)
         self.kernels = CudaKernels(self.driver)
         self.side = SideStream(self.driver, self.kernels)
         self.identity = f"GPU-{torch.cuda.get_device_properties(ORDINAL).uuid}"
@@ -63,18 +61,24 @@ class CudaDevice:
     def create_stream(self, name: str, on_failure: Callable[[BaseException], None]) -> CudaStream:
         return CudaStream(name, self.driver, self.torch_device, on_failure)
 
-    def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> CudaArena:
-        """Raises as `CudaArena.create` does."""
+    def create_arena(
+        self, specs: Iterable[BufferSpec], fences: Iterable[FenceName], *, on_host: bool = False
+    ) -> CudaArena | PolledArena:
+        """Raises as `CudaArena.create` does, or `HostArena.create`."""
+        if on_host:
+            return PolledArena.create(specs, fences)
         arena = CudaArena.create(specs, fences, self.fence_kind, self, self._retired)
         assert arena.memory is not None, "it is open"
         self._own[arena.manifest.handle] = arena.memory
         return arena
 
-    def open_arena(self, manifest: Manifest, *, read_only: bool = False) -> CudaArena:
+    def open_arena(self, manifest: Manifest, *, read_only: bool = False) -> CudaArena | WrittenArena:
         """An allocation of this process is used as it is: it cannot be mapped twice.
 
         `read_only` changes nothing: CUDA maps another process's memory for reading and writing.
         """
+        if manifest.kind == FILE:
+            return WrittenArena.of(manifest, self)
         return CudaArena.open(manifest, self, own=self._own.get(manifest.handle))
 
     def stamp(self, stream: Stream, target: torch.Tensor) -> None:
@@ -89,12 +93,6 @@ class CudaDevice:
     def fetch(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         num_words = source.nbytes // WORD_BYTES
         self.kernels.fetch(handle_of(stream), target.data_ptr(), source.data_ptr(), num_words)
-
-    def host_copy(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> HostCopy:
-        if isinstance(fence, TimelineFence):
-            return PinnedCopy(self.driver, self.calls, fence, sources)
-        assert isinstance(fence, WordFence), "fences of a device are its own"
-        return LatePinnedCopy(self.side, fence, sources)
 
     def sample_clock(self) -> ClockSample:
         """Takes about 10 us a reading, more while another process has the GPU to itself."""

@@ -34,8 +34,6 @@ class StreamCalls:
         self._wait_value.argtypes = (_STREAM, _ADDRESS, _WORD, ctypes.c_uint)
         self._write_value = library.cuStreamWriteValue64_v2
         self._write_value.argtypes = (_STREAM, _ADDRESS, _WORD, ctypes.c_uint)
-        self._copy_to_host = library.cuMemcpyDtoHAsync_v2
-        self._copy_to_host.argtypes = (ctypes.c_void_p, _ADDRESS, ctypes.c_size_t, _STREAM)
         self._launch = library.cuLaunchKernel
         sizes = (ctypes.c_uint,) * 7
         self._launch.argtypes = (ctypes.c_void_p, *sizes, _STREAM, ctypes.c_void_p, ctypes.c_void_p)
@@ -47,10 +45,6 @@ class StreamCalls:
     def write(self, stream: int, address: int, value: int) -> None:
         """Writes 64 bits, of the device or of pinned host memory, when the stream gets there."""
         _check("cuStreamWriteValue64", self._write_value(stream, address, value, _WRITE_VALUE_DEFAULT))
-
-    def copy_to_host(self, stream: int, target: int, source: int, size: int) -> None:
-        """Copies `size` bytes from the device to pinned host memory."""
-        _check("cuMemcpyDtoHAsync", self._copy_to_host(target, source, size, stream))
 
     def launch(self, stream: int, function: int, blocks: int, threads: int, arguments: int) -> None:
         """Runs a kernel: `blocks` of `threads`. `arguments`: the address of the pointers to its arguments."""

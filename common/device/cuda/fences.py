@@ -19,17 +19,17 @@ from cuda.bindings import driver as cu
 
 from slipstream.common.device.cuda.poll_backoff import PollBackoff
 from slipstream.common.device.cuda.stream import handle_of
+from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.device.manifest import EVENTS, HANDLE_BYTES
 from slipstream.common.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from slipstream.common.device.cuda.blocking_calls import BlockingCalls
     from slipstream.common.device.cuda.driver import CudaDriver
     from slipstream.common.device.cuda.kernels import CudaKernels
     from slipstream.common.device.cuda.side_stream import SideStream
-    from slipstream.common.device.interface import Stream
+    from slipstream.common.device.interface import Look, Stream
 
 
 _NEGATIVE = 1 << 63
@@ -52,7 +52,7 @@ class WordFence:
         word = self._side.read_word(self.address)
         return word if word < _NEGATIVE else word - 2 * _NEGATIVE
 
-    def wait_on_host(self, value: int, timeout_s: float) -> bool:
+    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
         return PollBackoff().wait(lambda: self.poll() >= value, time.monotonic() + timeout_s)
 
     def release(self, value: int) -> None:
@@ -70,11 +70,7 @@ class TimelineFence(WordFence):
         stream.enqueue(lambda: self._driver.streams.write(handle_of(stream), self.address, value))
 
     def wait(self, stream: Stream, value: int) -> None:
-        stream.enqueue(lambda: self.wait_on_stream(handle_of(stream), value))
-
-    def wait_on_stream(self, handle: int, value: int) -> None:
-        """Enqueues the wait on a stream given by its handle."""
-        self._driver.streams.wait_at_least(handle, self.address, value)
+        stream.enqueue(lambda: self._driver.streams.wait_at_least(handle_of(stream), self.address, value))
 
 
 def has_timelines(driver: CudaDriver, side: SideStream) -> bool:
@@ -95,23 +91,23 @@ def has_timelines(driver: CudaDriver, side: SideStream) -> bool:
 class EventRing:
     """The events of a fence. The process that made them exports them; others open them, and may record them too."""
 
-    def __init__(self, driver: CudaDriver, events: list[object], destroy: Callable[..., object]) -> None:
-        """Use `create` or `open`. `destroy` is called with the driver's function and an event."""
+    def __init__(self, driver: CudaDriver, events: list[object]) -> None:
+        """Use `create` or `open`."""
         self._driver = driver
         self._events = events
         # An event that is in use ends when its work does.
-        weakref.finalize(self, _destroy, destroy, events).atexit = False
+        weakref.finalize(self, _destroy, driver, events).atexit = False
 
     @classmethod
-    def create(cls, driver: CudaDriver, calls: BlockingCalls) -> EventRing:
+    def create(cls, driver: CudaDriver) -> EventRing:
         """Makes all events. Raises DeviceError."""
         flags = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING | cu.CUevent_flags.CU_EVENT_INTERPROCESS
-        return cls(driver, [driver.call(cu.cuEventCreate, flags) for _ in range(EVENTS)], calls.spend)
+        return cls(driver, [driver.call(cu.cuEventCreate, flags) for _ in range(EVENTS)])
 
     @classmethod
     def open(cls, driver: CudaDriver, handles: Sequence[bytes]) -> EventRing:
         """Opens another process's events. Raises DeviceError."""
-        ring = cls(driver, [], driver.call)
+        ring = cls(driver, [])
         for raw in handles:
             assert len(raw) == HANDLE_BYTES, "the manifest was checked"
             handle = cu.CUipcEventHandle()
@@ -128,10 +124,10 @@ class EventRing:
         return self._events[value % len(self._events)]
 
 
-def _destroy(destroy: Callable[..., object], events: list[object]) -> None:
+def _destroy(driver: CudaDriver, events: list[object]) -> None:
     with contextlib.suppress(DeviceError):
         while events:
-            destroy(cu.cuEventDestroy, events.pop())
+            driver.call(cu.cuEventDestroy, events.pop())
 
 
 class EventFence(WordFence):

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from slipstream.common.device.interface import Look
+
 MIN_SLEEP_S = 0.00002
 MAX_SLEEP_S = 0.001
 GROWTH = 0.04
 """The next sleep as a part of the time waited so far: what took long may be seen a little later."""
-MARGIN = 0.005
-MIN_MARGIN_S = 0.00006
-"""Time from the first look to the expected end: this part of the usual time, and at least this many seconds."""
 MIN_SLEEP_PART = 0.03
 """The first sleep between looks at an expected end, as a part of the usual time. Half of it is how late the end is
 seen, which the next step hides when it runs already; each look wakes the loop's thread once more."""
@@ -77,16 +76,13 @@ class PollBackoff:
         self._sleep(max(0.0, min(seconds, deadline - now)))
 
 
-def wait_for_expected(is_done: Callable[[], bool], deadline: float, *, since: float, usual_s: float) -> bool:
-    """Looks at something that usually comes `usual_s` after `since` until `is_done`, not before it is about to come.
+def wait_for_expected(is_done: Callable[[], bool], deadline: float, look: Look) -> bool:
+    """Looks at something that is expected until `is_done`. The longer it takes, the less a late look matters.
 
-    The longer that takes, the less a late look matters. `usual_s`: 0 if nothing is known. Returns False at `deadline`.
-    Times are those of `time.monotonic`.
+    Returns False at `deadline` of `time.monotonic`.
     """
-    now = time.monotonic()
-    first_look = since + usual_s - max(MARGIN * usual_s, MIN_MARGIN_S)
-    if (early_s := min(first_look, deadline) - now) > 0:
+    if (early_s := min(look.first_s, deadline) - time.monotonic()) > 0:
         sleep_precisely(early_s)
-    min_sleep_s = min(MAX_SLEEP_S, max(MIN_SLEEP_S, MIN_SLEEP_PART * usual_s))
+    min_sleep_s = min(MAX_SLEEP_S, max(MIN_SLEEP_S, MIN_SLEEP_PART * look.usual_s))
     backoff = PollBackoff(time.monotonic, sleep_precisely, min_sleep_s=min_sleep_s, growth=EXPECTED_GROWTH)
     return backoff.wait(is_done, deadline)

@@ -6,7 +6,7 @@ import ctypes
 import threading
 import time
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from cuda.bindings import driver as cu
@@ -30,14 +30,6 @@ SPIN_S = 0.00003
 CLOCK_READINGS = 32
 CLOCK_S = 0.1
 """For all readings together: the GPU may answer late while another process has it to itself for a time slice."""
-
-
-class MemoryCopy(NamedTuple):
-    """Addresses, and bytes."""
-
-    source: int
-    target: int
-    size: int
 
 
 class SideStream:
@@ -85,13 +77,6 @@ class SideStream:
             for copy, offset in zip(copies, offsets, strict=False):
                 ctypes.memmove(copy.data_ptr(), offset, copy.nbytes)
         return copies
-
-    def copy_all(self, copies: Sequence[MemoryCopy]) -> None:
-        """Copies from the device to pinned memory."""
-        with self._lock:
-            for copy in copies:
-                self._driver.call(cu.cuMemcpyDtoHAsync, copy.target, copy.source, copy.size, self.handle)
-            self._finish()
 
     def sample_clock(self) -> ClockSample:
         """Compares %globaltimer with CLOCK_MONOTONIC by several readings. Raises DeadlineExceededError."""

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream.common.worker.recorder import Site
-from slipstream.scheduler.core import loop
+from slipstream.scheduler.core import loop, pace
 from slipstream.scheduler.core.batch import Batch
-from slipstream.scheduler.core.loop import LEAST_HOLD_S, MOST_HOLD_S, PACE_STEPS
+from slipstream.scheduler.core.loop import LEAST_HOLD_S
+from slipstream.scheduler.core.pace import MOST_HOLD_S, PACE_STEPS
 from tests.harness.dummy_epoch import make_epoch, make_job, workers
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def test_who_comes_while_a_step_is_held_back_is_in_it(monkeypatch: pytest.Monkey
         return step
 
     monkeypatch.setattr(Batch, "next_step", recorded)
-    monkeypatch.setattr(loop, "MOST_HOLD_S", 1.0)  # so that part of a step is long on a busy machine, too
+    monkeypatch.setattr(pace, "MOST_HOLD_S", 1.0)  # so that part of a step is long on a busy machine, too
     with workers(verify_ms=120.0) as both:
         epoch, job, late = make_epoch(both[:1]), make_job(max_new_tokens=16), make_job(max_new_tokens=2)
 

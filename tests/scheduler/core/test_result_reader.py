@@ -32,7 +32,7 @@ class Shared:
         self.arena = device.create_arena(SHAPE.specs(), RESULT_FENCES)
         buffers = {BufferName(spec.name): self.arena.tensor(spec.name) for spec in SHAPE.specs()}
         self.verify = FutureMap(SHAPE, buffers, vocab_size=100, log=AccessLog(), is_debug=True)
-        self.reader = ResultReader(device, self.arena, SHAPE, AccessLog(), is_debug=True)
+        self.reader = ResultReader(self.arena, SHAPE, AccessLog(), is_debug=True)
 
     def publish(self, number: int, rows: list[int], accepted: list[int], logprobs: Logprobs | None = None) -> None:
         """As verify's stream does."""
@@ -68,7 +68,6 @@ def tokens_of(result: StepResult) -> list[list[int]]:
 
 def test_brings_accepted_tokens_and_the_targets_own_in_the_steps_order(shared: Shared) -> None:
     step = step_of(1, 4, 2)
-    shared.reader.start(step)
     assert shared.reader.resolve(step, 0.01) is None
     shared.publish(1, [2, 3, 4], [0, 1, 2])
     result = shared.reader.resolve(step, 5.0)
@@ -78,7 +77,6 @@ def test_brings_accepted_tokens_and_the_targets_own_in_the_steps_order(shared: S
 
 def test_brings_logprobs_to_those_who_asked(shared: Shared) -> None:
     step = step_of(1, 4, 2, 3)._replace(top_logprobs={0: 1, 2: 0})
-    shared.reader.start(step)
     assert shared.reader.resolve(step, 0.01) is None
     likely = Logprobs(
         output=torch.tensor([[-1.0, -2.0, -3.0]] * 3) * torch.tensor([[1], [2], [3]]),

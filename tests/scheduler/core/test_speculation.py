@@ -75,7 +75,7 @@ def test_drafts_come_and_go_at_any_time(reads_hidden: bool, run_ahead: int, chun
 def waits_for_stash(stash: int) -> PlannedStep:
     """A step whose draft waits for a stash; 0 for none."""
     draft = FenceOps((FencePoint(FenceName.VERIFY_STASH, stash),) if stash else ())
-    return PlannedStep(draft, FenceOps(), FenceOps())
+    return PlannedStep(draft, FenceOps())
 
 
 def test_a_draft_that_is_there_before_the_first_step_takes_part_in_it() -> None:

@@ -21,7 +21,7 @@ def send(recorder: StepRecorder, number: int, draft: FenceOps | None = NOTHING) 
     """A step of two requests is sent."""
     members = StepSlots.of([SlotLease(1, 1), SlotLease(2, 1)])
     step = Step(number=number, kind=StepKind.DECODE, members=members, yielding=members)
-    recorder.sent(step, PlannedStep(draft, WAITS, NOTHING), 10 * number, 10 * number + 1)
+    recorder.sent(step, PlannedStep(draft, WAITS), 10 * number, 10 * number + 1)
 
 
 def complete(recorder: StepRecorder, number: int) -> None:
@@ -68,7 +68,7 @@ class TestStepRecorder:
         recorder, members = StepRecorder(), StepSlots.of([SlotLease(1, 1)])
         chunk = PrefillChunk(slot=2, start=0, tokens=(1, 2, 3), is_last=False)
         step = Step(number=5, kind=StepKind.DECODE, members=members, yielding=members, chunks=(chunk,))
-        recorder.sent(step, PlannedStep(NOTHING, WAITS, NOTHING, NOTHING), 50, 51)
+        recorder.sent(step, PlannedStep(NOTHING, WAITS, NOTHING), 50, 51)
         recorder.stamped(5, (20, 30), (10, 20), (30, 35))
         drafting, mixed = recorder.steps(4, 5)
         assert (drafting.step, drafting.label, drafting.has_draft) == (4, "decode", True)

@@ -160,7 +160,9 @@ class CountingDevice(HostDevice):
         super().__init__()
         self.num_arenas = 0
 
-    def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> HostArena:
+    def create_arena(
+        self, specs: Iterable[BufferSpec], fences: Iterable[FenceName], *, on_host: bool = False
+    ) -> HostArena:
         """See `Device.create_arena`."""
         self.num_arenas += 1
         return super().create_arena(specs, fences)

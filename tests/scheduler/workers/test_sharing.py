@@ -80,12 +80,16 @@ def test_another_pid_namespace_is_refused_with_the_remedy(fence_kind: str) -> No
     assert "shareProcessNamespace" in difference
 
 
-def test_another_shm_is_refused_where_events_lie_there() -> None:
-    elsewhere = workers(draft={"shm_device": shm_device() + 1})
-    (difference,) = said(gpu(EVENT), elsewhere)
-    assert f"/dev/shm: scheduler has device {shm_device()}, draft has {shm_device() + 1}" in difference
-    assert "--fence timeline" in difference
-    check_sharing(gpu(TIMELINE), elsewhere)
+def test_another_shm_is_refused_where_something_shared_lies_there() -> None:
+    there = {"shm_device": shm_device() + 1}
+    (difference,) = said(gpu(EVENT), workers(draft=there))
+    assert (
+        f"/dev/shm: scheduler has device {shm_device()}, draft has {shm_device() + 1}: event fences lie" in difference
+    )
+    check_sharing(gpu(TIMELINE), workers(draft=there))
+    for fence_kind, what in ((TIMELINE, "results"), (EVENT, "results and event fences")):
+        (difference,) = said(gpu(fence_kind), workers(verify=there))
+        assert f"verify has {shm_device() + 1}: {what} lie there" in difference
 
 
 def test_what_a_worker_does_not_say_is_not_held_against_it() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.common.device.cuda import poll_backoff
 from slipstream.common.device.cuda.poll_backoff import MAX_SLEEP_S, MIN_SLEEP_S, PollBackoff, wait_for_expected
+from slipstream.common.device.interface import ANY_TIME, Look
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,28 +55,28 @@ def at(clock: Clock, when: float) -> Callable[[], bool]:
     return lambda: clock.now >= when
 
 
-def test_the_first_look_comes_shortly_before_the_expected_end(clock: Clock) -> None:
-    assert wait_for_expected(at(clock, 100.0497), 101.0, since=100.0, usual_s=0.05)
+def test_nobody_looks_before_the_first_look(clock: Clock) -> None:
+    assert wait_for_expected(at(clock, 100.04), 101.0, Look(100.05, usual_s=0.05))
     assert len(clock.sleeps) == 1
-    assert 100.0497 <= clock.now < 100.05
+    assert clock.now == pytest.approx(100.05)
 
 
 def test_the_longer_it_takes_the_less_often_one_looks(clock: Clock) -> None:
     for usual_s, most in ((0.0008, 0.00003), (0.05, 0.0012)):
         clock.sleeps.clear()
         begun = clock.now
-        assert wait_for_expected(at(clock, begun + usual_s), begun + 1.0, since=begun, usual_s=usual_s)
+        assert wait_for_expected(at(clock, begun + usual_s), begun + 1.0, Look(begun + usual_s - 0.00006, usual_s))
         assert begun + usual_s <= clock.now < begun + usual_s + most
         assert len(clock.sleeps) < 5
 
 
 def test_what_is_late_or_unknown_is_looked_for_at_once(clock: Clock) -> None:
-    for since, usual_s in ((100.0, 0.0), (90.0, 1.0)):
+    for look in (ANY_TIME, Look(91.0, usual_s=1.0)):
         begun = clock.now
-        assert wait_for_expected(at(clock, begun + 0.0001), begun + 1.0, since=since, usual_s=usual_s)
+        assert wait_for_expected(at(clock, begun + 0.0001), begun + 1.0, look)
         assert clock.sleeps[0] <= MAX_SLEEP_S
 
 
 def test_a_deadline_comes_before_an_expected_end(clock: Clock) -> None:
-    assert not wait_for_expected(at(clock, 200.0), 100.02, since=100.0, usual_s=0.05)
+    assert not wait_for_expected(at(clock, 200.0), 100.02, Look(100.05, usual_s=0.05))
     assert clock.now == pytest.approx(100.02)

@@ -52,8 +52,7 @@ class Side:
 def gpu(*, has_timelines: bool = True) -> Any:
     """A fake device with the attributes that an arena needs."""
     driver = fake_cuda.driver()
-    calls = fake_cuda.module("cuda.blocking_calls").BlockingCalls(driver)
-    return SimpleNamespace(driver=driver, calls=calls, kernels=None, side=Side(), has_timelines=has_timelines)
+    return SimpleNamespace(driver=driver, kernels=None, side=Side(), has_timelines=has_timelines)
 
 
 def manifest(kind: str, **events: Any) -> Manifest:
@@ -63,9 +62,9 @@ def manifest(kind: str, **events: Any) -> Manifest:
     return Manifest("cuda_ipc", "", size, buffers, words, bytes(64))
 
 
-def create(kind: str, on: Any = None) -> Any:
-    """An arena of this process. `on`: what `gpu` gives, a new one if it is not given."""
-    return fake_cuda.module("cuda.arena").CudaArena.create(SPECS, list(FenceName), kind, on or gpu(), [])
+def create(kind: str) -> Any:
+    """An arena of this process."""
+    return fake_cuda.module("cuda.arena").CudaArena.create(SPECS, list(FenceName), kind, gpu(), [])
 
 
 def open_arena(found: Manifest, **kind: bool) -> Any:
@@ -86,18 +85,16 @@ def test_a_gpu_that_is_taken_is_said_with_where_to_look(cuda: FakeCuda) -> None:
 def test_a_driver_that_shares_no_memory_is_a_setting_that_cannot_be(cuda: FakeCuda) -> None:
     cuda.fail("cuIpcGetMemHandle", Result.CUDA_ERROR_NOT_SUPPORTED)
     with pytest.raises(ConfigError, match=r"^device: got 'cuda', accepted: cpu here: this driver cannot share memory"):
-        create(TIMELINE, on := gpu())
+        create(TIMELINE)
     gc.collect()
-    on.calls.give_back()
     assert cuda.calls.count("cuMemAlloc") == cuda.calls.count("cuMemFree") == 1, "nothing is left behind"
 
 
 def test_a_driver_that_shares_no_events_is_one_too(cuda: FakeCuda) -> None:
     cuda.fail("cuIpcGetEventHandle", Result.CUDA_ERROR_NOT_SUPPORTED)
     with pytest.raises(ConfigError, match=r"^fence: got 'event', accepted: timeline, or device cpu"):
-        create(EVENT, on := gpu())
+        create(EVENT)
     gc.collect()
-    on.calls.give_back()
     assert cuda.calls.count("cuEventDestroy") == len(FenceName) * EVENTS
 
 

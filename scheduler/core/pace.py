@@ -1,0 +1,145 @@
+"""How long steps take by their size: when to look for the result of one, and how long to hold the next one back.
+
+A sleep of the loop's thread costs 40 us of CPU time on a virtual machine, as much as a tenth of all that it does in a
+step. So it wakes once a step, just behind the result, if it can say when that is. Gaps between results as the loop sees
+them do not tell: each late look makes one longer. Verify's stamps do, since the results are in memory of the host: the
+end of the last step is there by the time that the loop waits for the next.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from slipstream.common.device.interface import ANY_TIME, Look
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.scheduler.core.step import Step
+
+HOLD_SHARE, LEAD_S = 0.75, 0.006
+"""Part of a step's time in which the next one is held back, and the least time that its commands have after that."""
+MOST_HOLD_S = 0.04
+"""The most of that time, in which the workers are not looked at: a draft that hangs is found so much later at most."""
+PACE_STEPS, LAST_STEPS = 8, 5
+"""Steps of a size that are looked back on, and those of them that say when the next result is expected."""
+LATE_PART, EARLY_S = 0.01, 0.00006
+"""The first look is this part of a step's time behind the expected end, less this time: behind it for steps that take
+longer than 6 ms, which then hide that the result was seen late."""
+UNSURE_PART = 0.005
+"""The same where the end is only guessed from gaps: this part of the time before it, at least `EARLY_S`."""
+OFFSETS = 32
+"""Steps whose distance from stamp to sight is looked back on; the least of them is that of a look in time."""
+
+
+class SizePace:
+    """The last steps of a size."""
+
+    __slots__ = ("gaps_s", "seconds", "varies")
+
+    def __init__(self, *, varies: bool) -> None:
+        """`varies`: True for steps that take in prompts, whose times differ more within a size."""
+        self.gaps_s: deque[float] = deque(maxlen=PACE_STEPS)
+        """From one result to the next, as they were seen."""
+        self.seconds: deque[float] = deque(maxlen=LAST_STEPS)
+        """From one end to the next, by verify's stamps."""
+        self.varies = varies
+
+    @property
+    def hold_s(self) -> float:
+        """For how long from the beginning of a step the next may be held back; by the shortest."""
+        if len(self.gaps_s) < PACE_STEPS:
+            return 0.0
+        least = min(self.gaps_s)
+        return min(HOLD_SHARE * least, least - LEAD_S, MOST_HOLD_S)
+
+    def look(self, since_s: float) -> Look:
+        """When to look if the step before was seen, or this one sent, at `since_s`."""
+        if not self.gaps_s:
+            return ANY_TIME
+        usual_s = min(list(self.gaps_s)[-LAST_STEPS:])
+        return Look(since_s + usual_s - max(UNSURE_PART * usual_s, EARLY_S), usual_s)
+
+    def exact_look(self, since_s: float) -> Look | None:
+        """When to look if the step before ended at `since_s`. None if that says no more than `look`."""
+        if self.varies or not self.seconds:
+            return None
+        usual_s = sorted(self.seconds)[len(self.seconds) // 2]
+        return Look(since_s + (1 + LATE_PART) * usual_s - EARLY_S, usual_s)
+
+
+class _Seen(NamedTuple):
+    """A step whose result was seen."""
+
+    number: int
+    size: SizePace
+    landed_ns: int
+    is_behind: bool
+    """True if it was under way when the one before was seen."""
+
+
+class Pace:
+    """Belongs to the loop's thread."""
+
+    def __init__(self, ended_ns: Callable[[int], int]) -> None:
+        """`ended_ns`: returns verify's stamp at the end of a step whose result was seen, or an earlier one."""
+        self._ended_ns = ended_ns
+        self._sizes: dict[tuple[int, ...], SizePace] = {}
+        self._last: _Seen | None = None
+        """The last one, until its stamp is taken in."""
+        self._last_stamp_ns = 0
+        self._end_ns = 0
+        """The stamp of the last step; 0 if it was not there."""
+        self._offsets_ns: deque[int] = deque(maxlen=OFFSETS)
+        """From the stamp to the sight of it."""
+
+    def of(self, step: Step) -> SizePace:
+        """The steps that do about as much as this one."""
+        num_prompt_tokens = step.num_prompt_tokens
+        key = (step.num_draft_tokens, _about(len(step.members.slots)), _about(num_prompt_tokens))
+        found = self._sizes.get(key)
+        if found is None:
+            found = self._sizes[key] = SizePace(varies=num_prompt_tokens > 0)
+        return found
+
+    def landed(self, number: int, size: SizePace, sent_ns: int, before_ns: int, landed_ns: int) -> float:
+        """Notes a result, and when it was seen. `before_ns`: when the one before was.
+
+        Returns the time since then, or since the step was sent, in seconds.
+        """
+        self._settle()
+        gap_s = (landed_ns - max(sent_ns, before_ns)) / 1e9
+        size.gaps_s.append(gap_s)
+        self._last = _Seen(number, size, landed_ns, sent_ns < before_ns)
+        return gap_s
+
+    def look(self, size: SizePace, sent_ns: int, before_ns: int) -> Look:
+        """When to look for the result of the next step. `before_ns`: when the one before was seen."""
+        self._settle()
+        if self._end_ns and sent_ns < before_ns:
+            exact = size.exact_look((self._end_ns + min(self._offsets_ns)) / 1e9)
+            if exact is not None:
+                return exact
+        return size.look(max(sent_ns, before_ns) / 1e9)
+
+    def _settle(self) -> None:
+        """Takes in the stamp of the last step."""
+        last = self._last
+        if last is None:
+            return
+        self._last, before_ns = None, self._end_ns
+        end_ns = self._ended_ns(last.number)
+        if end_ns <= self._last_stamp_ns:
+            self._end_ns = 0
+            return
+        self._last_stamp_ns = self._end_ns = end_ns
+        self._offsets_ns.append(last.landed_ns - end_ns)
+        if before_ns and last.is_behind:
+            last.size.seconds.append((end_ns - before_ns) / 1e9)
+
+
+def _about(number: int) -> int:
+    """The number without all but its first three bits."""
+    places = max(0, number.bit_length() - 3)
+    return number >> places << places

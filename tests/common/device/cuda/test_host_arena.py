@@ -1,0 +1,122 @@
+"""Tests of memory of the host that a GPU writes, with a fake driver: who maps it, and until when."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from slipstream.common.device.interface import Look
+from slipstream.common.device.manifest import BufferSpec
+from slipstream.common.errors import DeviceError, FailedPreconditionError, ManifestError
+from slipstream.common.worker.step import FenceName
+from tests.harness import fake_cuda
+from tests.harness.fake_cuda import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from slipstream.common.device.interface import Arena
+    from tests.harness.fake_cuda import FakeCuda
+
+SPECS = (BufferSpec("lengths", (3, 4), torch.int64, "verify"),)
+DONE = FenceName.DRAFT_DONE
+GPU_ADDRESS = 1 << 40
+
+
+@pytest.fixture
+def cuda() -> Iterator[FakeCuda]:
+    """A driver that does all that it is asked."""
+    with fake_cuda.installed() as fake:
+        fake.answers["cuMemHostGetDevicePointer"] = (Result.CUDA_SUCCESS, GPU_ADDRESS)
+        yield fake
+
+
+class Stores:
+    """What is written by streams."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[int, int, int]] = []
+
+    def store(self, stream: int, address: int, value: int) -> None:
+        """See `CudaKernels.store`."""
+        self.done.append((stream, address, value))
+
+
+def polled() -> Arena:
+    """The scheduler's end."""
+    made: Arena = fake_cuda.module("cuda.host_arena").PolledArena.create(SPECS, (DONE,))
+    return made
+
+
+def written(arena: Arena, stores: Stores | None = None) -> Any:
+    """A worker's end, of a GPU whose streams write no words themselves."""
+    gpu = SimpleNamespace(driver=fake_cuda.driver(), kernels=stores or Stores(), has_timelines=False)
+    return fake_cuda.module("cuda.host_arena").WrittenArena.of(arena.manifest, gpu)
+
+
+def test_the_host_sees_a_value_that_nobody_wakes_it_for(cuda: FakeCuda) -> None:
+    arena = polled()
+    fence = arena.fence(DONE)
+    assert not fence.wait_on_host(1, 0.01)
+    memory = fake_cuda.module("cuda.host_arena").HostArena.open(arena.manifest)
+    thread = threading.Thread(target=memory.fence(DONE).release, args=(3,))
+    thread.start()
+    assert fence.wait_on_host(2, 10.0, Look(time.monotonic() + 0.001, usual_s=0.001))
+    thread.join()
+    assert fence.poll() == 3
+    arena.close()
+
+
+def test_a_stream_writes_where_the_gpu_has_the_word(cuda: FakeCuda) -> None:
+    arena, stores = polled(), Stores()
+    fence = written(arena, stores).fence(DONE)
+    stream_module = fake_cuda.module("cuda.stream")
+    stream_module.torch = SimpleNamespace(
+        cuda=SimpleNamespace(ExternalStream=lambda handle, device: handle, set_stream=lambda stream: None),
+        inference_mode=torch.inference_mode,
+    )
+    stream = stream_module.CudaStream("verify", fake_cuda.driver(), torch.device("cuda"), lambda error: None)
+    fence.signal(stream, 7)
+    assert stores.done == [(stream.handle, GPU_ADDRESS + arena.manifest.fences[0].offset, 7)]
+    with pytest.raises(FailedPreconditionError, match="stream verify: a fence for the host alone"):
+        fence.wait(stream, 7)
+    arena.close()
+
+
+def test_the_gpu_has_the_memory_until_the_last_fence_is_gone(cuda: FakeCuda) -> None:
+    arena = polled()
+    opened = written(arena)
+    fence = opened.fence(DONE)
+    assert cuda.calls.count("cuMemHostRegister") == 1
+    opened.close()
+    del opened
+    gc.collect()
+    assert "cuMemHostUnregister" not in cuda.calls
+    del fence
+    gc.collect()
+    assert cuda.calls.count("cuMemHostUnregister") == 1
+    arena.close()
+
+
+def test_memory_that_the_gpu_cannot_have_is_the_drivers_error(cuda: FakeCuda) -> None:
+    arena = polled()
+    cuda.fail("cuMemHostRegister", Result.CUDA_ERROR_OUT_OF_MEMORY)
+    with pytest.raises(DeviceError, match="cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"):
+        written(arena)
+    arena.close()
+
+
+def test_what_is_not_there_is_named(cuda: FakeCuda) -> None:
+    arena = polled()
+    opened = written(arena)
+    with pytest.raises(ManifestError, match="no buffer seq_lens"):
+        opened.tensor("seq_lens")
+    with pytest.raises(ManifestError, match="no fence VERIFY_STASH"):
+        opened.fence(FenceName.VERIFY_STASH)
+    arena.close()

@@ -1,0 +1,111 @@
+"""Tests of when the loop looks for a result: by verify's stamps, once a step, whatever the loop itself was late."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from slipstream.common.device.interface import ANY_TIME
+from slipstream.common.worker.step import PrefillChunk, StepKind
+from slipstream.scheduler.core.pace import EARLY_S, LAST_STEPS, LATE_PART, PACE_STEPS, UNSURE_PART, Pace
+from slipstream.scheduler.core.sequence import SlotLease
+from slipstream.scheduler.core.step import Step, StepSlots
+
+OFFSET_NS = -7 * 10**18
+"""From the device's clock to the host's."""
+SIGHT_NS = 30_000
+"""From a stamp to a look in time."""
+
+
+def step_of(number: int, num_slots: int = 4, num_prompt_tokens: int = 0) -> Step:
+    """A plain step."""
+    slots = StepSlots.of([SlotLease(slot, 1) for slot in range(1, num_slots + 1)])
+    chunk = PrefillChunk(slot=9, start=0, tokens=(1,) * num_prompt_tokens, is_last=True)
+    chunks = (chunk,) if num_prompt_tokens else ()
+    return Step(number=number, kind=StepKind.PLAIN, members=slots, yielding=slots, chunks=chunks)
+
+
+class Run:
+    """Steps one behind the other, each sent while the one before is under way."""
+
+    def __init__(self) -> None:
+        self.ends_ns: dict[int, int] = {0: 0}
+        """By step, of the device."""
+        self.pace = Pace(lambda number: self.ends_ns.get(number, 0))
+        self.number = 0
+        self.end_ns = 10**9
+        """Of the last step, by the host's clock."""
+        self.landed_ns = self.end_ns
+        self.looks: list[tuple[float, float]] = []
+        """For each step, seconds from its end to the first look, and the time that it was said to take usually."""
+
+    def do(self, length_ns: int, late_ns: int = 0, *, num_prompt_tokens: int = 0, has_stamp: bool = True) -> None:
+        """A step of this length, whose result is seen late."""
+        self.number += 1
+        size, sent_ns = self.pace.of(step_of(self.number, num_prompt_tokens=num_prompt_tokens)), self.landed_ns - 1
+        look = self.pace.look(size, sent_ns, self.landed_ns)
+        self.end_ns += length_ns
+        self.looks.append((look.first_s - self.end_ns / 1e9, look.usual_s))
+        before_ns, self.landed_ns = self.landed_ns, self.end_ns + SIGHT_NS + late_ns
+        self.pace.landed(self.number, size, sent_ns, before_ns, self.landed_ns)
+        if has_stamp:
+            self.ends_ns[self.number] = self.end_ns - OFFSET_NS
+
+
+@pytest.mark.parametrize("length_ns", [800_000, 12_000_000])
+def test_late_looks_do_not_make_the_next_ones_late(length_ns: int) -> None:
+    rng, run = random.Random(4), Run()
+    for _ in range(60):
+        run.do(length_ns, late_ns=rng.choice([0, 10_000, length_ns // 30]))
+    for late_s, usual_s in run.looks[40:]:
+        assert usual_s == pytest.approx(length_ns / 1e9)
+        assert late_s == pytest.approx(LATE_PART * usual_s - EARLY_S + SIGHT_NS / 1e9, abs=2e-6)
+
+
+def test_one_step_that_took_long_says_nothing_of_the_next() -> None:
+    run = Run()
+    for number in range(60):
+        run.do(90_000_000 if number == 50 else 12_000_000)
+    assert [round(usual_s, 6) for _, usual_s in run.looks[45:]] == [0.012] * 15
+
+
+def test_without_a_stamp_the_end_is_guessed_from_gaps_and_looked_for_early() -> None:
+    run = Run()
+    for number in range(60):
+        run.do(12_000_000, has_stamp=number < 50)
+    late_s, usual_s = run.looks[-1]
+    assert late_s == pytest.approx(SIGHT_NS / 1e9 - UNSURE_PART * usual_s, abs=2e-6)
+
+
+def test_steps_with_prompts_are_looked_for_by_the_shortest() -> None:
+    """How long they take differs within a size."""
+    run = Run()
+    for number in range(40):
+        run.do(12_000_000 + 1_000_000 * (number % 2), num_prompt_tokens=1000)
+    assert run.looks[-1][1] == pytest.approx(0.012)
+
+
+def test_nothing_is_known_of_a_new_size() -> None:
+    run = Run()
+    run.do(12_000_000)
+    pace = run.pace
+    assert pace.look(pace.of(step_of(2, num_slots=20)), 0, run.landed_ns) == ANY_TIME
+
+
+def test_a_step_that_was_sent_late_is_looked_for_from_its_sending() -> None:
+    run = Run()
+    for _ in range(20):
+        run.do(12_000_000)
+    size, sent_ns = run.pace.of(step_of(21)), run.landed_ns + 5_000_000
+    look = run.pace.look(size, sent_ns, run.landed_ns)
+    assert look.first_s == pytest.approx(sent_ns / 1e9 + 0.012 * (1 - UNSURE_PART), abs=2e-6)
+
+
+def test_the_next_step_is_held_back_by_the_shortest_of_many() -> None:
+    run = Run()
+    for number in range(PACE_STEPS):
+        assert run.pace.of(step_of(number)).hold_s == 0
+        run.do(40_000_000 + 1_000_000 * number)
+    assert run.pace.of(step_of(9)).hold_s == pytest.approx(0.75 * 0.040, rel=0.01)
+    assert LAST_STEPS < PACE_STEPS
