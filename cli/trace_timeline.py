@@ -30,7 +30,7 @@ CLOCK_SLACK_NS = 1_000_000
 LONGEST_STEP_NS = 600 * 10**9
 
 # The kinds of slices, and of arrows.
-STEP, BUBBLE, HOST, COPY, KERNEL, WAIT, IDLE = "step", "bubble", "host", "copy", "kernel", "wait", "idle"
+STEP, BUBBLE, HOST, RESULT, KERNEL, WAIT, IDLE = "step", "bubble", "host", "result", "kernel", "wait", "idle"
 REQUEST = "request"
 FENCE, COMMAND, LAUNCH = "fence", "command", "launch"
 
@@ -64,7 +64,7 @@ class Lane(Place, enum.Enum):
 
     STEPS = 1, 11, "scheduler", "steps, and what they lose"
     LOOP = 1, 12, "scheduler", "loop"
-    COPIES = 1, 13, "scheduler", "copies of results"
+    RESULTS = 1, 13, "scheduler", "results"
     DRAFT_HOST = 2, 21, "draft", "host"
     DRAFT_STREAM = 2, 22, "draft", "stream"
     VERIFY_HOST = 3, 31, "verify", "host"
@@ -155,7 +155,7 @@ class Timeline:
             self._add_kernels(role)
         for role in roles:
             self._add_gaps(role)
-        self._add_copies()
+        self._add_results()
         self._add_steps()
         for step in self._steps:
             for role in roles:
@@ -229,25 +229,25 @@ class Timeline:
             if (signaller := self._kernels.get((signalling, point.value))) is not None:
                 yield name, point.value, signaller
 
-    def _add_copies(self) -> None:
-        """Adds the stream of the copies: held by publish, which comes within verify's work, and then the copy."""
+    def _add_results(self) -> None:
+        """Adds the results: to come until publish, which is within verify's work, and then there but not seen yet."""
         free = 0
         for site, step, begun, landed in self._records["scheduler"]:
             begin, published = max(begun, free), self._kernels.get((Role.VERIFY, step))
-            if site is not Site.COPY or begin >= landed:
+            if site is not Site.RESULT or begin >= landed:
                 continue
             free = landed
             wait, details = f"wait for verify.publish >= {step}", {"step": step}
             ended = begin if published is None else max(begin, published.end_ns)
             if ended >= landed:
-                copy = self._add(Lane.COPIES, WAIT, f"{wait}, and copy", begin, landed, details)
+                result = self._add(Lane.RESULTS, WAIT, f"{wait}, and look", begin, landed, details)
             else:
                 if begin < ended:
-                    self._add(Lane.COPIES, WAIT, wait, begin, ended, details)
-                copy = self._add(Lane.COPIES, COPY, f"copy {step}", ended, landed, details)
-            if published is not None and published.begin_ns <= copy.last_ns:
-                at = max(copy.begin_ns, published.last_ns) if published.last_ns <= copy.last_ns else copy.last_ns
-                self.arrows.append(Arrow(FENCE, "verify.publish", published, published.within(at), copy, at))
+                    self._add(Lane.RESULTS, WAIT, wait, begin, ended, details)
+                result = self._add(Lane.RESULTS, RESULT, f"unseen {step}", ended, landed, details)
+            if published is not None and published.begin_ns <= result.last_ns:
+                at = max(result.begin_ns, published.last_ns) if published.last_ns <= result.last_ns else result.last_ns
+                self.arrows.append(Arrow(FENCE, "verify.publish", published, published.within(at), result, at))
 
     def _add_steps(self) -> None:
         """Adds steps, each from the end of the one before, with the time in which neither worker worked."""

@@ -12,7 +12,7 @@ class TraceSite(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TRACE_SITE_UNSPECIFIED: _ClassVar[TraceSite]
     TRACE_SITE_SEND: _ClassVar[TraceSite]
-    TRACE_SITE_COPY: _ClassVar[TraceSite]
+    TRACE_SITE_RESULT: _ClassVar[TraceSite]
     TRACE_SITE_WAIT: _ClassVar[TraceSite]
     TRACE_SITE_TAKE_IN: _ClassVar[TraceSite]
     TRACE_SITE_IDLE: _ClassVar[TraceSite]
@@ -25,7 +25,7 @@ class TraceSite(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRACE_SITE_HOLD: _ClassVar[TraceSite]
 TRACE_SITE_UNSPECIFIED: TraceSite
 TRACE_SITE_SEND: TraceSite
-TRACE_SITE_COPY: TraceSite
+TRACE_SITE_RESULT: TraceSite
 TRACE_SITE_WAIT: TraceSite
 TRACE_SITE_TAKE_IN: TraceSite
 TRACE_SITE_IDLE: TraceSite

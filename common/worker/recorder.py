@@ -12,8 +12,8 @@ class Site(enum.IntEnum):
 
     SEND = 1
     """Scheduler, loop: the step was decided on, and its commands were handed over."""
-    COPY = 2
-    """Scheduler, copy of results: from its beginning, which waits for publish, until it was seen on the host."""
+    RESULT = 2
+    """Scheduler, result: from the sending of the step until the loop saw that verify had published it."""
     WAIT = 3
     """Scheduler, loop: the wait for the step's result."""
     TAKE_IN = 4

@@ -317,7 +317,7 @@ class StepRecorder:
         records += [Record(Site.SEND, sent.step, sent.begin_ns, sent.end_ns) for sent in self._sent.copy()]
         for step, sent_ns, wait_ns, landed_ns, end_ns in self._consumed.copy():
             records.append(Record(Site.WAIT, step, wait_ns, landed_ns))
-            records.append(Record(Site.COPY, step, sent_ns, landed_ns))
+            records.append(Record(Site.RESULT, step, sent_ns, landed_ns))
             records.append(Record(Site.TAKE_IN, step, landed_ns, end_ns))
         return sorted((record for record in records if record.step >= first), key=lambda record: record.end_ns)
 

@@ -61,14 +61,14 @@ SCHEDULER = TracedProcess(
         record(Site.SEND, 8, 0, 10),
         record(Site.SEND, 9, 20, 30),
         record(Site.WAIT, 8, 31, 120.5),
-        record(Site.COPY, 8, 10, 120.5),
+        record(Site.RESULT, 8, 10, 120.5),
         record(Site.TAKE_IN, 8, 120.5, 130),
         record(Site.WAIT, 9, 140, 310),
-        record(Site.COPY, 9, 30, 310),
+        record(Site.RESULT, 9, 30, 310),
         record(Site.TAKE_IN, 9, 310, 320),
         record(Site.SEND, 10, 400, 410),
         record(Site.WAIT, 10, 411, 640),
-        record(Site.COPY, 10, 410, 640),
+        record(Site.RESULT, 10, 410, 640),
         record(Site.TAKE_IN, 10, 640, 645),
     ),
 )
@@ -179,10 +179,10 @@ def test_copies_one_behind_the_other(content: Any) -> None:
     """Publish comes within verify's work: a copy that landed before its end waited for some unknown part of it."""
     assert lane(content, COPIES) == [
         ("wait", "wait for verify.publish >= 8", 10, 100),
-        ("copy", "copy 8", 100, 120.5),
-        ("wait", "wait for verify.publish >= 9, and copy", 120.5, 310),
+        ("result", "unseen 8", 100, 120.5),
+        ("wait", "wait for verify.publish >= 9, and look", 120.5, 310),
         ("wait", "wait for verify.publish >= 10", 410, 620.125),
-        ("copy", "copy 10", 620.125, 640),
+        ("result", "unseen 10", 620.125, 640),
     ]
 
 
@@ -238,9 +238,9 @@ def test_arrows_lead_along_the_fences(content: Any) -> None:
     assert sorted(led) == [
         ("draft.done", "draft decode 10", "verify decode 10"),
         ("draft.done", "draft decode 9", "verify decode 9"),
-        ("verify.publish", "verify decode 10", "copy 10"),
-        ("verify.publish", "verify decode 9", "wait for verify.publish >= 9, and copy"),
-        ("verify.publish", "verify prefill 8", "copy 8"),
+        ("verify.publish", "verify decode 10", "unseen 10"),
+        ("verify.publish", "verify decode 9", "wait for verify.publish >= 9, and look"),
+        ("verify.publish", "verify prefill 8", "unseen 8"),
         ("verify.stash", "verify decode 9", "draft decode 10"),
         ("verify.stash", "verify prefill 8", "draft decode 9"),
     ]

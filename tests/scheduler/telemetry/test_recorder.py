@@ -87,7 +87,7 @@ class TestStepRecorder:
         assert recorder.host_records(2) == [
             Record(Site.SEND, 2, 20, 21),
             Record(Site.WAIT, 2, 22, 25),
-            Record(Site.COPY, 2, 21, 25),
+            Record(Site.RESULT, 2, 21, 25),
             Record(Site.TAKE_IN, 2, 25, 27),
             Record(Site.SEND, 3, 30, 31),
         ]

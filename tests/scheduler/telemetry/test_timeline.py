@@ -88,7 +88,7 @@ async def test_every_process_is_there_in_every_step(processes: WorkerProcesses, 
     assert list(records) == ["scheduler", "verify", "draft"]
     assert all(before_ns < r.begin_ns <= r.end_ns < after_ns for found in records.values() for r in found)
     for name, sites in (
-        ("scheduler", (Site.SEND, Site.COPY, Site.WAIT, Site.TAKE_IN)),
+        ("scheduler", (Site.SEND, Site.RESULT, Site.WAIT, Site.TAKE_IN)),
         ("verify", (Site.STREAM, Site.RECEIVE, Site.ENQUEUE)),
         ("draft", (Site.STREAM, Site.RECEIVE, Site.ENQUEUE)),
     ):
@@ -113,7 +113,7 @@ def check_order(trace: Trace) -> None:
                 if signalled is not None:
                     assert signalled.end_ns < work.begin_ns
                     num_waits += 1
-        landed = at["scheduler", Site.COPY, step.step].end_ns
+        landed = at["scheduler", Site.RESULT, step.step].end_ns
         assert at["verify", Site.STREAM, step.step].begin_ns < landed
         assert landed == at["scheduler", Site.TAKE_IN, step.step].begin_ns
         if step.step - trace.run_ahead - 1 >= trace.steps[0].step:
