@@ -25,10 +25,6 @@ from slipstream.common.errors import SlipstreamError
 _FAKE_SERVICE = Path(__file__).with_name("fake_service.py")
 
 
-async def _fetch_status(_server: str) -> SimpleNamespace:
-    return SimpleNamespace(print=lambda: None, state=SimpleNamespace(draft_state=""))
-
-
 def _fake(folder: Path, name: str, *options: str) -> ServiceCommand:
     address = f"unix:{folder}/{name}.sock"
     argv = (sys.executable, str(_FAKE_SERVICE), "--listen", address, *options)
@@ -57,10 +53,18 @@ def main() -> None:
     models = ModelChoice(target=Path("/usr"), draft=None, algorithm="none")
     gpu = {"device": "cuda", "mps": "on"} if options.mps else {"device": "cpu"}
     more = {"max_restarts": options.max_restarts, **gpu}
+
+    def has_to_wait() -> bool:
+        return options.draft is not None and Path(options.draft).exists()
+
+    async def fetch_status(_server: str) -> SimpleNamespace:
+        state = SimpleNamespace(draft_state="waiting" if has_to_wait() else "")
+        return SimpleNamespace(print=lambda: None, state=state)
+
     config = UpConfig(models=models, state_dir=folder, listen="127.0.0.1:0", **more)
     with (
         patch.object(up, "_commands", lambda _config, _listen: services),
-        patch.object(up, "fetch_status", _fetch_status),
+        patch.object(up, "fetch_status", fetch_status),
     ):
         try:
             sys.exit(asyncio.run(up.run_up(config, is_verbose=False)))
