@@ -313,7 +313,7 @@ def _delivery_section() -> list[str]:
         "Shape of Llama-3.1-8B with random weights, EAGLE-3 head, K = 4, accept length 3.5 by chance. Clients are "
         "processes of their own on the same host, a connection a stream. From when a step's result is on the host to "
         "a client's receipt of its tokens; CPU time a decode step of the thread that decides the steps, and of the "
-        "processes. Rows without a journal are of an earlier run."
+        "processes."
     )
     rows = [
         f"{r['batch']} | {r['gateways']} | {r['journal']} | {r['step_ms']:.2f} | "
