@@ -93,8 +93,7 @@ class LocalLink:
             raise self.failure
         # Without the order that the stream has anyway; the scheduler looks at all that is signalled.
         command = replace(command, ops=FenceOps((), command.ops.signals))
-        # The copy of a result waits for it on a stream of its own. A kernel that is used for the first time waits for
-        # all streams: it must be enqueued before that.
+        # Enqueued when this returns, as where one thread does everything.
         self._device_thread.submit(self._enqueue, command).result()
 
     def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:

@@ -45,14 +45,15 @@ COLOURS = {
     "host": "#f2a541",
     "wait": "#e8eef4",
     "idle": "#ffffff",
-    "copy": "#3a9d8f",
+    "result": "#3a9d8f",
+    "copy": "#3a9d8f",  # in traces of the time when results were copied to the host
     "draft": "#7b5ea7",
     "verify": "#4878a8",
 }
 LEGEND = {
     "draft": "draft's kernels",
     "verify": "verify's kernels",
-    "copy": "copy of the result",
+    "result": "result: copied, or not seen yet",
     "host": "host works",
     "wait": "waits",
     "bubble": "bubble: no kernel runs",
@@ -192,7 +193,7 @@ def _draw_slice(axis: Axes, slice_: Event, row: int, begin: float, end: float) -
     )
     text = f"{slice_['dur']:.0f} us" if is_nested else name.replace(" >= ", " ≥ ")
     if len(text) * CHARACTER_WIDTH < (right - left) / (end - begin):
-        ink = "white" if kind in ("kernel", "bubble", "copy") else "#404040"
+        ink = "white" if kind in ("kernel", "bubble", "result", "copy") else "#404040"
         place = ((left + right) / 2 - begin) / 1e3
         axis.text(place, row, text, ha="center", va="center", fontsize=6.5, color=ink, zorder=4)
 

@@ -115,7 +115,7 @@ async def examine(models: ModelChoice, device: str, listen: str, state_dir: Path
 
 
 def check_shm(directory: Path = Path("/dev/shm")) -> Finding:
-    """Room for arenas of the CPU backend; CUDA keeps event handles there too."""
+    """Room for results, and for arenas of the CPU backend; CUDA keeps event handles there too."""
     name = f"shared memory {directory}"
     if not os.access(directory, os.W_OK | os.X_OK):
         return failed(name, "this user cannot write there", "mount a tmpfs there with mode 1777")

@@ -78,7 +78,7 @@ class FenceWord:
 
     fence: FenceName
     kind: str
-    """"host" on a CPU, "timeline" or "event" on a GPU."""
+    """"host" on a CPU and for results, else "timeline" or "event" on a GPU."""
     offset: int
     events: tuple[bytes, ...] = ()
     """IPC handles of an "event" fence's ring."""
@@ -89,9 +89,9 @@ class Manifest:
     """The description of an arena that another process needs to map it."""
 
     kind: str
-    """"file" on a CPU, "cuda_ipc" on a GPU."""
+    """"file" on a CPU and for results, else "cuda_ipc" on a GPU."""
     path: str
-    """Path of the file on a CPU."""
+    """Path of the file."""
     size: int
     buffers: tuple[Placed, ...]
     fences: tuple[FenceWord, ...]

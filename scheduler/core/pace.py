@@ -29,14 +29,16 @@ LATE_PART, EARLY_S = 0.01, 0.00006
 longer than 6 ms, which then hide that the result was seen late."""
 UNSURE_PART = 0.005
 """The same where the end is only guessed from gaps: this part of the time before it, at least `EARLY_S`."""
-OFFSETS = 32
-"""Steps whose distance from stamp to sight is looked back on; the least of them is that of a look in time."""
+EARLY_LOOKS, OFFSETS = 8, 32
+"""One look of so many comes too early, and so sees the end in time; and steps whose distance from stamp to sight is
+looked back on, of which the least is that of such a look. Without them each look would be late by the last one's delay
+and its own."""
 
 
 class SizePace:
     """The last steps of a size."""
 
-    __slots__ = ("gaps_s", "seconds", "varies")
+    __slots__ = ("_num_looks", "gaps_s", "seconds", "varies")
 
     def __init__(self, *, varies: bool) -> None:
         """`varies`: True for steps that take in prompts, whose times differ more within a size."""
@@ -45,6 +47,7 @@ class SizePace:
         self.seconds: deque[float] = deque(maxlen=LAST_STEPS)
         """From one end to the next, by verify's stamps."""
         self.varies = varies
+        self._num_looks = 0
 
     @property
     def hold_s(self) -> float:
@@ -65,8 +68,11 @@ class SizePace:
         """When to look if the step before ended at `since_s`. None if that says no more than `look`."""
         if self.varies or not self.seconds:
             return None
-        usual_s = sorted(self.seconds)[len(self.seconds) // 2]
-        return Look(since_s + (1 + LATE_PART) * usual_s - EARLY_S, usual_s)
+        # One step that took long says nothing of the next; one that took less may be the first of many.
+        usual_s = min(sorted(self.seconds)[len(self.seconds) // 2], self.seconds[-1])
+        self._num_looks += 1
+        part = -UNSURE_PART if self._num_looks % EARLY_LOOKS == 0 else LATE_PART
+        return Look(since_s + (1 + part) * usual_s - EARLY_S, usual_s)
 
 
 class _Seen(NamedTuple):
@@ -83,7 +89,7 @@ class Pace:
     """Belongs to the loop's thread."""
 
     def __init__(self, ended_ns: Callable[[int], int]) -> None:
-        """`ended_ns`: returns verify's stamp at the end of a step whose result was seen, or an earlier one."""
+        """`ended_ns`: returns verify's stamp at the end of a step whose result was seen; 0 if it is not there yet."""
         self._ended_ns = ended_ns
         self._sizes: dict[tuple[int, ...], SizePace] = {}
         self._last: _Seen | None = None

@@ -67,7 +67,7 @@ class ResultReader:
             (*(column[row] for column in published), *(s[row - 1] for s in stamps)) for row in range(shape.ring)
         ]
         """By row: what is published, and the stamps of the row before."""
-        self._verify_ends = stamps[0][:, 1]
+        self._verify_stamps = stamps[0]
         self._logprobs = list(zip(*(arena.tensor(name).unbind() for name in _LOGPROBS), strict=True))
         self._last_consumed = 0
 
@@ -98,8 +98,9 @@ class ResultReader:
         )
 
     def ended_ns(self, number: int) -> int:
-        """Verify's stamp at the end of a step that was consumed, or of an earlier one if it is not there yet."""
-        return int(self._verify_ends[number % self._shape.ring])
+        """Verify's stamp at the end of a step that was consumed; 0 if it is not there yet. That of its start is."""
+        start, end = self._verify_stamps[number % self._shape.ring].tolist()
+        return end if end >= start else 0
 
     @property
     def published(self) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.benchmarks.trace_pictures import draw
+from slipstream.benchmarks.trace_pictures import COLOURS, draw
+from slipstream.cli.trace_timeline import BUBBLE, HOST, IDLE, RESULT, STEP, WAIT
 from tests.harness.trace_format import check
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -36,6 +37,16 @@ def test_draws_the_steps_and_says_what_they_lose(tmp_path: Path) -> None:
     said = draw(content, tmp_path / "trace.png")
     assert f"of which {lost_ms:.3f} ms" in said
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_draws_whatever_a_trace_of_today_has(tmp_path: Path) -> None:
+    content = read(FILES[0])
+    for event in content["traceEvents"]:
+        if event.get("cat") == "copy":
+            event["cat"] = RESULT
+    draw(content, tmp_path / "trace.png")
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
+    assert {STEP, BUBBLE, HOST, RESULT, WAIT, IDLE} <= set(COLOURS)
 
 
 def test_too_few_steps_are_not_drawn(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from slipstream.common.worker.step import FenceName, FencePoint, StepKind
 from slipstream.common.worker.trace import Trace, TracedProcess, TracedStep
 from tests.harness.trace_format import around, arrows, check, slices_by_thread
 
-STEPS_LANE, LOOP, COPIES = (1, 11), (1, 12), (1, 13)
+STEPS_LANE, LOOP, RESULTS = (1, 11), (1, 12), (1, 13)
 DRAFT_HOST, DRAFT_STREAM = (2, 21), (2, 22)
 VERIFY_HOST, VERIFY_STREAM = (3, 31), (3, 32)
 
@@ -175,9 +175,9 @@ def test_what_the_hosts_did(content: Any) -> None:
     assert slices_by_thread(content)[LOOP][1]["args"] == {"step": 9, "kind": "decode", "slots": 2}
 
 
-def test_copies_one_behind_the_other(content: Any) -> None:
+def test_results_one_behind_the_other(content: Any) -> None:
     """Publish comes within verify's work: a copy that landed before its end waited for some unknown part of it."""
-    assert lane(content, COPIES) == [
+    assert lane(content, RESULTS) == [
         ("wait", "wait for verify.publish >= 8", 10, 100),
         ("result", "unseen 8", 100, 120.5),
         ("wait", "wait for verify.publish >= 9, and look", 120.5, 310),

@@ -144,7 +144,7 @@ HOLES: dict[str, tuple[Filter, str]] = {
         lambda op: (op.op, op.stream) != (LogOp.WAIT, StreamName.VERIFY),
         r"(draft's write|verify's read) of draft_tokens ",
     ),
-    "the copy does not wait": (
+    "the scheduler does not wait": (
         lambda op: (op.op, op.stream) != (LogOp.WAIT, StreamName.SCHEDULER),
         r"(verify's write|scheduler's read) of num_accepted ",
     ),

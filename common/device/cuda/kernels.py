@@ -47,6 +47,7 @@ _PTX = b"""
     ld.param.u64 %rd1, [target];
     ld.param.u64 %rd3, [value];
     cvta.to.global.u64 %rd2, %rd1;
+    fence.acq_rel.sys;
     st.global.u64 [%rd2], %rd3;
     ret;
 }
@@ -101,7 +102,7 @@ class CudaKernels:
         self._launch(self._stamp_row, stream, kernel_arguments(targets, stride_bytes, row))
 
     def store(self, stream: int, target: int, value: int) -> None:
-        """Writes 64 bits at once."""
+        """Writes 64 bits at once. A host that sees them sees what the stream has written before."""
         self._launch(self._store, stream, _Arguments(target, value))
 
     def fetch(self, stream: int, target: int, source: int, num_words: int) -> None:

@@ -139,6 +139,16 @@ def test_rows_without_tokens_are_named(shared: Shared) -> None:
     assert (result.not_finite, result.num_accepted.tolist()) == ((1,), [1, 0, 2])
 
 
+def test_the_stamp_of_the_end_is_told_once_it_is_there(shared: Shared) -> None:
+    stamps = shared.arena.tensor(BufferName.VERIFY_STAMPS)
+    stamps[2] = torch.tensor([100, 110])
+    assert shared.reader.ended_ns(2) == 110
+    stamps[2, 0] = 300  # the row's next step began
+    assert shared.reader.ended_ns(2 + SHAPE.ring) == 0
+    stamps[2, 1] = 310
+    assert shared.reader.ended_ns(2 + SHAPE.ring) == 310
+
+
 def test_a_step_that_yields_nothing_brings_nothing(shared: Shared) -> None:
     shared.arena.fence(FenceName.VERIFY_PUBLISH).release(1)
     result = shared.reader.resolve(step_of(1, kind=StepKind.PREFILL), 5.0)
