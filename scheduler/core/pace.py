@@ -1,9 +1,9 @@
 """How long steps take by their size: when to look for the result of one, and how long to hold the next one back.
 
-A sleep of the loop's thread costs 40 us of CPU time on a virtual machine, as much as a tenth of all that it does in a
-step. So it wakes once a step, just behind the result, if it can say when that is. Gaps between results as the loop sees
-them do not tell: each late look makes one longer. Verify's stamps do, since the results are in memory of the host: the
-end of the last step is there by the time that the loop waits for the next.
+Each sleep of the loop's thread costs CPU time, most of all on a virtual machine. So it wakes once a step, just behind
+the result, if it can say when that is. Gaps between results as the loop sees them do not tell: each late look makes one
+longer. Verify's stamps do, since the results are in memory of the host: the end of the last step is there by the time
+that the loop waits for the next.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def test_what_the_hosts_did(content: Any) -> None:
 
 
 def test_results_one_behind_the_other(content: Any) -> None:
-    """Publish comes within verify's work: a copy that landed before its end waited for some unknown part of it."""
+    """Publish comes within verify's work: a result seen before its end was waited for in an unknown part of it."""
     assert lane(content, RESULTS) == [
         ("wait", "wait for verify.publish >= 8", 10, 100),
         ("result", "unseen 8", 100, 120.5),

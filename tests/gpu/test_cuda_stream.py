@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from slipstream.common.device.cuda.device import CudaDevice
     from slipstream.common.device.cuda.stream import CudaStream
 
-DONE = int(FenceName.DRAFT_DONE)
-
 
 class Failures(list[BaseException]):
     """The errors that streams reported."""

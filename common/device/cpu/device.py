@@ -151,7 +151,7 @@ class HostArena:
     """Implements `Arena` on a mapped file."""
 
     fence_class: type[HostFence] = HostFence
-    """Of the fences that this process can set."""
+    """The class of the fences that this process can set."""
 
     def __init__(
         self, manifest: Manifest, memory: mmap.mmap, *, is_owner: bool = False, read_only: bool = False

@@ -60,7 +60,7 @@ class _WrittenFence(PolledFence):
         self._store_on = store
 
     def signal(self, stream: Stream, value: int) -> None:
-        """What the stream has written before is on the host by then."""
+        """Sets the word when the stream gets there; a host that sees it sees all that the stream has written before."""
         stream.enqueue(lambda: self._store_on(handle_of(stream), value))
 
 

@@ -35,7 +35,7 @@ class Run:
         self.pace = Pace(lambda number: self.ends_ns.get(number, 0))
         self.number = 0
         self.end_ns = 10**9
-        """Of the last step, by the host's clock."""
+        """When the last step ended, by the host's clock."""
         self.landed_ns = self.end_ns
         self.late_ns: list[int] = []
         """For each step, how late its result was seen."""

@@ -38,7 +38,7 @@ def cuda() -> Iterator[FakeCuda]:
 
 
 class Stores:
-    """What is written by streams."""
+    """Kernels that only note what they are told to store."""
 
     def __init__(self) -> None:
         self.done: list[tuple[int, int, int]] = []
