@@ -181,8 +181,10 @@ class DummyVerify:
             captured.part.replay(state.future_map, command)
 
         def stash() -> None:
-            _stash(command, region, captured.rows, captured.result)
-            graphed.stamp_end()
+            if region is None:
+                graphed.stamp_end()
+            else:
+                region.stash(command.step, command.slots, captured.rows, captured.result.value, graphed.end)
 
         return _phases(publish, stash, is_stamped=True)
 
@@ -200,7 +202,6 @@ class DummyVerify:
         draft_tokens = self._draft_tokens[num_draft_tokens][:size] if num_draft_tokens else None
 
         def work() -> None:
-            graphed.stamp_start()
             result.value = self._kernel.run(lambda: _reading(state, graphed.step, rows, draft_tokens)())
             state.future_map.publish(graphed.step, rows, result.value)
 
@@ -220,11 +221,11 @@ def _reading(
     state: EpochState, step: StepNumber, rows: torch.Tensor, draft_tokens: torch.Tensor | None
 ) -> Callable[[], VerifyResult]:
     """Reads what a decode step needs; returns the kernel's own work."""
-    seq_lens, _ = state.future_map.ends(step, rows, state.slots.limits_of(rows))
+    seq_lens, _ = state.future_map.ends(step, rows, state.slots.limits)
     if draft_tokens is None:
         return lambda: _first_tokens(seq_lens + 1)
-    most = state.slots.max_draft_tokens.index_select(0, rows)
-    return lambda: _verified(seq_lens, draft_tokens, most)
+    most = state.slots.max_draft_tokens
+    return lambda: _verified(seq_lens, draft_tokens, most.index_select(0, rows))
 
 
 def _stash(command: StepCommand, region: Region | None, rows: torch.Tensor, result: Latest[VerifyResult]) -> None:
@@ -271,15 +272,10 @@ class DummyDraft:
         return [Phase(partial(part.replay, state.region, command), FenceName.DRAFT_DONE, is_stamped=True)]
 
     def _capture(self, state: EpochState, graphed: GraphedStep, size: int) -> GraphedPart:
-        def work() -> None:
-            graphed.stamp_start()
-            self._propose(state, graphed.step, graphed.slots[:size])
-            graphed.stamp_end()
-
-        return graphed.capture_part(work)
+        return graphed.capture_part(partial(self._propose, state, graphed.step, graphed.slots[:size]))
 
     def _propose(self, state: EpochState, step: StepNumber, rows: torch.Tensor) -> None:
-        stash = state.region.gather(step, rows, state.slots.limits_of(rows))
+        stash = state.region.gather(step, rows, state.slots.limits)
         tokens = self._kernel.run(lambda: _guessed(stash.seq_lens, state.attachment.shape.num_draft_tokens))
         state.region.propose(step, rows, tokens)
 

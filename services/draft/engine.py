@@ -125,19 +125,18 @@ class DraftGraphs:
         if made is not None:
             made.replay(self._state.region, command)
             return
-        self._propose(command.step, num_rows, mode)
+        self._graphed.stamp_start()
+        propose(self._drafter, self._state, command.step, self._graphed.slots[:num_rows], mode)
+        self._graphed.stamp_end()
 
     def _make(self, mode: SamplingMode, size: int) -> GraphedPart:
-        return self._graphed.capture_part(partial(self._propose, self._graphed.step, size, mode))
-
-    def _propose(self, step: StepNumber, num_rows: int, mode: SamplingMode) -> None:
-        self._graphed.stamp_start()
-        propose(self._drafter, self._state, step, self._graphed.slots[:num_rows], mode)
-        self._graphed.stamp_end()
+        graphed = self._graphed
+        work = partial(propose, self._drafter, self._state, graphed.step, graphed.slots[:size], mode)
+        return graphed.capture_part(work)
 
 
 def propose(drafter: Drafter, state: EpochState, step: StepNumber, rows: torch.Tensor, mode: SamplingMode) -> None:
     """Stream work: drafts for B slots, from the stash to the arena. `rows`: [B] int64."""
-    stash = state.region.gather(step, rows, state.slots.limits_of(rows))
+    stash = state.region.gather(step, rows, state.slots.limits)
     tokens = drafter.propose(rows, stash, state.attachment.shape.num_draft_tokens, mode)
     state.region.propose(step, rows, tokens)

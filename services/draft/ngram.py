@@ -75,7 +75,7 @@ class NgramDrafter:
             ends=stash.seq_lens,
             num_new=stash.num_new,
             tokens=stash.last_tokens,
-            limits=slots.limits_of(rows),
+            limits=slots.limits.index_select(0, rows),
             are_shared=~slots.have_cache_salt.index_select(0, rows),
         )
         self._suffix_cache.record(new, history)

@@ -18,7 +18,7 @@ from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.verify.target import TargetForward, merged
 from slipstream.services.worker.engine import Phase
-from slipstream.services.worker.future_map import VerifyResult
+from slipstream.services.worker.future_map import StampPlace, VerifyResult
 from slipstream.services.worker.graphs import GRAPHED_MODES, GraphedPart, Latest, batch_buckets, capture_buckets
 
 if TYPE_CHECKING:
@@ -131,9 +131,10 @@ class VerifyGraphs:
 
         def stash() -> None:
             (result,) = results
-            if region is not None:
-                region.stash(command.step, command.slots, rows[: len(result.seq_lens)], result)
-            graphed.stamp_end()
+            if region is None:
+                graphed.stamp_end()
+            else:
+                region.stash(command.step, command.slots, rows[: len(result.seq_lens)], result, graphed.end)
 
         return [
             Phase(publish, FenceName.VERIFY_PUBLISH, is_stamped=True),
@@ -153,7 +154,6 @@ class VerifyGraphs:
         result = Latest[TargetForward]()
 
         def forward() -> None:
-            graphed.stamp_start()
             result.value = target.forward(graphed.step, rows, draft_tokens, layers)
 
         part = graphed.capture_part(forward)
@@ -186,4 +186,5 @@ class VerifyGraphs:
                 tokens=rows.new_zeros(1, num_tokens),
                 hidden_states=rows.new_zeros((1, num_tokens, draft.hidden_width), dtype=self._target.dtype),
             )
-            region.stash(0, (), rows, result)
+            for end in (None, StampPlace(rows.new_zeros(1), rows)):
+                region.stash(0, (), rows, result, end)

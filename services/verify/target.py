@@ -229,7 +229,7 @@ class Target:
     ) -> tuple[SlotRows, torch.Tensor, torch.Tensor]:
         """The rows that decode, their lengths, [B] int64, and their bonus tokens with the draft's, [B, W] int64."""
         slots = self._model.slots.take(rows)
-        seq_lens, bonus_tokens = self._state.future_map.ends(step, rows, slots.limits)
+        seq_lens, bonus_tokens = self._state.future_map.ends(step, rows, self._state.slots.limits)
         tokens = bonus_tokens[:, None]
         return slots, seq_lens, tokens if draft_tokens is None else torch.cat((tokens, draft_tokens), dim=1)
 

@@ -29,7 +29,7 @@ from slipstream.common.worker.layout import (
 from slipstream.common.worker.step import FenceName, Role
 from slipstream.common.worker.wire import hidden_of
 from slipstream.services.models.config import MAX_VOCAB_SIZE
-from slipstream.services.worker.future_map import CapturedStep, FutureMap, Region
+from slipstream.services.worker.future_map import CapturedStep, FutureMap, Region, StampPlace
 from slipstream.services.worker.graphs import CudaCapture, GraphedStep, HostCapture
 from slipstream.services.worker.slots import SlotTable
 from slipstream.services.worker.staging import HostStaging, PinnedStaging, staged_bytes
@@ -337,14 +337,15 @@ def make_state(
     # In debug mode rows are looked at on the host, which a graph cannot.
     if is_debug:
         return replace(state, staging=staging)
-    start, end = made.stamp_columns()
+    start, end = (StampPlace(column, staging.ring_row) for column in made.stamp_columns())
     graphed = GraphedStep(
         capture=CudaCapture() if device.torch_device.type == "cuda" else HostCapture(),
         slots=staging.slots,
-        step=CapturedStep(staging.ring_row),
-        stamp_start=partial(device.stamp_row, stream, start, staging.ring_row),
-        stamp_end=partial(device.stamp_row, stream, end, staging.ring_row),
-        stamps=(start, end),
+        step=CapturedStep(staging.ring_row, start, end),
+        stamp_start=partial(device.stamp_row, stream, start.column, start.ring_row),
+        stamp_end=partial(device.stamp_row, stream, end.column, end.ring_row),
+        start=start,
+        end=end,
     )
     return replace(state, staging=staging, graphs=graphed)
 

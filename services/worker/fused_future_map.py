@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.worker.layout import NOT_FINITE, BufferName
-from slipstream.services.models.kernels.launching import power_of_two
+from slipstream.services.models.kernels.launching import overlapping, power_of_two
 from slipstream.services.models.kernels.step_ops import (
     copy_in_kernel,
     gather_kernel,
+    propose_kernel,
     publish_kernel,
     stash_kernel,
     token_block,
@@ -20,16 +21,23 @@ from slipstream.services.worker.future_map import CapturedStep, FutureMap, NextS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slipstream.services.worker.future_map import StepNumber, VerifyResult
+    from slipstream.services.worker.future_map import StampPlace, StepNumber, VerifyResult
 
 HIDDEN_BLOCK = 1024
 """Numbers of a hidden state that a program of the stash copies."""
 
 
 class FusedRegion(Region):
-    """A Region whose stash, which no graph captures, and gather, in captured steps, are a kernel each."""
+    """A Region whose stash, which no graph captures, and in captured steps gather and propose are a kernel each."""
 
-    def stash(self, step: int, slots: Sequence[int], rows: torch.Tensor, result: VerifyResult) -> None:
+    def stash(
+        self,
+        step: int,
+        slots: Sequence[int],
+        rows: torch.Tensor,
+        result: VerifyResult,
+        end: StampPlace | None = None,
+    ) -> None:
         tokens = result.tokens.contiguous()
         num_rows, num_tokens = tokens.shape
         last_tokens = self._to_write(BufferName.LAST_TOKENS, slots, step)
@@ -45,6 +53,7 @@ class FusedRegion(Region):
             self._to_write(BufferName.NUM_NEW, slots, step),
             last_tokens,
             target,
+            *_stamped(end, rows),
             rows,
             result.seq_lens,
             result.num_accepted,
@@ -57,6 +66,7 @@ class FusedRegion(Region):
             width,
             BLOCK_W=token_block(last_tokens.shape[1]),
             BLOCK_H=HIDDEN_BLOCK,
+            HAS_STAMP=_has_stamp(end),
             num_warps=4 if width else 1,
         )
 
@@ -67,13 +77,33 @@ class FusedRegion(Region):
         for name in names:
             self._declare(name, rows, step, is_write=False)
         buffers = [self._buffers[name] for name in names]
-        seq_lens, bonus_tokens, num_new, last_tokens = gather(buffers, rows, limits, self._vocab_size, has_last=True)
+        seq_lens, bonus_tokens, num_new, last_tokens = gather(
+            buffers, rows, limits, self._vocab_size, has_last=True, start=step.start
+        )
         return NextStepState(
             seq_lens=seq_lens,
             bonus_tokens=bonus_tokens,
             num_new=num_new,
             last_tokens=last_tokens,
             hidden_states=self._hidden(step, rows),
+        )
+
+    def propose(self, step: StepNumber, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        if not isinstance(step, CapturedStep):
+            super().propose(step, rows, tokens)
+            return
+        self._declare(BufferName.DRAFT_TOKENS, rows, step, is_write=True)
+        num_rows, width = tokens.shape
+        propose_kernel[(num_rows,)](
+            self._buffers[BufferName.DRAFT_TOKENS],
+            *_stamped(step.end, rows),
+            rows,
+            tokens.contiguous(),
+            width,
+            BLOCK_W=token_block(width),
+            HAS_STAMP=_has_stamp(step.end),
+            num_warps=1,
+            **overlapping(rows.device),
         )
 
 
@@ -104,13 +134,14 @@ class FusedFutureMap(FutureMap):
             HAS_SCORES=result.scores is not None,
             NOT_FINITE=NOT_FINITE,
             num_warps=1,
+            **overlapping(rows.device),
         )
 
     def ends(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not isinstance(step, CapturedStep):
             return super().ends(step, rows, limits)
         own = [self._seq_lens, self._bonus_tokens, self._seq_lens, self._seq_lens[:, None]]
-        seq_lens, bonus_tokens, _, _ = gather(own, rows, limits, self._vocab_size, has_last=False)
+        seq_lens, bonus_tokens, _, _ = gather(own, rows, limits, self._vocab_size, has_last=False, start=step.start)
         return seq_lens, bonus_tokens
 
     def copy_in(
@@ -135,14 +166,24 @@ class FusedFutureMap(FutureMap):
 
 
 def gather(
-    buffers: list[torch.Tensor], rows: torch.Tensor, limits: torch.Tensor, vocab_size: int, *, has_last: bool
+    buffers: list[torch.Tensor],
+    rows: torch.Tensor,
+    limits: torch.Tensor,
+    vocab_size: int,
+    *,
+    has_last: bool,
+    start: StampPlace | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Reads lengths, bonus tokens and, with `has_last`, `num_new` and `last_tokens` of B slots in one launch."""
+    """Reads lengths, bonus tokens and, with `has_last`, `num_new` and `last_tokens` of B slots in one launch.
+
+    `start`: is stamped.
+    """
     width = buffers[3].shape[1]
     seq_lens, bonus_tokens, num_new = torch.empty((3, len(rows)), dtype=torch.int64, device=rows.device)
     last = torch.empty((len(rows), width), dtype=torch.int64, device=rows.device)
     gather_kernel[(len(rows),)](
         *buffers,
+        *_stamped(start, rows),
         rows,
         limits,
         seq_lens,
@@ -153,6 +194,21 @@ def gather(
         WIDTH=width,
         BLOCK_W=power_of_two(width),
         HAS_LAST=has_last,
+        HAS_STAMP=_has_stamp(start),
         num_warps=1,
     )
     return seq_lens, bonus_tokens, num_new, last
+
+
+def _stamped(place: StampPlace | None, unread: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Arguments of a kernel that stamps. `unread` stands for what is not read without a stamp."""
+    if place is None:
+        return unread, unread, 0
+    if not unread.is_cuda:
+        # Triton's interpreter has no clock.
+        place.stamp()
+    return place.column, place.ring_row, place.column.stride(0)
+
+
+def _has_stamp(place: StampPlace | None) -> bool:
+    return place is not None and place.column.is_cuda

@@ -9,6 +9,7 @@ or merging a batch moves no tensor, only slot numbers. Idea and terms: SGLang's 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,12 +45,30 @@ class CapturedAccess(NamedTuple):
     is_write: bool
 
 
+@dataclass(frozen=True, slots=True)
+class StampPlace:
+    """Where the stamp of a step goes, which the device finds by itself."""
+
+    column: torch.Tensor
+    """[ring] int64, perhaps with a stride."""
+    ring_row: torch.Tensor
+    """[1] int64: the step's row."""
+
+    def stamp(self) -> None:
+        """Stream work where the device is the host."""
+        self.column.index_fill_(0, self.ring_row, time.monotonic_ns())
+
+
 @dataclass(slots=True)
 class CapturedStep:
     """Stands for a step's number while a graph is captured that will be replayed for many steps."""
 
     ring_row: torch.Tensor
     """[1] int64 on the device: the step's row of the ring, when the graph is replayed."""
+    start: StampPlace | None = None
+    """Where what reads a slot's state first stamps that the worker's own work begins."""
+    end: StampPlace | None = None
+    """Where what a draft writes last stamps that it ends."""
     accesses: list[CapturedAccess] = field(default_factory=list)
     """Accesses since the list was last emptied, for the log of a replay."""
 
@@ -194,10 +213,17 @@ class Region(SharedBuffers):
         """Verify, in debug mode: no slot has a stash yet."""
         self._buffers[BufferName.SEQ_LENS].fill_(POISON)
 
-    def stash(self, step: int, slots: Sequence[int], rows: torch.Tensor, result: VerifyResult) -> None:
+    def stash(
+        self,
+        step: int,
+        slots: Sequence[int],
+        rows: torch.Tensor,
+        result: VerifyResult,
+        end: StampPlace | None = None,
+    ) -> None:
         """Verify: writes what the draft's next forward on these slots reads.
 
-        `rows`: [B] int64, the slots on the device, perhaps with padding behind them.
+        `rows`: [B] int64, the slots on the device, perhaps with padding behind them. `end`: is stamped at the end.
         """
         bonus = result.tokens.gather(1, result.num_accepted[:, None])[:, 0]
         self._to_write(BufferName.SEQ_LENS, slots, step).index_copy_(0, rows, result.seq_lens)
@@ -206,6 +232,8 @@ class Region(SharedBuffers):
         copy_rows(self._to_write(BufferName.LAST_TOKENS, slots, step), rows, result.tokens)
         if result.hidden_states is not None and self.shape.hidden_width:
             copy_rows(self._to_write(BufferName.HIDDEN_STATES, slots, step), rows, result.hidden_states)
+        if end is not None:
+            end.stamp()
 
     def forget(self, step: int, slots: Sequence[int]) -> None:
         """Verify, in debug mode: poisons slots that another request takes, as nothing of the last one may be read."""
@@ -221,15 +249,16 @@ class Region(SharedBuffers):
         return self.access(BufferName.PREFILL_HIDDEN, [0], step, is_write=False)[:num_tokens].clone()
 
     def gather(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> NextStepState:
-        """Draft: reads the stash of B slots. `rows`: [B] int64; `limits`: [B] int64, lengths are clamped to them.
+        """Draft: reads the stash of B slots. `rows`: [B] int64; `limits`: [slots] int64, lengths are clamped to them.
 
         Raises FutureMapError in debug mode when a row was never stashed.
         """
+        _stamp_start(step)
         seq_lens = self._slot_read(BufferName.SEQ_LENS, rows, step)
         if self._is_debug:
             check_stashed(seq_lens, rows, step)
         return NextStepState(
-            seq_lens=torch.clamp(seq_lens, self._zero, limits),
+            seq_lens=torch.clamp(seq_lens, self._zero, limits.index_select(0, rows)),
             bonus_tokens=self._tokens(BufferName.BONUS_TOKENS, rows, step),
             num_new=self._slot_read(BufferName.NUM_NEW, rows, step).clamp_(1, self.shape.num_draft_tokens + 1),
             last_tokens=self._tokens(BufferName.LAST_TOKENS, rows, step),
@@ -240,6 +269,8 @@ class Region(SharedBuffers):
         """Draft: writes its tokens. `rows`: [B] int64; `tokens`: [B, K] int64."""
         self._declare(BufferName.DRAFT_TOKENS, rows, step, is_write=True)
         self._buffers[BufferName.DRAFT_TOKENS].index_copy_(0, rows, tokens)
+        if isinstance(step, CapturedStep) and step.end is not None:
+            step.end.stamp()
 
     def _hidden(self, step: StepNumber, rows: torch.Tensor) -> torch.Tensor | None:
         """The stashed states of B slots, if the draft reads them."""
@@ -293,13 +324,14 @@ class FutureMap(SharedBuffers):
     def ends(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns where the sequences of B slots end: their lengths and bonus tokens, each [B] int64.
 
-        `rows`: [B] int64; `limits`: [B] int64, lengths are clamped to them. Raises FutureMapError in debug mode
+        `rows`: [B] int64; `limits`: [slots] int64, lengths are clamped to them. Raises FutureMapError in debug mode
         when no step ended there yet.
         """
+        _stamp_start(step)
         seq_lens = self._seq_lens.index_select(0, rows)
         if self._is_debug:
             check_stashed(seq_lens, rows, step)
-        return torch.minimum(seq_lens, limits), self._bonus_tokens.index_select(0, rows)
+        return torch.minimum(seq_lens, limits.index_select(0, rows)), self._bonus_tokens.index_select(0, rows)
 
     def forget(self, slots: Sequence[int]) -> None:
         """In debug mode: poisons slots that another request takes, as nothing of the last one may be read."""
@@ -340,6 +372,11 @@ class FutureMap(SharedBuffers):
         row = (step + offset) % self._ring
         self.access(name, [row], step, is_write=True)
         return self._ring_rows[name][row]
+
+
+def _stamp_start(step: StepNumber) -> None:
+    if isinstance(step, CapturedStep) and step.start is not None:
+        step.start.stamp()
 
 
 def check_stashed(seq_lens: torch.Tensor, rows: torch.Tensor, step: StepNumber) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from slipstream.common.worker.step import StepCommand
-    from slipstream.services.worker.future_map import CapturedAccess, CapturedStep, SharedBuffers
+    from slipstream.services.worker.future_map import CapturedAccess, CapturedStep, SharedBuffers, StampPlace
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +113,12 @@ class GraphedStep:
     step: CapturedStep
     """Stands for the step's number."""
     stamp_start: Callable[[], None]
-    """Stream work: the worker's own work of the step begins."""
+    """Stream work: the worker's own work of the step begins. Captured work stamps by itself, see `CapturedStep`."""
     stamp_end: Callable[[], None]
     """Stream work: it ends."""
-    stamps: tuple[torch.Tensor, torch.Tensor]
-    """The columns that they write: start and end of each step in the ring, two [ring] int64."""
+    start: StampPlace
+    """Where both stamps go."""
+    end: StampPlace
 
     def capture_part(self, work: Callable[[], None]) -> GraphedPart:
         """Stream work: captures a part of a step, which does it once.
@@ -125,12 +126,13 @@ class GraphedStep:
         Sequences may be running. So it is done for the padding slot alone, and leaves the stamps as they are: the
         inputs are still those of the last step, and its results may not have been read.
         """
-        stamps = [column.clone() for column in self.stamps]
+        columns = (self.start.column, self.end.column)
+        stamps = [column.clone() for column in columns]
         self.slots.fill_(PADDING_SLOT)
         self.step.take_accesses()
         replay = self.capture.capture(work)
         accesses = self.step.take_accesses()
-        for column, values in zip(self.stamps, stamps, strict=True):
+        for column, values in zip(columns, stamps, strict=True):
             column.copy_(values)
         return GraphedPart(replay, accesses)
 

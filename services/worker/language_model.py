@@ -53,7 +53,7 @@ class SlotRows:
     @cached_property
     def limits(self) -> torch.Tensor:
         """[B] int64."""
-        return self._table.limits_of(self.rows)
+        return self._table.limits.index_select(0, self.rows)
 
     @cached_property
     def history_from(self) -> torch.Tensor:

@@ -91,10 +91,6 @@ class SlotTable:
             self._check_update(update)
         self._check_chunks(command)
 
-    def limits_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Stream work: the limits of B slots, [B] int64."""
-        return self.limits.index_select(0, rows)
-
     def sampling_mode(self, slots: Sequence[int]) -> SamplingMode:
         """Stream work: the mode of a batch of these slots."""
         if self._params.keys().isdisjoint(slots):

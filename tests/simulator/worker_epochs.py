@@ -121,5 +121,7 @@ class Epoch:
         return self.is_ending or not all(piece.is_undisturbed for piece in self.pieces.values())
 
     def limits(self, slots: tuple[int, ...]) -> torch.Tensor:
-        """The limits of these slots."""
-        return torch.tensor([self.tokens.slots[slot].limit_tokens for slot in slots])
+        """[slots] int64: the limits of these slots, 0 for others."""
+        limits = torch.zeros(self.attachment.shape.num_slots, dtype=torch.int64)
+        limits[list(slots)] = torch.tensor([self.tokens.slots[slot].limit_tokens for slot in slots])
+        return limits

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
-from slipstream.services.models.kernels.launching import power_of_two
+from slipstream.services.models.kernels.launching import power_of_two, wait_for_previous
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,14 +24,23 @@ MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
 MIX_2 = tl.constexpr(0x94D049BB133111EB - 2**64)
 
 
-@triton.jit(do_not_specialize=["vocab_size"])
+@triton.jit
+def stamp(stamps: tl.tensor, ring_row: tl.tensor, stride: tl.tensor, is_one: tl.tensor) -> None:
+    """In the one program for which that is true, writes %globaltimer into a row of `stamps`, [ring] with a stride."""
+    tl.store(stamps + tl.load(ring_row) * stride, globaltimer(), mask=is_one)
+
+
+@triton.jit(do_not_specialize=["stamp_stride", "vocab_size"])
 def gather_kernel(
     seq_lens: tl.tensor,  # [slots] int64
     bonus_tokens: tl.tensor,  # [slots] int64
     num_new: tl.tensor,  # [slots] int64, read if HAS_LAST
     last_tokens: tl.tensor,  # [slots, WIDTH] int64, read if HAS_LAST
+    stamps: tl.tensor,  # [ring] int64, written if HAS_STAMP
+    ring_row: tl.tensor,  # [1] int64
+    stamp_stride: tl.tensor,
     rows: tl.tensor,  # [B] int64
-    limits: tl.tensor,  # [B] int64
+    limits: tl.tensor,  # [slots] int64
     out_seq_lens: tl.tensor,  # [B] int64
     out_bonus: tl.tensor,  # [B] int64
     out_num_new: tl.tensor,  # [B] int64
@@ -39,12 +49,15 @@ def gather_kernel(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
     HAS_LAST: tl.constexpr,
+    HAS_STAMP: tl.constexpr,
 ) -> None:
-    """Reads the stash of one slot, clamped to its range. Grid: (B,)."""
+    """Reads the stash of one slot, clamped to its range; the first program stamps. Grid: (B,)."""
     b = tl.program_id(0)
+    if HAS_STAMP:
+        stamp(stamps, ring_row, stamp_stride, b == 0)
     slot = tl.load(rows + b)
     length = tl.load(seq_lens + slot)
-    tl.store(out_seq_lens + b, tl.minimum(tl.maximum(length, 0), tl.load(limits + b)))
+    tl.store(out_seq_lens + b, tl.minimum(tl.maximum(length, 0), tl.load(limits + slot)))
     bonus = tl.load(bonus_tokens + slot)
     tl.store(out_bonus + b, tl.minimum(tl.maximum(bonus, 0), vocab_size - 1))
     if HAS_LAST:
@@ -115,8 +128,10 @@ def publish_kernel(
     BLOCK_W: tl.constexpr,
     HAS_SCORES: tl.constexpr,
     NOT_FINITE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Writes what the scheduler reads of one slot, and what verify's next step does. Grid: (B,)."""
+    wait_for_previous(OVERLAPS)
     b = tl.program_id(0)
     slot = tl.load(rows + b)
     length = tl.load(seq_lens + b)
@@ -136,10 +151,33 @@ def publish_kernel(
     tl.store(output_tokens + place * ROW + w, token, mask=w < width)
 
 
+@triton.jit(do_not_specialize=["stamp_stride", "width"])
+def propose_kernel(
+    draft_tokens: tl.tensor,  # [slots, width] int64
+    stamps: tl.tensor,  # [ring] int64, written if HAS_STAMP
+    ring_row: tl.tensor,  # [1] int64
+    stamp_stride: tl.tensor,
+    rows: tl.tensor,  # [B] int64
+    tokens: tl.tensor,  # [B, width] int64
+    width: tl.tensor,
+    BLOCK_W: tl.constexpr,
+    HAS_STAMP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    """Writes the draft's tokens of one slot; the last program stamps. Grid: (B,)."""
+    wait_for_previous(OVERLAPS)
+    b = tl.program_id(0)
+    w = tl.arange(0, BLOCK_W)
+    token = tl.load(tokens + b * width + w, mask=w < width, other=0)
+    tl.store(draft_tokens + tl.load(rows + b) * width + w, token, mask=w < width)
+    if HAS_STAMP:
+        stamp(stamps, ring_row, stamp_stride, b == tl.num_programs(0) - 1)
+
+
 @triton.jit(
     # Launched outside of graphs: no batch size and no draft may find a kernel that is not compiled.
-    do_not_specialize=["row_stride", "token_stride", "row_width", "width", "hidden_width"],
-    do_not_specialize_on_alignment=["rows", "seq_lens", "accepted", "tokens"],
+    do_not_specialize=["stamp_stride", "row_stride", "token_stride", "row_width", "width", "hidden_width"],
+    do_not_specialize_on_alignment=["stamps", "ring_row", "rows", "seq_lens", "accepted", "tokens"],
 )
 def stash_kernel(
     stashed_seq_lens: tl.tensor,  # [slots] int64
@@ -147,6 +185,9 @@ def stash_kernel(
     num_new: tl.tensor,  # [slots] int64
     last_tokens: tl.tensor,  # [slots, row_width] int64
     stashed_hidden: tl.tensor,  # [slots, row_width, hidden_width]
+    stamps: tl.tensor,  # [ring] int64, written if HAS_STAMP
+    ring_row: tl.tensor,  # [1] int64
+    stamp_stride: tl.tensor,
     rows: tl.tensor,  # [B] int64
     seq_lens: tl.tensor,  # [B] int64
     accepted: tl.tensor,  # [B] int64
@@ -159,8 +200,12 @@ def stash_kernel(
     hidden_width: tl.tensor,
     BLOCK_W: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    HAS_STAMP: tl.constexpr,
 ) -> None:
-    """Writes what the draft's next forward reads of one slot. Grid: (B, 1 + width * blocks of a state)."""
+    """Writes what the draft's next forward reads of one slot; the last program stamps.
+
+    Grid: (B, 1 + width * blocks of a state).
+    """
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows + b)
     if tl.program_id(1) == 0:
@@ -177,6 +222,9 @@ def stash_kernel(
         i = (tl.program_id(1) - 1) % num_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
         state = tl.load(hidden + b * row_stride + column * token_stride + i, mask=i < hidden_width, other=0.0)
         tl.store(stashed_hidden + (slot * row_width + column) * hidden_width + i, state, mask=i < hidden_width)
+    if HAS_STAMP:
+        is_last = (b == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1)
+        stamp(stamps, ring_row, stamp_stride, is_last)
 
 
 @triton.jit(

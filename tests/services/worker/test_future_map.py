@@ -25,7 +25,7 @@ VOCAB_SIZE = 100
 SHAPE = DraftShape(num_slots=6, run_ahead=1, num_draft_tokens=3, chunk_tokens=8, hidden_width=2)
 SLOTS = (2, 5)
 ROWS = torch.tensor(SLOTS)
-LIMITS = torch.tensor([50, 50])
+LIMITS = torch.full((6,), 50)
 OUTCOME = VerifyResult(
     seq_lens=torch.tensor([11, 23]),
     num_accepted=torch.tensor([1, 3]),
@@ -132,7 +132,7 @@ def test_verify_keeps_its_own_ends_where_no_draft_can_write() -> None:
         for arena in (both.arenas.own, both.arenas.given):
             for placed in arena.manifest.buffers:
                 arena.tensor(placed.spec.name).fill_(77)
-        seq_lens, bonus_tokens = both.map.ends(2, ROWS.flip(0), torch.tensor([50, 9]))
+        seq_lens, bonus_tokens = both.map.ends(2, ROWS.flip(0), torch.tensor([0, 0, 9, 0, 0, 50]))
         assert seq_lens.tolist() == [23, 9], "as long as the limit at most"
         assert bonus_tokens.tolist() == [20, 8]
 
@@ -176,7 +176,7 @@ def test_a_draft_without_hidden_states_is_given_none() -> None:
 @given(
     st.lists(INT64, min_size=4, max_size=4),
     st.lists(INT64, min_size=4, max_size=4),
-    st.lists(st.integers(0, 60), min_size=2, max_size=2),
+    st.lists(st.integers(0, 60), min_size=6, max_size=6),
 )
 def test_whatever_is_in_the_memory_is_in_range_when_it_is_read(
     scalars: list[int], tokens: list[int], limits: list[int]
@@ -188,7 +188,7 @@ def test_whatever_is_in_the_memory_is_in_range_when_it_is_read(
         both.arenas.tensor(BufferName.LAST_TOKENS)[ROWS] = torch.tensor(tokens)
         both.arenas.tensor(BufferName.DRAFT_TOKENS)[ROWS] = torch.tensor(tokens[:3])
         stash = both.region.gather(1, ROWS, torch.tensor(limits))
-        assert ((stash.seq_lens >= 0) & (stash.seq_lens <= torch.tensor(limits))).all()
+        assert ((stash.seq_lens >= 0) & (stash.seq_lens <= torch.tensor(limits)[ROWS])).all()
         assert ((stash.num_new >= 1) & (stash.num_new <= 4)).all()
         for read in (stash.bonus_tokens, stash.last_tokens, both.map.copy_in(1, both.region, SLOTS, ROWS)):
             assert ((read >= 0) & (read < VOCAB_SIZE)).all()
@@ -204,7 +204,7 @@ class TestDebugMode:
             both.region.stash(1, SLOTS[:1], ROWS[:1], _first_row(OUTCOME))
             both.map.publish(1, ROWS[:1], _first_row(OUTCOME))
             for read in (both.region.gather, both.map.ends):
-                read(2, ROWS[:1], LIMITS[:1])
+                read(2, ROWS[:1], LIMITS)
                 with pytest.raises(FutureMapError, match=r"step 2: gathered slots \[2, 5\] before they were stashed"):
                     read(2, ROWS, LIMITS)
 
@@ -215,7 +215,7 @@ class TestDebugMode:
             both.region.forget(2, SLOTS[:1])
             both.map.forget(SLOTS[:1])
             for read in (both.region.gather, both.map.ends):
-                read(3, ROWS[1:], LIMITS[1:])
+                read(3, ROWS[1:], LIMITS)
                 with pytest.raises(FutureMapError, match="before they were stashed"):
                     read(3, ROWS, LIMITS)
 

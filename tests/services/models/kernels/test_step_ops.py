@@ -25,7 +25,7 @@ from slipstream.services.models.kernels.step_ops import (
 from slipstream.services.models.sampler import SamplingRows, SimulatedAcceptance
 from slipstream.services.worker import fused_future_map
 from slipstream.services.worker.fused_future_map import HIDDEN_BLOCK, FusedFutureMap, FusedRegion
-from slipstream.services.worker.future_map import CapturedStep, FutureMap, Region, VerifyResult
+from slipstream.services.worker.future_map import CapturedStep, FutureMap, Region, StampPlace, VerifyResult
 from slipstream.services.worker.staging import PinnedStaging, put_integers
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _fused() -> tuple[tuple[type[FutureMap], type[Region]], ...]:
 @pytest.mark.parametrize("width", [0, 12])
 def test_rows_of_a_captured_step(ring_row: int, width: int, device: torch.device) -> None:
     rows = torch.tensor([5, 1, 3], device=device)
-    limits = torch.tensor([20, 60, 3], device=device)
+    limits = torch.tensor([0, 60, 0, 3, 0, 20], device=device)
     seen, left, accessed = [], [], []
     for kinds in _fused():
         memory = Memory(*kinds, width, device)
@@ -185,6 +185,7 @@ def test_rows_of_a_captured_step(ring_row: int, width: int, device: torch.device
         stash = memory.region.gather(step, rows, limits)
         memory.map.publish(step, rows, _outcome(width, 4, device))
         ends = memory.map.ends(step, rows, limits)
+        memory.region.propose(step, rows, numbers(3, 3, high=VOCAB_SIZE).to(device))
         gathered = [getattr(stash, field.name) for field in fields(stash)]
         seen.append([None if tensor is None else tensor.tolist() for tensor in (*ends, *gathered)])
         left.append(memory.state())
@@ -192,6 +193,29 @@ def test_rows_of_a_captured_step(ring_row: int, width: int, device: torch.device
     assert seen[0] == seen[1]
     assert left[0] == left[1]
     assert accessed[0] == accessed[1]
+
+
+@pytest.mark.parametrize("kinds", _fused())
+@pytest.mark.parametrize("width", [0, 12])
+def test_a_step_s_stamps(kinds: tuple[type[FutureMap], type[Region]], width: int, device: torch.device) -> None:
+    """Start and end of each worker go into the step's row of its own memory, and nowhere else."""
+    rows, limits = torch.tensor([5, 1, 3], device=device), torch.full((SLOTS,), 9, device=device)
+    memory, row = Memory(*kinds, width, device), torch.tensor([2], device=device)
+    for shared in (memory.region, memory.map):
+        columns = shared.stamp_columns()
+        for column in columns:
+            column.zero_()
+        start, end = (StampPlace(column, row) for column in columns)
+        step = CapturedStep(row, start, end)
+        if shared is memory.region:
+            memory.region.gather(step, rows, limits)
+            memory.region.propose(step, rows, numbers(3, 3, high=VOCAB_SIZE).to(device))
+        else:
+            memory.map.ends(step, rows, limits)
+            memory.region.stash(2, (5, 1, 3), rows, _outcome(width, 4, device), end)
+        (first, last), others = torch.stack(columns, dim=1)[2].tolist(), torch.stack(columns, dim=1)[:2]
+        assert 0 < first <= last
+        assert not others.any()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
