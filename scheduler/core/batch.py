@@ -280,14 +280,25 @@ class Batch:
         """
         rows = decoding.members.rows
         lengths = self.accounts.lengths.most(rows)
-        self._num_covered = int(self._page_lists.num_steps(rows, lengths).min(initial=_MANY))
-        if self._num_covered > 0:
+        if self._count_covered(rows, lengths):
             return True
         short = self._page_lists.short(rows, lengths)
         if not self._page_lists.grow_together(*short, self._running):
             self._grow_in_order(*short)
-        self._num_covered = int(self._page_lists.num_steps(rows, lengths).min(initial=_MANY))
+        self._count_covered(rows, lengths)
         return self._decoding is decoding
+
+    def _count_covered(self, rows: Ints, lengths: Counts) -> bool:
+        self._num_covered = int(self._page_lists.num_steps(rows, lengths).min(initial=_MANY))
+        return self._num_covered > 0
+
+    def grow_ahead(self) -> None:
+        """Gives pages for the next step, if it needs some and enough are free. Called when no worker waits for it."""
+        if self._decoding is not None and self._num_covered <= 0:
+            rows = self._decoding.members.rows
+            lengths = self.accounts.lengths.most(rows)
+            if self._page_lists.grow_together(*self._page_lists.short(rows, lengths), self._running):
+                self._count_covered(rows, lengths)
 
     def _grow_in_order(self, rows: Ints, lengths: Counts) -> None:
         short = [(self._running[slot], length) for slot, length in zip(rows.tolist(), lengths.tolist(), strict=True)]

@@ -203,6 +203,7 @@ class StepLoop:
             self._note(*consumed)
         self._metrics.tidy()
         self._batch.committed.tidy()
+        self._batch.grow_ahead()
 
     def _send(self, step: Step, attachment: DraftAttachment | None) -> None:
         decided_ns = time.monotonic_ns()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,16 +54,16 @@ class SlotTable:
         """Token ids are below it: the target's, for a draft, too."""
         self.page_table = torch.zeros((slots, self._max_pages), dtype=torch.int64, device=device)
         """[slots, pages] int64 page numbers; 0 where a slot has none."""
-        self.limits = torch.zeros(slots, dtype=torch.int64, device=device)
-        """[slots] int64: positions from here on have no KV."""
-        self.prompt_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
-        """[slots] int64: tokens of chunks at positions from here on are output."""
-        self.max_draft_tokens = torch.full((slots,), self._num_draft_tokens, dtype=torch.int64, device=device)
-        """[slots] int64, 0 to K: draft tokens that are accepted in a step at most."""
-        self.history_from = torch.zeros(slots, dtype=torch.int64, device=device)
-        """[slots] int64: positions before it have no keys and values in a draft that attached late."""
-        self.written_from = torch.zeros(slots, dtype=torch.int64, device=device)
-        """[slots] int64: a head's prefill writes nothing before it, which the prefix cache has or attention masks."""
+        # Written in one operation: each costs the host several times what it costs the device.
+        self._bounds = torch.zeros((3, slots), dtype=torch.int64, device=device)
+        self._starts = torch.zeros((2, slots), dtype=torch.int64, device=device)
+        self.limits, self.prompt_tokens, self.max_draft_tokens = self._bounds.unbind()
+        """[slots] int64 each: positions from here on have no KV; tokens of chunks at positions from here on are output;
+        0 to K, draft tokens that are accepted in a step at most."""
+        self.history_from, self.written_from = self._starts.unbind()
+        """[slots] int64 each: positions before it have no keys and values in a draft that attached late; a head's
+        prefill writes nothing before it, which the prefix cache has or attention masks."""
+        self.max_draft_tokens.fill_(self._num_draft_tokens)
         self.have_cache_salt = torch.zeros(slots, dtype=torch.bool, device=device)
         """[slots] bool: nothing of the slot's request serves another one, nor anything of another one it."""
         self.sampling = SamplingRows.greedy(slots, device=device)
@@ -111,19 +112,30 @@ class SlotTable:
         salts = {update.slot: update.has_cache_salt for update in updates if update.sampling is not None}
         rows = list(params.values())
         has_adjustments = not self._adjusted.isdisjoint(params) or any(row.adjusts_logits for row in rows)
+        bounds = [min(update.limit_tokens, self._longest) for update in updates]
+        bounds += [self._end_of_prompt(update.prompt_tokens) for update in updates]
+        bounds += [self._clamped(update.max_draft_tokens) for update in updates]
+        parts = (
+            [update.slot for update in updates],
+            bounds,
+            [update.slot for update in updates if update.first_page_index == 0],
+            places,
+            [page for update in updates for page in update.pages],
+            list(params),
+            [*history_from.values(), *written_from.values()],
+        )
+        staged = torch.split(put_integers(staging, [*chain.from_iterable(parts)]), [len(part) for part in parts])
+        slots, staged_bounds, emptied, staged_places, pages, taken, starts = staged
         return SlotChanges(
-            slots=put_integers(staging, [update.slot for update in updates]),
-            limits=put_integers(staging, [min(update.limit_tokens, self._longest) for update in updates]),
-            prompt_tokens=put_integers(staging, [self._end_of_prompt(update.prompt_tokens) for update in updates]),
-            max_draft_tokens=put_integers(staging, [self._clamped(update.max_draft_tokens) for update in updates]),
-            emptied=put_integers(staging, [update.slot for update in updates if update.first_page_index == 0]),
-            places=put_integers(staging, places),
-            pages=put_integers(staging, [page for update in updates for page in update.pages]),
+            slots=slots,
+            bounds=staged_bounds.view(3, len(updates)),
+            emptied=emptied,
+            places=staged_places,
+            pages=pages,
             params=params,
             late={slot for slot, position in history_from.items() if position},
-            taken=put_integers(staging, list(params)) if params else None,
-            history_from=put_integers(staging, list(history_from.values())) if params else None,
-            written_from=put_integers(staging, list(written_from.values())) if params else None,
+            taken=taken,
+            starts=starts.view(2, len(params)),
             have_cache_salt=staging.put(torch.tensor(list(salts.values()))) if params else None,
             sampling=SamplingRows.of(rows).map(staging.put) if params else None,
             adjustments=AdjustmentRows.of(rows).map(staging.put) if has_adjustments else None,
@@ -131,19 +143,15 @@ class SlotTable:
 
     def take_over(self, changes: SlotChanges) -> None:
         """Stream work: writes staged changes."""
-        self.page_table.index_fill_(0, changes.emptied, 0)
+        if len(changes.emptied):
+            self.page_table.index_fill_(0, changes.emptied, 0)
         self.page_table.view(-1).index_copy_(0, changes.places, changes.pages)
-        self.limits.index_copy_(0, changes.slots, changes.limits)
-        self.prompt_tokens.index_copy_(0, changes.slots, changes.prompt_tokens)
-        self.max_draft_tokens.index_copy_(0, changes.slots, changes.max_draft_tokens)
-        if changes.taken is None or changes.sampling is None:
+        self._bounds.index_copy_(1, changes.slots, changes.bounds)
+        if changes.sampling is None:
             return
-        assert changes.history_from is not None, "it comes with what is taken"
-        assert changes.written_from is not None, "it comes with what is taken"
         assert changes.have_cache_salt is not None, "it comes with what is taken"
         self.sampling.put(changes.taken, changes.sampling)
-        self.history_from.index_copy_(0, changes.taken, changes.history_from)
-        self.written_from.index_copy_(0, changes.taken, changes.written_from)
+        self._starts.index_copy_(1, changes.taken, changes.starts)
         self.have_cache_salt.index_copy_(0, changes.taken, changes.have_cache_salt)
         self._late = self._late.difference(changes.params) | changes.late
         self.has_late_history = bool(self._late)
@@ -204,12 +212,8 @@ class SlotChanges:
 
     slots: torch.Tensor
     """[U] int64."""
-    limits: torch.Tensor
-    """[U] int64."""
-    prompt_tokens: torch.Tensor
-    """[U] int64."""
-    max_draft_tokens: torch.Tensor
-    """[U] int64."""
+    bounds: torch.Tensor
+    """[3, U] int64: limits, prompt tokens, draft tokens at most."""
     emptied: torch.Tensor
     """[E] int64: slots whose page lists begin anew."""
     places: torch.Tensor
@@ -220,14 +224,13 @@ class SlotChanges:
     """By slot, on the host: the sampling of the requests that take over slots, T of them."""
     late: set[int]
     """Their slots that have a `history_from` above 0."""
-    taken: torch.Tensor | None
-    """[T] int64: their slots; None where T is 0."""
-    history_from: torch.Tensor | None
-    """[T] int64."""
-    written_from: torch.Tensor | None
-    """[T] int64."""
+    taken: torch.Tensor
+    """[T] int64: their slots."""
+    starts: torch.Tensor
+    """[2, T] int64: `history_from` and `written_from`."""
     have_cache_salt: torch.Tensor | None
-    """[T] bool."""
+    """[T] bool; None where T is 0."""
     sampling: SamplingRows | None
+    """None where T is 0."""
     adjustments: AdjustmentRows | None
     """None if neither these requests nor the ones before them have any."""

@@ -180,3 +180,39 @@ def test_a_preempted_sequence_goes_on_behind_the_pages_that_it_had() -> None:
     assert first in run.jobs.ends
     assert second.num_cached >= 28, "its new pages did not take the place of its own in the cache"
     finish(run, first, second)
+
+
+def test_a_step_finds_its_pages_where_they_were_got_behind_the_one_before() -> None:
+    """While there are enough: then what the workers wait for takes no time for it."""
+    run, calls = make_run(replace(SIZES, num_pages=500), accepted=1), list[bool]()
+    job = make_job("job", (1,), 900)
+    run.jobs.add(job)
+    page_lists = run.batch._page_lists
+    grow_together, is_behind = page_lists.grow_together, False
+
+    def counted(*arguments: object) -> object:
+        calls.append(is_behind)
+        return grow_together(*arguments)  # type: ignore[arg-type]
+
+    page_lists.grow_together = counted  # type: ignore[method-assign, assignment]
+    while job not in run.jobs.ends:
+        is_behind = False
+        run.turn()
+        is_behind = True
+        run.batch.grow_ahead()
+    assert len(calls) > 5
+    assert all(calls)
+    finish(run, job)
+
+
+def test_nothing_is_preempted_ahead_of_the_step_that_needs_pages() -> None:
+    run = make_run()
+    jobs = [make_job(str(number), (number,) * 30, 50) for number in range(2)]
+    run.jobs.add(*jobs)
+    while len(run.jobs.ends) < 2:
+        run.turn()
+        before = run.batch.counts.preemptions, run.batch.num_running
+        run.batch.grow_ahead()
+        assert (run.batch.counts.preemptions, run.batch.num_running) == before
+    assert run.batch.counts.preemptions
+    finish(run, *jobs)
