@@ -297,7 +297,8 @@ class Batch:
         if self._decoding is not None and self._num_covered <= 0:
             rows = self._decoding.members.rows
             lengths = self.accounts.lengths.most(rows)
-            if self._page_lists.grow_together(*self._page_lists.short(rows, lengths), self._running):
+            is_short = not self._count_covered(rows, lengths)
+            if is_short and self._page_lists.grow_together(*self._page_lists.short(rows, lengths), self._running):
                 self._count_covered(rows, lengths)
 
     def _grow_in_order(self, rows: Ints, lengths: Counts) -> None:

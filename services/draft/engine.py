@@ -11,7 +11,7 @@ from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.forward_sizes import with_padding
 from slipstream.services.worker.graphs import GRAPHED_MODES, at_once, batch_buckets, capture_buckets
 from slipstream.services.worker.rehearsal import rehearse_drafting, rehearse_prompts
-from slipstream.services.worker.staging import FlatChunks, put_integers
+from slipstream.services.worker.staging import FlatChunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,7 +93,7 @@ class DraftEngine:
                 padded = with_padding(command.chunks, state.attachment.shape.chunk_tokens)
             chunks = FlatChunks.of(padded, state.staging)
             return [Phase(partial(self._prefill, state, command.step, chunks), FenceName.DRAFT_DONE)]
-        rows = put_integers(state.staging, command.slots)
+        rows = state.staging.put_integers(command.slots)
 
         def work() -> None:
             propose(self._drafter, state, command.step, rows, state.slots.sampling_mode(command.slots))

@@ -19,7 +19,7 @@ from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.forward_sizes import forward_size, padded_to, sizes_up_to, with_padding
 from slipstream.services.worker.graphs import at_once
 from slipstream.services.worker.rehearsal import rehearse_mixed, rehearse_prompts
-from slipstream.services.worker.staging import FlatChunks, put_integers
+from slipstream.services.worker.staging import FlatChunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -112,7 +112,7 @@ class VerifyEngine:
             return self._prefill_phases(command, state, self._target, region, layers)
         if self._graphs is not None:
             return self._graphs.phases(command, region, layers)
-        rows = put_integers(state.staging, command.slots)
+        rows = state.staging.put_integers(command.slots)
         work = partial(self._target.decode, command, rows, region, layers)
         return _phases(command, state, self._target, command.slots, rows, region, work)
 
@@ -125,7 +125,7 @@ class VerifyEngine:
         is_each_alone = state.graphs is not None and self._deterministic_width is not None
         ends = PromptEnds.of(command.chunks, state.staging, is_each_alone=is_each_alone)
         slots = tuple(chunk.slot for chunk in command.chunks if chunk.is_last)
-        rows = put_integers(state.staging, slots)
+        rows = state.staging.put_integers(slots)
         work = partial(target.prefill, command, chunks, ends, region, layers)
         return _phases(command, state, target, slots, rows, region, work)
 
@@ -143,7 +143,7 @@ class VerifyEngine:
         chunks = FlatChunks.of(self._padded(command, state, beside=width * len(command.slots)), state.staging)
         ends = PromptEnds.of(command.chunks, state.staging)
         slots = (*command.slots, *(chunk.slot for chunk in command.chunks if chunk.is_last))
-        rows = put_integers(state.staging, slots)
+        rows = state.staging.put_integers(slots)
         is_plain_cpu = state.graphs is None and self._model.device.type == "cpu"
         if is_plain_cpu and command.kind is StepKind.DECODE and not (ends or layers):
             # Another forward costs a CPU little, and behind the stash draft computes at the same time.

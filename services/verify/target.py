@@ -12,7 +12,6 @@ from slipstream.common.worker.step import StepKind
 from slipstream.services.models.sampler import accept, logprobs_of, row_parts
 from slipstream.services.worker.forward_sizes import forward_size
 from slipstream.services.worker.future_map import Logprobs, VerifyResult
-from slipstream.services.worker.staging import put_integers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,9 +51,9 @@ class PromptEnds:
 
         return [
             cls(
-                rows=put_integers(staging, [chunk.slot for _, chunk in together]),
-                places=put_integers(staging, [place for place, _ in together]),
-                lengths=put_integers(staging, [chunk.start + len(chunk.tokens) for _, chunk in together]),
+                rows=staging.put_integers([chunk.slot for _, chunk in together]),
+                places=staging.put_integers([place for place, _ in together]),
+                lengths=staging.put_integers([chunk.start + len(chunk.tokens) for _, chunk in together]),
                 slots=tuple(chunk.slot for _, chunk in together),
             )
             for together in ([[end] for end in ends] if is_each_alone else [ends])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,15 +12,18 @@ from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.worker.step import StepKind
 from slipstream.services.models.adjustments import AdjustmentRows, TokenHistory
 from slipstream.services.models.sampler import SamplingRows
-from slipstream.services.worker.staging import put_integers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from slipstream.common.api.sequence import SamplingParams
     from slipstream.common.worker.contract import Attachment
     from slipstream.common.worker.step import SlotUpdate, StepCommand
     from slipstream.services.worker.staging import Staging
+
+
+_COLUMNS = _LIMIT, _PROMPT_TOKENS, _MAX_DRAFT_TOKENS, _HISTORY_FROM, _WRITTEN_FROM = range(5)
+"""Words of a slot, by their place."""
 
 
 class SamplingMode(enum.Enum):
@@ -52,18 +54,22 @@ class SlotTable:
         self._longest = attachment.context_tokens if longest is None else longest
         self.vocab_size = vocab_size
         """Token ids are below it: the target's, for a draft, too."""
-        self.page_table = torch.zeros((slots, self._max_pages), dtype=torch.int64, device=device)
+        self._first_column = slots * self._max_pages
+        # In one piece, so that one operation writes all of an update: each costs the host much more than the device.
+        self._words = torch.zeros(self._first_column + len(_COLUMNS) * slots, dtype=torch.int64, device=device)
+        columns = self._words[self._first_column :].view(len(_COLUMNS), slots).unbind()
+        self.page_table = self._words[: self._first_column].view(slots, self._max_pages)
         """[slots, pages] int64 page numbers; 0 where a slot has none."""
-        # Written in one operation: each costs the host several times what it costs the device.
-        self._bounds = torch.zeros((3, slots), dtype=torch.int64, device=device)
-        self._starts = torch.zeros((2, slots), dtype=torch.int64, device=device)
-        self.limits, self.prompt_tokens, self.max_draft_tokens = self._bounds.unbind()
-        """[slots] int64 each: positions from here on have no KV; tokens of chunks at positions from here on are output;
-        0 to K, draft tokens that are accepted in a step at most."""
-        self.history_from, self.written_from = self._starts.unbind()
-        """[slots] int64 each: positions before it have no keys and values in a draft that attached late; a head's
-        prefill writes nothing before it, which the prefix cache has or attention masks."""
-        self.max_draft_tokens.fill_(self._num_draft_tokens)
+        self.limits = columns[_LIMIT]
+        """[slots] int64: positions from here on have no KV."""
+        self.prompt_tokens = columns[_PROMPT_TOKENS]
+        """[slots] int64: tokens of chunks at positions from here on are output."""
+        self.max_draft_tokens = columns[_MAX_DRAFT_TOKENS].fill_(self._num_draft_tokens)
+        """[slots] int64, 0 to K: draft tokens that are accepted in a step at most."""
+        self.history_from = columns[_HISTORY_FROM]
+        """[slots] int64: positions before it have no keys and values in a draft that attached late."""
+        self.written_from = columns[_WRITTEN_FROM]
+        """[slots] int64: a head's prefill writes nothing before it, which the prefix cache has or attention masks."""
         self.have_cache_salt = torch.zeros(slots, dtype=torch.bool, device=device)
         """[slots] bool: nothing of the slot's request serves another one, nor anything of another one it."""
         self.sampling = SamplingRows.greedy(slots, device=device)
@@ -101,41 +107,26 @@ class SlotTable:
 
     def changes(self, updates: Sequence[SlotUpdate], staging: Staging) -> SlotChanges:
         """Stages updates for `take_over`. Call in the order of commands: the result depends on earlier updates."""
-        places: list[int] = []
+        words: dict[int, int] = {}
         for update in updates:
             first = update.slot * self._max_pages + update.first_page_index
-            places += range(first, first + len(update.pages))
+            words.update(enumerate(update.pages, first))
+            words.update(self._columns_of(update))
         params = {update.slot: update.sampling for update in updates if update.sampling is not None}
-        history_from = {update.slot: update.history_from for update in updates if update.sampling is not None}
-        cached_tokens = {update.slot: update.cached_tokens for update in updates if update.sampling is not None}
-        written_from = {slot: max(start, cached_tokens[slot]) for slot, start in history_from.items()}
+        late = {update.slot for update in updates if update.sampling is not None and update.history_from}
         salts = {update.slot: update.has_cache_salt for update in updates if update.sampling is not None}
+        emptied = [update.slot for update in updates if update.first_page_index == 0]
         rows = list(params.values())
         has_adjustments = not self._adjusted.isdisjoint(params) or any(row.adjusts_logits for row in rows)
-        bounds = [min(update.limit_tokens, self._longest) for update in updates]
-        bounds += [self._end_of_prompt(update.prompt_tokens) for update in updates]
-        bounds += [self._clamped(update.max_draft_tokens) for update in updates]
-        parts = (
-            [update.slot for update in updates],
-            bounds,
-            [update.slot for update in updates if update.first_page_index == 0],
-            places,
-            [page for update in updates for page in update.pages],
-            list(params),
-            [*history_from.values(), *written_from.values()],
-        )
-        staged = torch.split(put_integers(staging, [*chain.from_iterable(parts)]), [len(part) for part in parts])
-        slots, staged_bounds, emptied, staged_places, pages, taken, starts = staged
+        num_words, num_emptied = len(words), len(emptied)
+        staged = staging.put_integers([*words, *words.values(), *emptied, *params])
         return SlotChanges(
-            slots=slots,
-            bounds=staged_bounds.view(3, len(updates)),
-            emptied=emptied,
-            places=staged_places,
-            pages=pages,
+            places=staged[:num_words],
+            words=staged[num_words : 2 * num_words],
+            emptied=staged[2 * num_words : 2 * num_words + num_emptied] if emptied else None,
             params=params,
-            late={slot for slot, position in history_from.items() if position},
-            taken=taken,
-            starts=starts.view(2, len(params)),
+            late=late,
+            taken=staged[2 * num_words + num_emptied :] if params else None,
             have_cache_salt=staging.put(torch.tensor(list(salts.values()))) if params else None,
             sampling=SamplingRows.of(rows).map(staging.put) if params else None,
             adjustments=AdjustmentRows.of(rows).map(staging.put) if has_adjustments else None,
@@ -143,15 +134,13 @@ class SlotTable:
 
     def take_over(self, changes: SlotChanges) -> None:
         """Stream work: writes staged changes."""
-        if len(changes.emptied):
+        if changes.emptied is not None:
             self.page_table.index_fill_(0, changes.emptied, 0)
-        self.page_table.view(-1).index_copy_(0, changes.places, changes.pages)
-        self._bounds.index_copy_(1, changes.slots, changes.bounds)
-        if changes.sampling is None:
+        self._words.index_copy_(0, changes.places, changes.words)
+        if changes.taken is None or changes.sampling is None:
             return
         assert changes.have_cache_salt is not None, "it comes with what is taken"
         self.sampling.put(changes.taken, changes.sampling)
-        self._starts.index_copy_(1, changes.taken, changes.starts)
         self.have_cache_salt.index_copy_(0, changes.taken, changes.have_cache_salt)
         self._late = self._late.difference(changes.params) | changes.late
         self.has_late_history = bool(self._late)
@@ -164,6 +153,19 @@ class SlotTable:
         self._adjusted = {slot for slot, params in self._params.items() if params.adjusts_logits}
         self.adjusts_logits = bool(self._adjusted)
         self.has_penalties = any(self._params[slot].has_penalty for slot in self._adjusted)
+
+    def _columns_of(self, update: SlotUpdate) -> Iterator[tuple[int, int]]:
+        """Yields the place of each word of a slot that an update changes, but for its pages, and the word."""
+        words = {
+            _LIMIT: min(update.limit_tokens, self._longest),
+            _PROMPT_TOKENS: self._end_of_prompt(update.prompt_tokens),
+            _MAX_DRAFT_TOKENS: self._clamped(update.max_draft_tokens),
+        }
+        if update.sampling is not None:
+            words[_HISTORY_FROM] = update.history_from
+            words[_WRITTEN_FROM] = max(update.history_from, update.cached_tokens)
+        for column, word in words.items():
+            yield self._first_column + column * self._num_slots + update.slot, word
 
     def _clamped(self, max_draft_tokens: int | None) -> int:
         return self._num_draft_tokens if max_draft_tokens is None else min(self._num_draft_tokens, max_draft_tokens)
@@ -208,26 +210,20 @@ def _check(field: str, value: int, low: int, high: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotChanges:
-    """Changes of U slots before a step: made on the host, staged. All tensors are on the device."""
+    """Changes of slots before a step: made on the host, staged. All tensors are on the device."""
 
-    slots: torch.Tensor
-    """[U] int64."""
-    bounds: torch.Tensor
-    """[3, U] int64: limits, prompt tokens, draft tokens at most."""
-    emptied: torch.Tensor
-    """[E] int64: slots whose page lists begin anew."""
     places: torch.Tensor
-    """[P] int64: where in the page table, row after row, `pages` go."""
-    pages: torch.Tensor
-    """[P] int64."""
+    """[W] int64: where the table's `words` change, pages and columns."""
+    words: torch.Tensor
+    """[W] int64: what they are then."""
+    emptied: torch.Tensor | None
+    """[E] int64: slots whose page lists begin anew; None where E is 0."""
     params: dict[int, SamplingParams]
     """By slot, on the host: the sampling of the requests that take over slots, T of them."""
     late: set[int]
     """Their slots that have a `history_from` above 0."""
-    taken: torch.Tensor
-    """[T] int64: their slots."""
-    starts: torch.Tensor
-    """[2, T] int64: `history_from` and `written_from`."""
+    taken: torch.Tensor | None
+    """[T] int64: their slots; None where T is 0."""
     have_cache_salt: torch.Tensor | None
     """[T] bool; None where T is 0."""
     sampling: SamplingRows | None

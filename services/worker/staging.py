@@ -38,13 +38,11 @@ class Staging(Protocol):
     def put(self, values: torch.Tensor) -> torch.Tensor:
         """Stages values (on the host, contiguous); returns their place in the step's work, good for that step only."""
 
+    def put_integers(self, values: Sequence[int]) -> torch.Tensor:
+        """The same as int64."""
+
     def flush(self) -> None:
         """Stream work: brings the staged values to the device."""
-
-
-def put_integers(staging: Staging, values: Sequence[int]) -> torch.Tensor:
-    """Stages them as int64."""
-    return staging.put(torch.tensor(values, dtype=torch.int64))
 
 
 class HostStaging:
@@ -55,6 +53,9 @@ class HostStaging:
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
         return values
+
+    def put_integers(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64)
 
     def flush(self) -> None:
         """Does nothing: the values are there."""
@@ -90,6 +91,8 @@ class PinnedStaging:
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
         # Views made once, so that a step only writes.
         self._bytes = [buffer.numpy() for buffer in self._host]
+        self._words = [buffer.view(torch.int64).numpy() for buffer in self._host]
+        self._device_words = self._device.view(torch.int64)
         self._heads = [buffer[: (1 + num_slots) * 8].view(torch.int64).numpy() for buffer in self._host]
         self._copied = _events(device, depth)
         self._spilled: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -124,6 +127,16 @@ class PinnedStaging:
         self._bytes[self._turn][self._used : end] = values.view(-1).view(torch.uint8).numpy()
         self._used = _aligned(end)
         return place
+
+    def put_integers(self, values: Sequence[int]) -> torch.Tensor:
+        """See `Staging.put_integers`. Hardly uses PyTorch: between two steps the host's caches forget its code."""
+        begin = self._used // 8
+        end = begin + len(values)
+        if end > len(self._device_words):
+            return self._spill(torch.tensor(values, dtype=torch.int64))
+        self._words[self._turn][begin:end] = values
+        self._used = _aligned(8 * end)
+        return self._device_words[begin:end]
 
     def flush(self) -> None:
         self._fetch(self._device[: self._used], self._host[self._turn][: self._used])
@@ -178,8 +191,8 @@ class FlatChunks:
         rows = torch.repeat_interleave(counts)
         positions = torch.arange(len(rows)) + (starts - begins[:-1])[rows]
         return cls(
-            slots=put_integers(staging, [chunk.slot for chunk in chunks]),
-            tokens=put_integers(staging, [token for chunk in chunks for token in chunk.tokens]),
+            slots=staging.put_integers([chunk.slot for chunk in chunks]),
+            tokens=staging.put_integers([token for chunk in chunks for token in chunk.tokens]),
             positions=staging.put(positions),
             ragged=RaggedRows(lengths, staging.put(rows), staging.put(begins)),
         )

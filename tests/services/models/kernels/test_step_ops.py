@@ -26,7 +26,7 @@ from slipstream.services.models.sampler import SamplingRows, SimulatedAcceptance
 from slipstream.services.worker import fused_future_map
 from slipstream.services.worker.fused_future_map import HIDDEN_BLOCK, FusedFutureMap, FusedRegion
 from slipstream.services.worker.future_map import CapturedStep, FutureMap, Region, StampPlace, VerifyResult
-from slipstream.services.worker.staging import PinnedStaging, put_integers
+from slipstream.services.worker.staging import PinnedStaging
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +76,7 @@ def test_steps_with_and_without_a_graph_share_a_kernel(kernel: Any) -> None:
     device = torch.device("cpu")
     staging = PinnedStaging(num_slots=SLOTS, num_bytes=64, depth=2, device=device, fetch=torch.Tensor.copy_)
     staging.begin(0, (1, 2))
-    of_graph, staged = staging.slots[:2], put_integers(staging, (1, 2))
+    of_graph, staged = staging.slots[:2], staging.put_integers((1, 2))
     assert of_graph.data_ptr() % 16 != staged.data_ptr() % 16
     options = getattr(kernel, "kwargs", None) or vars(kernel)
     assert "rows" in (options["do_not_specialize_on_alignment"] or ())
