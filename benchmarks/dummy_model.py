@@ -184,7 +184,7 @@ class DummyVerify:
             if region is None:
                 graphed.stamp_end()
             else:
-                region.stash(command.step, command.slots, captured.rows, captured.result.value, graphed.end)
+                region.stash(command.step, command.slots, captured.rows, captured.result.value, graphed.step.end)
 
         return _phases(publish, stash, is_stamped=True)
 

@@ -293,7 +293,7 @@ class Batch:
         return self._num_covered > 0
 
     def grow_ahead(self) -> None:
-        """Gives pages for the next step, if it needs some and enough are free. Called when no worker waits for it."""
+        """Gives the pages of the next step while no worker waits, if enough are free and the same ones decode in it."""
         if self._decoding is not None and self._num_covered <= 0:
             rows = self._decoding.members.rows
             lengths = self.accounts.lengths.most(rows)

@@ -134,7 +134,7 @@ class VerifyGraphs:
             if region is None:
                 graphed.stamp_end()
             else:
-                region.stash(command.step, command.slots, rows[: len(result.seq_lens)], result, graphed.end)
+                region.stash(command.step, command.slots, rows[: len(result.seq_lens)], result, graphed.step.end)
 
         return [
             Phase(publish, FenceName.VERIFY_PUBLISH, is_stamped=True),

@@ -344,8 +344,6 @@ def make_state(
         step=CapturedStep(staging.ring_row, start, end),
         stamp_start=partial(device.stamp_row, stream, start.column, start.ring_row),
         stamp_end=partial(device.stamp_row, stream, end.column, end.ring_row),
-        start=start,
-        end=end,
     )
     return replace(state, staging=staging, graphs=graphed)
 

@@ -69,6 +69,7 @@ class FusedRegion(Region):
             HAS_STAMP=_has_stamp(end),
             num_warps=4 if width else 1,
         )
+        _stamp_on_host(end)
 
     def gather(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> NextStepState:
         if not isinstance(step, CapturedStep):
@@ -105,6 +106,7 @@ class FusedRegion(Region):
             num_warps=1,
             **overlapping(rows.device),
         )
+        _stamp_on_host(step.end)
 
 
 class FusedFutureMap(FutureMap):
@@ -181,6 +183,7 @@ def gather(
     width = buffers[3].shape[1]
     seq_lens, bonus_tokens, num_new = torch.empty((3, len(rows)), dtype=torch.int64, device=rows.device)
     last = torch.empty((len(rows), width), dtype=torch.int64, device=rows.device)
+    _stamp_on_host(start)
     gather_kernel[(len(rows),)](
         *buffers,
         *_stamped(start, rows),
@@ -202,13 +205,14 @@ def gather(
 
 def _stamped(place: StampPlace | None, unread: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Arguments of a kernel that stamps. `unread` stands for what is not read without a stamp."""
-    if place is None:
-        return unread, unread, 0
-    if not unread.is_cuda:
-        # Triton's interpreter has no clock.
-        place.stamp()
-    return place.column, place.ring_row, place.column.stride(0)
+    return (unread, unread, 0) if place is None else (place.column, place.ring_row, place.column.stride(0))
 
 
 def _has_stamp(place: StampPlace | None) -> bool:
     return place is not None and place.column.is_cuda
+
+
+def _stamp_on_host(place: StampPlace | None) -> None:
+    """For Triton's interpreter, which has no clock."""
+    if place is not None and not place.column.is_cuda:
+        place.stamp()

@@ -68,7 +68,7 @@ class CapturedStep:
     start: StampPlace | None = None
     """Where what reads a slot's state first stamps that the worker's own work begins."""
     end: StampPlace | None = None
-    """Where what a draft writes last stamps that it ends."""
+    """Where what a worker writes last stamps that it ends: a draft's tokens, or a stash that is given the place."""
     accesses: list[CapturedAccess] = field(default_factory=list)
     """Accesses since the list was last emptied, for the log of a replay."""
 

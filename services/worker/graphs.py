@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from slipstream.common.worker.step import StepCommand
-    from slipstream.services.worker.future_map import CapturedAccess, CapturedStep, SharedBuffers, StampPlace
+    from slipstream.services.worker.future_map import CapturedAccess, CapturedStep, SharedBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -116,9 +116,6 @@ class GraphedStep:
     """Stream work: the worker's own work of the step begins. Captured work stamps by itself, see `CapturedStep`."""
     stamp_end: Callable[[], None]
     """Stream work: it ends."""
-    start: StampPlace
-    """Where both stamps go."""
-    end: StampPlace
 
     def capture_part(self, work: Callable[[], None]) -> GraphedPart:
         """Stream work: captures a part of a step, which does it once.
@@ -126,7 +123,7 @@ class GraphedStep:
         Sequences may be running. So it is done for the padding slot alone, and leaves the stamps as they are: the
         inputs are still those of the last step, and its results may not have been read.
         """
-        columns = (self.start.column, self.end.column)
+        columns = [place.column for place in (self.step.start, self.step.end) if place is not None]
         stamps = [column.clone() for column in columns]
         self.slots.fill_(PADDING_SLOT)
         self.step.take_accesses()

@@ -112,9 +112,8 @@ class SlotTable:
             first = update.slot * self._max_pages + update.first_page_index
             words.update(enumerate(update.pages, first))
             words.update(self._columns_of(update))
-        params = {update.slot: update.sampling for update in updates if update.sampling is not None}
-        late = {update.slot for update in updates if update.sampling is not None and update.history_from}
-        salts = {update.slot: update.has_cache_salt for update in updates if update.sampling is not None}
+        last = {update.slot: update for update in updates if update.sampling is not None}
+        params = {slot: update.sampling for slot, update in last.items() if update.sampling is not None}
         emptied = [update.slot for update in updates if update.first_page_index == 0]
         rows = list(params.values())
         has_adjustments = not self._adjusted.isdisjoint(params) or any(row.adjusts_logits for row in rows)
@@ -125,9 +124,11 @@ class SlotTable:
             words=staged[num_words : 2 * num_words],
             emptied=staged[2 * num_words : 2 * num_words + num_emptied] if emptied else None,
             params=params,
-            late=late,
+            late={slot for slot, update in last.items() if update.history_from},
             taken=staged[2 * num_words + num_emptied :] if params else None,
-            have_cache_salt=staging.put(torch.tensor(list(salts.values()))) if params else None,
+            have_cache_salt=staging.put(torch.tensor([update.has_cache_salt for update in last.values()]))
+            if last
+            else None,
             sampling=SamplingRows.of(rows).map(staging.put) if params else None,
             adjustments=AdjustmentRows.of(rows).map(staging.put) if has_adjustments else None,
         )

@@ -1,7 +1,7 @@
 """Brings the contents of a command to the device: packed into pinned memory, fetched at once, without waiting.
 
-A step puts each piece of its command (slots, pages, limits, sampling, prompts) as a host tensor, for which it gets a
-device tensor, and flushes: one kernel on the worker's stream fetches it all. On the device there is one buffer, used
+A step puts each piece of its command (pages, limits, sampling, prompts) as a host tensor or integers, for which it gets
+a device tensor, and flushes: one kernel on the worker's stream fetches it all. On the device there is one buffer, used
 again in stream order; on the host a ring of buffers, each used again when its contents are fetched.
 
 Chunks of prompts are staged one behind the other, for one forward.
@@ -30,7 +30,7 @@ _ALIGNMENT_BYTES = 16
 
 
 class Staging(Protocol):
-    """Belongs to the thread that enqueues. Call `begin`, then `put` many times, then `flush` as stream work."""
+    """Belongs to the thread that enqueues. Call `begin`, then `put…` many times, then `flush` as stream work."""
 
     def begin(self, ring_row: int, slots: Sequence[int]) -> None:
         """Begins a step: its row of the ring, and its slots."""
@@ -39,7 +39,7 @@ class Staging(Protocol):
         """Stages values (on the host, contiguous); returns their place in the step's work, good for that step only."""
 
     def put_integers(self, values: Sequence[int]) -> torch.Tensor:
-        """The same as int64."""
+        """As `put`, of integers as int64."""
 
     def flush(self) -> None:
         """Stream work: brings the staged values to the device."""

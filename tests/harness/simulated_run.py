@@ -218,6 +218,7 @@ class Run:
             assert {update.slot for update in step.updates} <= running, "nothing is told of requests that are over"
             self.in_flight.append((step, self.device.run(step)))
         self.take()
+        self.batch.grow_ahead()
         if len(self.in_flight) > (0 if step is None else self.batch.sizes.run_ahead):
             step, result = self.in_flight.popleft()
             self.apply(step, result)

@@ -202,8 +202,9 @@ def stash_kernel(
     BLOCK_H: tl.constexpr,
     HAS_STAMP: tl.constexpr,
 ) -> None:
-    """Writes what the draft's next forward reads of one slot; the last program stamps.
+    """Writes what the draft's next forward reads of one slot.
 
+    The last program stamps when it has done its part; others may take a little longer.
     Grid: (B, 1 + width * blocks of a state).
     """
     b = tl.program_id(0).to(tl.int64)

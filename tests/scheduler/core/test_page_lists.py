@@ -184,35 +184,40 @@ def test_a_preempted_sequence_goes_on_behind_the_pages_that_it_had() -> None:
 
 def test_a_step_finds_its_pages_where_they_were_got_behind_the_one_before() -> None:
     """While there are enough: then what the workers wait for takes no time for it."""
-    run, calls = make_run(replace(SIZES, num_pages=500), accepted=1), list[bool]()
+    run, calls, is_deciding = make_run(replace(SIZES, num_pages=500), accepted=1), list[bool](), False
     job = make_job("job", (1,), 900)
     run.jobs.add(job)
-    page_lists = run.batch._page_lists
-    grow_together, is_behind = page_lists.grow_together, False
+    grow_together, next_step = run.batch._page_lists.grow_together, run.batch.next_step
 
-    def counted(*arguments: object) -> object:
-        calls.append(is_behind)
+    def growing(*arguments: object) -> bool:
+        calls.append(is_deciding)
         return grow_together(*arguments)  # type: ignore[arg-type]
 
-    page_lists.grow_together = counted  # type: ignore[method-assign, assignment]
-    while job not in run.jobs.ends:
-        is_behind = False
-        run.turn()
-        is_behind = True
-        run.batch.grow_ahead()
-    assert len(calls) > 5
-    assert all(calls)
+    def deciding(num_draft_tokens: int) -> object:
+        nonlocal is_deciding
+        is_deciding = True
+        step = next_step(num_draft_tokens)
+        is_deciding = False
+        return step
+
+    run.batch._page_lists.grow_together = growing  # type: ignore[method-assign]
+    run.batch.next_step = deciding  # type: ignore[method-assign, assignment]
     finish(run, job)
+    assert len(calls) > 5
+    assert not any(calls)
 
 
 def test_nothing_is_preempted_ahead_of_the_step_that_needs_pages() -> None:
     run = make_run()
     jobs = [make_job(str(number), (number,) * 30, 50) for number in range(2)]
     run.jobs.add(*jobs)
-    while len(run.jobs.ends) < 2:
-        run.turn()
+    grow_ahead = run.batch.grow_ahead
+
+    def growing() -> None:
         before = run.batch.counts.preemptions, run.batch.num_running
-        run.batch.grow_ahead()
+        grow_ahead()
         assert (run.batch.counts.preemptions, run.batch.num_running) == before
-    assert run.batch.counts.preemptions
+
+    run.batch.grow_ahead = growing  # type: ignore[method-assign]
     finish(run, *jobs)
+    assert run.batch.counts.preemptions

@@ -73,7 +73,9 @@ def test_of_two_requests_that_take_a_slot_in_one_command_the_last_one_counts() -
     table = _table()
     first = SlotUpdate(slot=1, generation=1, pages=(1,), limit_tokens=9, sampling=SamplingParams(), cached_tokens=8)
     apply(table, (first, replace(first, generation=2, history_from=3, cached_tokens=2)))
-    assert (int(table.history_from[1]), int(table.written_from[1])) == (3, 3)
+    assert (int(table.history_from[1]), int(table.written_from[1]), table.has_late_history) == (3, 3, True)
+    apply(table, (replace(first, generation=3, history_from=3), replace(first, generation=4)))
+    assert (int(table.history_from[1]), int(table.written_from[1]), table.has_late_history) == (0, 8, False)
 
 
 def test_a_salt_is_that_of_the_request_in_the_slot() -> None:

@@ -37,7 +37,12 @@ def test_staged_tensors_arrive(steps: list[list[tuple[torch.dtype, list[int]]]],
     for number, shapes in enumerate(steps):
         staging.begin(number, [number])
         sent = [torch.randint(0, 2, shape, generator=generator).to(dtype) for dtype, shape in shapes]
-        arrived = [staging.put(values) for values in sent]
+        arrived = [
+            staging.put_integers(values.tolist())
+            if values.dtype == torch.int64 and values.dim() == 1
+            else staging.put(values)
+            for values in sent
+        ]
         staging.flush()
         for expected, values in zip(sent, arrived, strict=True):
             assert values.dtype == expected.dtype
@@ -65,6 +70,15 @@ def test_a_piece_that_does_not_fit_has_a_place_of_its_own() -> None:
     assert large.untyped_storage().data_ptr() != staging.slots.untyped_storage().data_ptr()
     assert small.untyped_storage().data_ptr() == staging.slots.untyped_storage().data_ptr()
     assert large.tolist() == list(range(100))
+
+
+def test_integers_that_do_not_fit_can_be_taken_apart_before_they_arrive() -> None:
+    staging = pinned(64)
+    staging.begin(0, ())
+    values = staging.put_integers(range(100))
+    first, rest = values[:3], values[3:]
+    staging.flush()
+    assert (first.tolist(), rest.tolist()) == ([0, 1, 2], list(range(3, 100)))
 
 
 def test_slots_are_followed_by_padding() -> None:
