@@ -224,8 +224,8 @@ def _reading(
     seq_lens, _ = state.future_map.ends(step, rows, state.slots.limits)
     if draft_tokens is None:
         return lambda: _first_tokens(seq_lens + 1)
-    most = state.slots.max_draft_tokens
-    return lambda: _verified(seq_lens, draft_tokens, most.index_select(0, rows))
+    most = state.slots.max_draft_tokens.index_select(0, rows)
+    return lambda: _verified(seq_lens, draft_tokens, most)
 
 
 def _stash(command: StepCommand, region: Region | None, rows: torch.Tensor, result: Latest[VerifyResult]) -> None:

@@ -93,13 +93,13 @@ class PinnedStaging:
         self._bytes = [buffer.numpy() for buffer in self._host]
         self._words = [buffer.view(torch.int64).numpy() for buffer in self._host]
         self._device_words = self._device.view(torch.int64)
-        self._heads = [buffer[: (1 + num_slots) * 8].view(torch.int64).numpy() for buffer in self._host]
+        self._heads = [words[: 1 + num_slots] for words in self._words]
         self._copied = _events(device, depth)
         self._spilled: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._first_free = fixed
         self._used = fixed
         self._turn = 0
-        head = self._device[: (1 + num_slots) * 8].view(torch.int64)
+        head = self._device_words[: 1 + num_slots]
         self.ring_row = head[:1]
         """[1] int64 on the device: the step's row of the FutureMap's ring."""
         self.slots = head[1:]

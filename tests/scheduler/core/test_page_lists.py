@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -182,16 +182,16 @@ def test_a_preempted_sequence_goes_on_behind_the_pages_that_it_had() -> None:
     finish(run, first, second)
 
 
-def test_a_step_finds_its_pages_where_they_were_got_behind_the_one_before() -> None:
+def test_a_step_finds_its_pages_where_they_were_got_behind_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """While there are enough: then what the workers wait for takes no time for it."""
     run, calls, is_deciding = make_run(replace(SIZES, num_pages=500), accepted=1), list[bool](), False
     job = make_job("job", (1,), 900)
     run.jobs.add(job)
     grow_together, next_step = run.batch._page_lists.grow_together, run.batch.next_step
 
-    def growing(*arguments: object) -> bool:
+    def growing(*arguments: Any) -> bool:
         calls.append(is_deciding)
-        return grow_together(*arguments)  # type: ignore[arg-type]
+        return grow_together(*arguments)
 
     def deciding(num_draft_tokens: int) -> object:
         nonlocal is_deciding
@@ -200,14 +200,14 @@ def test_a_step_finds_its_pages_where_they_were_got_behind_the_one_before() -> N
         is_deciding = False
         return step
 
-    run.batch._page_lists.grow_together = growing  # type: ignore[method-assign]
-    run.batch.next_step = deciding  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(run.batch._page_lists, "grow_together", growing)
+    monkeypatch.setattr(run.batch, "next_step", deciding)
     finish(run, job)
     assert len(calls) > 5
     assert not any(calls)
 
 
-def test_nothing_is_preempted_ahead_of_the_step_that_needs_pages() -> None:
+def test_nothing_is_preempted_ahead_of_the_step_that_needs_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run()
     jobs = [make_job(str(number), (number,) * 30, 50) for number in range(2)]
     run.jobs.add(*jobs)
@@ -218,6 +218,6 @@ def test_nothing_is_preempted_ahead_of_the_step_that_needs_pages() -> None:
         grow_ahead()
         assert (run.batch.counts.preemptions, run.batch.num_running) == before
 
-    run.batch.grow_ahead = growing  # type: ignore[method-assign]
+    monkeypatch.setattr(run.batch, "grow_ahead", growing)
     finish(run, *jobs)
     assert run.batch.counts.preemptions
