@@ -18,8 +18,8 @@ from slipstream.common.device.cuda.poll_backoff import sleep_precisely
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.models.sampler import accept
 from slipstream.services.worker.engine import Phase
-from slipstream.services.worker.future_map import VerifyResult
 from slipstream.services.worker.graphs import Latest, at_once, batch_buckets, capture_buckets
+from slipstream.services.worker.verify_result import VerifyResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.common.worker.step import StepCommand
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.future_map import Region, StepNumber
     from slipstream.services.worker.graphs import Buckets, GraphedPart, GraphedStep
+    from slipstream.services.worker.region import Region
+    from slipstream.services.worker.shared_buffers import StepNumber
 
 T = TypeVar("T")
 
@@ -111,7 +112,7 @@ def _describe(description: WorkerDescription) -> WorkerDescription:
 
 
 class DummyVerify:
-    """Implements `RoleEngine` for verify. A graph is the kernel, with what it reads, and publish."""
+    """Implements `RoleEngine` for verify. A graph is a whole decode step."""
 
     def __init__(self, description: WorkerDescription, length_ms: float, device: Device | None = None) -> None:
         """`device`: None is the CPU."""
@@ -119,8 +120,6 @@ class DummyVerify:
         self._kernel = make_kernel(length_ms, device)
         self._graphs: dict[int, Buckets[_Captured]] = {}
         """By the number of draft tokens; 0 for plain steps."""
-        self._draft_tokens: dict[int, torch.Tensor] = {}
-        """[num_slots, K] int64 by K: the copy of a step's draft tokens."""
 
     def open(self, state: EpochState) -> None:
         expected = state.attachment.expected_draft
@@ -132,7 +131,7 @@ class DummyVerify:
         return iter(())
 
     def close(self) -> None:
-        self._graphs, self._draft_tokens = {}, {}
+        self._graphs = {}
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         region = state.region_of(command)
@@ -171,48 +170,42 @@ class DummyVerify:
     ) -> list[Phase]:
         captured = self._graphs[num_draft_tokens].get(len(command.slots))
         assert captured is not None, "graphs of dummy kernels take next to no memory"
-        graphed = state.graphs
-        assert graphed is not None, "they were captured"
 
-        def publish() -> None:
+        def replay() -> None:
             if region is not None and num_draft_tokens:
-                target = self._draft_tokens[num_draft_tokens][: len(captured.rows)]
-                state.future_map.copy_in(command.step, region, command.slots, captured.rows, target)
+                state.future_map.log_copy_in(command.step, region, command.slots)
             captured.part.replay(state.future_map, command)
+            if region is not None:
+                region.log_stash(command.step, command.slots, captured.result.value)
 
-        def stash() -> None:
-            if region is None:
-                graphed.stamp_end()
-            else:
-                region.stash(command.step, command.slots, captured.rows, captured.result.value, graphed.step.end)
-
-        return _phases(publish, stash, is_stamped=True)
+        return _phases(replay, lambda: None, is_stamped=True)
 
     def _capture(self, state: EpochState, num_draft_tokens: int) -> None:
         if state.graphs is None or num_draft_tokens in self._graphs:
             return
         num_slots = state.attachment.shape.num_slots
-        self._draft_tokens[num_draft_tokens] = state.graphs.slots.new_zeros(num_slots, num_draft_tokens)
         make = partial(self._make, state, state.graphs, num_draft_tokens)
         what = f"dummy kernels, {num_draft_tokens} draft tokens"
         self._graphs[num_draft_tokens] = at_once(capture_buckets(what, batch_buckets(num_slots - 1), make))
 
     def _make(self, state: EpochState, graphed: GraphedStep, num_draft_tokens: int, size: int) -> _Captured:
         rows, result = graphed.slots[:size], Latest[VerifyResult]()
-        draft_tokens = self._draft_tokens[num_draft_tokens][:size] if num_draft_tokens else None
 
         def work() -> None:
+            draft_tokens = None
+            if num_draft_tokens:
+                draft_tokens = state.future_map.copy_in_captured(graphed.step, rows, num_draft_tokens)
             result.value = self._kernel.run(lambda: _reading(state, graphed.step, rows, draft_tokens)())
             state.future_map.publish(graphed.step, rows, result.value)
+            state.future_map.stash_captured(graphed.step, rows, result.value)
 
-        return _Captured(rows, graphed.capture_part(work), result)
+        return _Captured(graphed.capture_part(work), result)
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     """A graph for batches up to one size."""
 
-    rows: torch.Tensor
     part: GraphedPart
     result: Latest[VerifyResult]
 

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.common.worker.step import StepCommand
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.future_map import NextStepState, Region, StepNumber
     from slipstream.services.worker.graphs import Buckets, GraphedPart, GraphedStep
+    from slipstream.services.worker.region import NextStepState, Region
+    from slipstream.services.worker.shared_buffers import StepNumber
     from slipstream.services.worker.slots import SamplingMode
 
 

@@ -9,11 +9,10 @@ import torch.nn.functional as F
 
 from slipstream.services.models.decoder import Decoder, Linear, RMSNorm
 from slipstream.services.models.heads import DraftHead, Eagle3Config, Eagle3Head, EagleConfig, EagleHead, HeadModule
-from slipstream.services.models.kernels.block_ops import add_rms_norm, rms_norm, swiglu
+from slipstream.services.models.kernels.block_ops import add_rms_norm, embed_and_norm, rms_norm, swiglu
 from slipstream.services.models.kernels.paged_attention import JoinedAttention, PagedAttention, paged_attention
 from slipstream.services.models.kernels.products import Scaled, add_product, has_few_rows, linear, product
 from slipstream.services.models.kernels.rotation import rotation_of
-from slipstream.services.models.kernels.step_ops import embed_and_norm
 
 if TYPE_CHECKING:
     from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from slipstream.common.api.sequence import SamplingParams
-from slipstream.services.worker.future_map import Logprobs
+from slipstream.services.worker.verify_result import Logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

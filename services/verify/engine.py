@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from slipstream.common.worker.contract import StepTokens, WorkerDescription
     from slipstream.common.worker.step import PrefillChunk, StepCommand
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.future_map import Region, VerifyResult
     from slipstream.services.worker.language_model import LanguageModel
+    from slipstream.services.worker.region import Region
+    from slipstream.services.worker.verify_result import VerifyResult
 
 logger = logging.getLogger(__name__)
 

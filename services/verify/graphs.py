@@ -1,8 +1,8 @@
-"""Verify's decode steps as graphs: the forward, then sampling with publish.
+"""Verify's decode steps as graphs: copying in with the forward, then sampling with publish and stash.
 
 Two graphs a step, so that a step whose requests ask for more than the graphs were captured for still has its forward
-from one. They touch what is private to verify, and the results: what a draft gives and is given is copied outside of
-them, so that drafts come and go without a capture, unless one reads other layers or drafts another number of tokens.
+from one. They find the draft's region by words that come with each step (`Place`), so that drafts come and go without
+a capture, unless one reads other layers or drafts another number of tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.verify.target import TargetForward, merged
 from slipstream.services.worker.engine import Phase
-from slipstream.services.worker.future_map import StampPlace, VerifyResult
 from slipstream.services.worker.graphs import GRAPHED_MODES, GraphedPart, Latest, batch_buckets, capture_buckets
+from slipstream.services.worker.verify_result import VerifyResult
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from slipstream.common.worker.step import StepCommand
     from slipstream.services.verify.target import Target
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.future_map import Region
     from slipstream.services.worker.graphs import Buckets, GraphedStep
+    from slipstream.services.worker.region import Region
     from slipstream.services.worker.slots import SamplingMode
 
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class _Ending:
     """The graph of a step behind its forward."""
 
-    publish: GraphedPart
+    part: GraphedPart
     result: Latest[VerifyResult]
     """In the same memory at each replay."""
 
@@ -71,8 +71,6 @@ class VerifyGraphs:
         """By the number of draft tokens, 0 for plain steps, and the layers whose inputs a draft reads."""
         self._plain_layers: tuple[int, ...] = ()
         """The layers of plain steps that no draft reads from: as they were captured first."""
-        self._draft_tokens: dict[int, torch.Tensor] = {}
-        """[num_slots, K] int64 by K: the copy of a step's draft tokens."""
 
     def capture(self, draft: DraftSizes | None, layers: tuple[int, ...]) -> Generator[None, None, None]:
         """Stream work: makes the graphs of steps with such a draft, as far as they are not there.
@@ -84,10 +82,7 @@ class VerifyGraphs:
             self._plain_layers = layers
             self._warm_up_for_drafts()
         if draft is not None:
-            num_tokens = draft.num_draft_tokens
-            shape = (self._num_slots, num_tokens)
-            self._draft_tokens.setdefault(num_tokens, self._graphed.slots.new_zeros(shape))
-            yield from self._capture(num_tokens, layers)
+            yield from self._capture(draft.num_draft_tokens, layers)
         yield from self._capture(0, layers or self._plain_layers)
 
     def private_region(self, draft: DraftSizes, chunk_tokens: int) -> Region:
@@ -98,31 +93,28 @@ class VerifyGraphs:
         return self._state.make_region(shape, draft, buffers, number=0, vocab_size=1, log=AccessLog())
 
     def phases(self, command: StepCommand, region: Region | None, layers: tuple[int, ...]) -> list[Phase]:
-        """A decode step, by graphs as far as there are any: the work up to publish, then the stash."""
+        """A decode step, by graphs as far as there are any: the work up to publish, then the stash.
+
+        The stash that is in a graph comes before publish is signalled.
+        """
         num_rows = len(command.slots)
-        has_draft = command.kind is StepKind.DECODE
-        num_draft_tokens = region.sizes.num_draft_tokens if region is not None and has_draft else 0
-        layers = layers if num_draft_tokens else layers or self._plain_layers
+        drafted = region if command.kind is StepKind.DECODE else None
+        num_draft_tokens = 0 if drafted is None else drafted.sizes.num_draft_tokens
+        layers = layers if drafted is not None else layers or self._plain_layers
         graphs = self._made[num_draft_tokens, layers].get(num_rows)
         target, future_map, graphed = self._target, self._state.future_map, self._graphed
         rows = graphed.slots[: self._eager_size or num_rows] if graphs is None else graphs.rows
         results: list[VerifyResult] = []
 
         def publish() -> None:
-            mode, draft_tokens = self._state.slots.sampling_mode(command.slots), None
-            if region is not None and num_draft_tokens:
-                draft_tokens = self._draft_tokens[num_draft_tokens][: len(rows)]
-                future_map.copy_in(command.step, region, command.slots, rows, draft_tokens)
-            if graphs is None:
-                graphed.stamp_start()
-                forward = target.forward(command.step, rows, draft_tokens, layers)
-            else:
-                graphs.forward.replay(future_map, command)
-                forward = graphs.result.value
-                if command.top_logprobs is None and mode in graphs.endings:
-                    graphs.endings[mode].publish.replay(future_map, command)
-                    results.append(graphs.endings[mode].result.value)
-                    return
+            forward = self._forward(command, drafted, graphs, rows, layers)
+            mode = self._state.slots.sampling_mode(command.slots)
+            if graphs is not None and command.top_logprobs is None and mode in graphs.endings:
+                ending = graphs.endings[mode]
+                ending.part.replay(future_map, command)
+                if region is not None:
+                    region.log_stash(command.step, command.slots, ending.result.value)
+                return
             # Rows beyond the command's slots are padding.
             result = merged(lambda values: values[0][:num_rows], target.sample(forward, mode, command.top_logprobs))
             results.append(result)
@@ -130,16 +122,34 @@ class VerifyGraphs:
             target.record_output(rows[:num_rows], result)
 
         def stash() -> None:
-            (result,) = results
-            if region is None:
+            for result in results:
+                if region is not None:
+                    region.stash(command.step, command.slots, rows[:num_rows], result)
                 graphed.stamp_end()
-            else:
-                region.stash(command.step, command.slots, rows[: len(result.seq_lens)], result, graphed.step.end)
 
         return [
             Phase(publish, FenceName.VERIFY_PUBLISH, is_stamped=True),
             Phase(stash, FenceName.VERIFY_STASH, is_stamped=True),
         ]
+
+    def _forward(
+        self,
+        command: StepCommand,
+        region: Region | None,
+        graphs: _Graphs | None,
+        rows: torch.Tensor,
+        layers: tuple[int, ...],
+    ) -> TargetForward:
+        """Copies in from `region`, if that drafts in this step, and runs the forward."""
+        future_map = self._state.future_map
+        if graphs is not None:
+            if region is not None:
+                future_map.log_copy_in(command.step, region, command.slots)
+            graphs.forward.replay(future_map, command)
+            return graphs.result.value
+        draft_tokens = None if region is None else future_map.copy_in(command.step, region, command.slots, rows)
+        self._graphed.stamp_start()
+        return self._target.forward(command.step, rows, draft_tokens, layers)
 
     def _capture(self, num_draft_tokens: int, layers: tuple[int, ...]) -> Generator[None, None, None]:
         key = (num_draft_tokens, layers)
@@ -149,11 +159,12 @@ class VerifyGraphs:
 
     def _make(self, num_draft_tokens: int, layers: tuple[int, ...], size: int) -> _Graphs:
         graphed, target = self._graphed, self._target
-        rows = graphed.slots[:size]
-        draft_tokens = self._draft_tokens[num_draft_tokens][:size] if num_draft_tokens else None
-        result = Latest[TargetForward]()
+        rows, future_map, result = graphed.slots[:size], self._state.future_map, Latest[TargetForward]()
 
         def forward() -> None:
+            draft_tokens = None
+            if num_draft_tokens:
+                draft_tokens = future_map.copy_in_captured(graphed.step, rows, num_draft_tokens)
             result.value = target.forward(graphed.step, rows, draft_tokens, layers)
 
         part = graphed.capture_part(forward)
@@ -165,6 +176,7 @@ class VerifyGraphs:
         def publish() -> None:
             result.value = self._target.sample(forward.value, mode)
             self._state.future_map.publish(self._graphed.step, rows, result.value)
+            self._state.future_map.stash_captured(self._graphed.step, rows, result.value)
 
         return _Ending(self._graphed.capture_part(publish), result)
 
@@ -178,7 +190,7 @@ class VerifyGraphs:
         """Does on memory of its own what steps with a draft do outside of graphs, so that it is compiled."""
         # Not the slots of the last step: its numbers would be indices here.
         rows, region = self._graphed.slots.new_zeros(1), self.private_region(draft, 1)
-        self._state.future_map.copy_in(0, region, (), rows, rows.new_zeros(1, draft.num_draft_tokens))
+        self._state.future_map.copy_in(0, region, (), rows)
         for num_tokens in (1, draft.num_draft_tokens + 1):
             result = VerifyResult(
                 seq_lens=rows,
@@ -186,5 +198,4 @@ class VerifyGraphs:
                 tokens=rows.new_zeros(1, num_tokens),
                 hidden_states=rows.new_zeros((1, num_tokens, draft.hidden_width), dtype=self._target.dtype),
             )
-            for end in (None, StampPlace(rows.new_zeros(1), rows)):
-                region.stash(0, (), rows, result, end)
+            region.stash(0, (), rows, result)

@@ -11,7 +11,7 @@ import torch
 from slipstream.common.worker.step import StepKind
 from slipstream.services.models.sampler import accept, logprobs_of, row_parts
 from slipstream.services.worker.forward_sizes import forward_size
-from slipstream.services.worker.future_map import Logprobs, VerifyResult
+from slipstream.services.worker.verify_result import Logprobs, VerifyResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from slipstream.services.models.decoder import DecoderOutput
     from slipstream.services.models.sampler import SimulatedAcceptance
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.future_map import Region, StepNumber
     from slipstream.services.worker.language_model import LanguageModel, SlotRows
+    from slipstream.services.worker.region import Region
+    from slipstream.services.worker.shared_buffers import StepNumber
     from slipstream.services.worker.slots import SamplingMode
     from slipstream.services.worker.staging import FlatChunks, Staging
 

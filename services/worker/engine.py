@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from slipstream.common.worker.contract import Attachment, DraftRegion, StepTokens, WorkerDescription
     from slipstream.common.worker.step import FenceName, FencePoint, SlotUpdate, StepCommand
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.future_map import Region
+    from slipstream.services.worker.region import Region
 
 RELEASE_INTERVAL_S = 0.05
 DRAIN_TIMEOUT_S = 60.0
@@ -252,7 +252,7 @@ class Engine:
         state = opened.state
         opened.check(command)
         state.slots.check(command)
-        state.staging.begin(command.step % state.attachment.shape.ring, command.slots)
+        state.begin(command)
         take_over = self._staged(state, command.updates) if command.updates else None
         phases = self._role.phases(command, state)
         _check_signals(command, phases)

@@ -29,8 +29,10 @@ from slipstream.common.worker.layout import (
 from slipstream.common.worker.step import FenceName, Role
 from slipstream.common.worker.wire import hidden_of
 from slipstream.services.models.config import MAX_VOCAB_SIZE
-from slipstream.services.worker.future_map import CapturedStep, FutureMap, Region, StampPlace
+from slipstream.services.worker.future_map import FutureMap
 from slipstream.services.worker.graphs import CudaCapture, GraphedStep, HostCapture
+from slipstream.services.worker.region import NO_PLACES, Region
+from slipstream.services.worker.shared_buffers import CapturedStep, StampPlace
 from slipstream.services.worker.slots import SlotTable
 from slipstream.services.worker.staging import HostStaging, PinnedStaging, staged_bytes
 
@@ -88,6 +90,12 @@ class EpochState:
         """A draft's."""
         assert isinstance(self.memory, Region), "verify has several"
         return self.memory
+
+    def begin(self, command: StepCommand) -> None:
+        """Begins the staging of a step."""
+        region = self.regions.get(command.attachment)
+        places = NO_PLACES if region is None else region.places
+        self.staging.begin(command.step % self.attachment.shape.ring, command.slots, places)
 
     def region_of(self, command: StepCommand) -> Region | None:
         """The region of the draft that takes part in a step of verify; None if none does."""
@@ -316,14 +324,15 @@ def make_state(
     # A draft is told, and proposes, ids of the target.
     vocab_size = (attachment.peer or description).vocab_size
     made: FutureMap | Region
+    regions: dict[int, Region] = {}
     if isinstance(shape, DraftShape):
         sizes = DraftSizes(num_draft_tokens=shape.num_draft_tokens, hidden_width=shape.hidden_width)
         number = attachment.epoch
         made = make_region(shape, sizes, shared, number=number, vocab_size=vocab_size, log=log, is_debug=is_debug)
     else:
-        made = make_future_map(shape, shared, vocab_size=vocab_size, log=log, is_debug=is_debug)
+        made = make_future_map(shape, shared, vocab_size=vocab_size, log=log, regions=regions, is_debug=is_debug)
     slots = SlotTable(attachment, vocab_size, device.torch_device, longest=description.max_context_tokens)
-    state = EpochState(attachment, made, make_region, slots, weights=weights)
+    state = EpochState(attachment, made, make_region, slots, regions=regions, weights=weights)
     if device.has_stream_threads:
         return state
     staging = PinnedStaging(
@@ -341,7 +350,7 @@ def make_state(
     graphed = GraphedStep(
         capture=CudaCapture() if device.torch_device.type == "cuda" else HostCapture(),
         slots=staging.slots,
-        step=CapturedStep(staging.ring_row, start, end),
+        step=CapturedStep(staging.ring_row, staging.places, start, end),
         stamp_start=partial(device.stamp_row, stream, start.column, start.ring_row),
         stamp_end=partial(device.stamp_row, stream, end.column, end.ring_row),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,60 +16,34 @@ from slipstream.services.models.kernels.step_ops import (
     stash_kernel,
     token_block,
 )
-from slipstream.services.worker.future_map import CapturedStep, FutureMap, NextStepState, Region
+from slipstream.services.worker.future_map import FutureMap
+from slipstream.services.worker.region import NextStepState, Region
+from slipstream.services.worker.shared_buffers import CapturedStep
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
-    from slipstream.services.worker.future_map import StampPlace, StepNumber, VerifyResult
+    from slipstream.common.worker.contract import DraftSizes
+    from slipstream.common.worker.layout import DraftShape
+    from slipstream.services.worker.shared_buffers import StampPlace, StepNumber
+    from slipstream.services.worker.verify_result import VerifyResult
 
 HIDDEN_BLOCK = 1024
 """Numbers of a hidden state that a program of the stash copies."""
 
 
 class FusedRegion(Region):
-    """A Region whose stash, which no graph captures, and in captured steps gather and propose are a kernel each."""
+    """A Region whose stash, and in captured steps gather and propose, are a kernel each."""
 
-    def stash(
-        self,
-        step: int,
-        slots: Sequence[int],
-        rows: torch.Tensor,
-        result: VerifyResult,
-        end: StampPlace | None = None,
+    def __init__(
+        self, shape: DraftShape, sizes: DraftSizes, buffers: Mapping[BufferName, torch.Tensor], **others: Any
     ) -> None:
-        tokens = result.tokens.contiguous()
-        num_rows, num_tokens = tokens.shape
-        last_tokens = self._to_write(BufferName.LAST_TOKENS, slots, step)
-        hidden = result.hidden_states if self.shape.hidden_width else None
-        width = 0 if hidden is None else hidden.shape[2]
-        target, source = last_tokens, tokens
-        if hidden is not None:
-            target, source = self._to_write(BufferName.HIDDEN_STATES, slots, step), hidden
-            assert hidden.stride(2) == 1, "a state lies in one piece"
-        stash_kernel[num_rows, 1 + num_tokens * -(-width // HIDDEN_BLOCK)](
-            self._to_write(BufferName.SEQ_LENS, slots, step),
-            self._to_write(BufferName.BONUS_TOKENS, slots, step),
-            self._to_write(BufferName.NUM_NEW, slots, step),
-            last_tokens,
-            target,
-            *_stamped(end, rows),
-            rows,
-            result.seq_lens,
-            result.num_accepted,
-            tokens,
-            source,
-            source.stride(0),
-            source.stride(1),
-            last_tokens.shape[1],
-            num_tokens,
-            width,
-            BLOCK_W=token_block(last_tokens.shape[1]),
-            BLOCK_H=HIDDEN_BLOCK,
-            HAS_STAMP=_has_stamp(end),
-            num_warps=4 if width else 1,
-        )
-        _stamp_on_host(end)
+        super().__init__(shape, sizes, buffers, **others)
+        self.places_on_device = torch.tensor(self.places, device=buffers[BufferName.SEQ_LENS].device)
+        """[words of `Place`] int64."""
+
+    def write_stash(self, rows: torch.Tensor, result: VerifyResult) -> None:
+        stash(self.places_on_device, rows, result, end=None)
 
     def gather(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> NextStepState:
         if not isinstance(step, CapturedStep):
@@ -146,25 +120,68 @@ class FusedFutureMap(FutureMap):
         seq_lens, bonus_tokens, _, _ = gather(own, rows, limits, self._vocab_size, has_last=False, start=step.start)
         return seq_lens, bonus_tokens
 
-    def copy_in(
-        self, step: int, region: Region, slots: Sequence[int], rows: torch.Tensor, target: torch.Tensor | None = None
+    def copy_in_captured(self, step: CapturedStep, rows: torch.Tensor, num_draft_tokens: int) -> torch.Tensor:
+        return self._copy(step.places, rows, num_draft_tokens, step.ring_row, 0, is_captured=True)
+
+    def stash_captured(self, step: CapturedStep, rows: torch.Tensor, result: VerifyResult) -> None:
+        stash(step.places, rows, result, end=step.end)
+
+    def _copied(self, row: int, region: Region, rows: torch.Tensor) -> torch.Tensor:
+        assert isinstance(region, FusedRegion), "on a device all regions are"
+        return self._copy(region.places_on_device, rows, region.sizes.num_draft_tokens, rows, row, is_captured=False)
+
+    def _copy(
+        self,
+        places: torch.Tensor,
+        rows: torch.Tensor,
+        width: int,
+        ring_row: torch.Tensor,
+        row: int,
+        *,
+        is_captured: bool,
     ) -> torch.Tensor:
-        draft_tokens = region.access(BufferName.DRAFT_TOKENS, slots, step, is_write=False)
-        (num_rows,), width = rows.shape, draft_tokens.shape[1]
-        copied = draft_tokens.new_empty(num_rows, width) if target is None else target
-        copy_in_kernel[(num_rows,)](
-            draft_tokens,
-            *self._stamps_to_copy(step, region),
+        copied = rows.new_empty(len(rows), width)
+        copy_in_kernel[(len(rows),)](
+            places,
+            self._buffers[BufferName.DRAFT_STAMPS],
             rows,
             copied,
-            (step - 1) % self._ring,
-            step % self._ring,
+            ring_row,
+            row,
+            self._ring,
             self._vocab_size,
             width,
             BLOCK_W=token_block(width),
+            IS_CAPTURED=is_captured,
             num_warps=1,
         )
         return copied
+
+
+def stash(places: torch.Tensor, rows: torch.Tensor, result: VerifyResult, *, end: StampPlace | None) -> None:
+    """Writes the stash of B slots into the region that `places` name, [words of `Place`] int64; stamps `end`."""
+    tokens, hidden = result.tokens.contiguous(), result.hidden_states
+    num_rows, num_tokens = tokens.shape
+    width, source = (0, tokens) if hidden is None else (hidden.shape[2], hidden)
+    assert hidden is None or hidden.stride(2) == 1, "a state lies in one piece"
+    stash_kernel[num_rows, 1 + num_tokens * -(-width // HIDDEN_BLOCK)](
+        places,
+        *_stamped(end, rows),
+        rows,
+        result.seq_lens,
+        result.num_accepted,
+        tokens,
+        source,
+        source.stride(0),
+        source.stride(1),
+        num_tokens,
+        width,
+        BLOCK_W=token_block(num_tokens),
+        BLOCK_H=HIDDEN_BLOCK,
+        HAS_STAMP=_has_stamp(end),
+        num_warps=4 if width else 1,
+    )
+    _stamp_on_host(end)
 
 
 def gather(

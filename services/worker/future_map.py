@@ -9,21 +9,28 @@ or merging a batch moves no tensor, only slot numbers. Idea and terms: SGLang's 
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.errors import FutureMapError
-from slipstream.common.worker.layout import NOT_FINITE, SLOT_BUFFERS, BufferName
+from slipstream.common.worker.layout import NOT_FINITE, BufferName
+from slipstream.services.worker.region import POISON, Place, check_stashed, copy_rows
+from slipstream.services.worker.shared_buffers import (
+    CapturedAccess,
+    CapturedStep,
+    SharedBuffers,
+    stamp_end,
+    stamp_start,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from slipstream.common.worker.access_log import AccessLog
-    from slipstream.common.worker.contract import DraftSizes
-    from slipstream.common.worker.layout import DraftShape, EpochShape
+    from slipstream.common.worker.layout import EpochShape
+    from slipstream.services.worker.region import Region
+    from slipstream.services.worker.shared_buffers import StepNumber
+    from slipstream.services.worker.verify_result import Logprobs, VerifyResult
 
 _RING_BUFFERS = (
     BufferName.NEW_SEQ_LENS,
@@ -33,251 +40,6 @@ _RING_BUFFERS = (
     BufferName.TOP_TOKENS,
     BufferName.TOP_LOGPROBS,
 )
-
-POISON = -1
-"""Stands for a length that was never written; only in debug mode."""
-
-
-class CapturedAccess(NamedTuple):
-    """An access to a shared buffer that every replay makes."""
-
-    buffer: BufferName
-    is_write: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StampPlace:
-    """Where the stamp of a step goes, which the device finds by itself."""
-
-    column: torch.Tensor
-    """[ring] int64, perhaps with a stride."""
-    ring_row: torch.Tensor
-    """[1] int64: the step's row."""
-
-    def stamp(self) -> None:
-        """Stream work where the device is the host."""
-        self.column.index_fill_(0, self.ring_row, time.monotonic_ns())
-
-
-@dataclass(slots=True)
-class CapturedStep:
-    """Stands for a step's number while a graph is captured that will be replayed for many steps."""
-
-    ring_row: torch.Tensor
-    """[1] int64 on the device: the step's row of the ring, when the graph is replayed."""
-    start: StampPlace | None = None
-    """Where what reads a slot's state first stamps that the worker's own work begins."""
-    end: StampPlace | None = None
-    """Where what a worker writes last stamps that it ends: a draft's tokens, or a stash that is given the place."""
-    accesses: list[CapturedAccess] = field(default_factory=list)
-    """Accesses since the list was last emptied, for the log of a replay."""
-
-    def take_accesses(self) -> tuple[CapturedAccess, ...]:
-        """Returns the accesses since the last call."""
-        taken = tuple(dict.fromkeys(self.accesses))
-        self.accesses.clear()
-        return taken
-
-
-StepNumber = int | CapturedStep
-"""A step's number, or its substitute while a graph is captured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Logprobs:
-    """Natural logarithms of the model's own probabilities, for W places in B slots."""
-
-    output: torch.Tensor
-    """[B, W] float32: of the sampled tokens."""
-    top_tokens: torch.Tensor
-    """[B, W, N] int32: the N most likely tokens, likeliest first, of equals the lowest first."""
-    top: torch.Tensor
-    """[B, W, N] float32: their logprobs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyResult:
-    """Result of a verify step, for B slots."""
-
-    seq_lens: torch.Tensor
-    """[B] int64: tokens whose KV is committed now."""
-    num_accepted: torch.Tensor
-    """[B] int64: a, the draft tokens accepted."""
-    tokens: torch.Tensor
-    """[B, 1 to K+1] int64: the target's tokens; the first a + 1 are the output, the last of those the bonus token."""
-    scores: torch.Tensor | None = None
-    """[B, 1 to K+1]: the logits of `tokens`. Of a slot where one that counts is not finite, no token is published."""
-    hidden_states: torch.Tensor | None = None
-    """[B, 1 to K+1, width]: the states that these tokens were sampled from, if a draft reads them."""
-    logprobs: Logprobs | None = None
-    """Logprobs of `tokens`, if the step is asked for them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NextStepState:
-    """A slot's last step as the draft's next forward reads it, for B slots; in range, whatever was in the memory."""
-
-    seq_lens: torch.Tensor
-    """[B] int64."""
-    bonus_tokens: torch.Tensor
-    """[B] int64: the last token, at position `seq_lens`, whose KV is not written yet."""
-    num_new: torch.Tensor
-    """[B] int64: a + 1."""
-    last_tokens: torch.Tensor
-    """[B, K+1] int64: the tokens of the last step, of which `num_new` count."""
-    hidden_states: torch.Tensor | None
-    """[B, K+1, width]."""
-
-
-class SharedBuffers:
-    """Buffers in shared memory and the log of their accesses.
-
-    Every operation of a subclass is device work: it belongs into the worker's stream, or into a graph.
-    """
-
-    def __init__(
-        self, buffers: Mapping[BufferName, torch.Tensor], stamps: BufferName, log: AccessLog, attachment: int
-    ) -> None:
-        """`stamps`: the buffer with the times of a worker's own work. `attachment`: 0 for the results."""
-        self.attachment = attachment
-        """The number of the attachment; 0 for the results."""
-        self._buffers = buffers
-        self._stamps = stamps
-        self._log = log
-        # Views made once, so that a step only writes.
-        self._stamp_rows = [(row[0], row[1]) for row in buffers[stamps].unbind()]
-        self._ring = len(self._stamp_rows)
-
-    def stamps(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The places for the stamps of start and end of the worker's own work in `step`: two [] int64."""
-        return self._stamp_rows[step % self._ring]
-
-    def stamp_columns(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The places of the stamps in all rows of the ring: two [ring] int64."""
-        stamps = self._buffers[self._stamps]
-        return stamps[:, 0], stamps[:, 1]
-
-    def log_stamps(self, step: int) -> None:
-        """Logs that the stamps of `step` were written."""
-        self.access(self._stamps, [step % self._ring], step, is_write=True)
-
-    def log_replay(self, accesses: Iterable[CapturedAccess], step: int, slots: Sequence[int]) -> None:
-        """Logs the accesses of a graph that is replayed for `step` and these slots."""
-        if self._log.is_enabled:
-            for name, is_write in accesses:
-                self.access(name, slots if name in SLOT_BUFFERS else [step % self._ring], step, is_write=is_write)
-
-    def access(self, name: BufferName, rows: Sequence[int], step: int, *, is_write: bool) -> torch.Tensor:
-        """Returns a buffer of which these rows are read or written, as is logged."""
-        if self._log.is_enabled:
-            self._log.access(name, rows, is_write=is_write, step=step, attachment=self.attachment)
-        return self._buffers[name]
-
-    def _slot_read(self, name: BufferName, rows: torch.Tensor, step: StepNumber) -> torch.Tensor:
-        self._declare(name, rows, step, is_write=False)
-        return self._buffers[name].index_select(0, rows)
-
-    def _to_write(self, name: BufferName, rows: Sequence[int], step: int) -> torch.Tensor:
-        return self.access(name, rows, step, is_write=True)
-
-    def _declare(self, name: BufferName, rows: torch.Tensor, step: StepNumber, *, is_write: bool) -> None:
-        if isinstance(step, CapturedStep):
-            step.accesses.append(CapturedAccess(name, is_write))
-        elif self._log.is_enabled:
-            self.access(name, rows.tolist(), step, is_write=is_write)
-
-
-class Region(SharedBuffers):
-    """The memory between verify and one draft, as either of them sees it."""
-
-    def __init__(
-        self,
-        shape: DraftShape,
-        sizes: DraftSizes,
-        buffers: Mapping[BufferName, torch.Tensor],
-        *,
-        number: int,
-        vocab_size: int,
-        log: AccessLog,
-        is_debug: bool = False,
-    ) -> None:
-        """`number`: of the attachment. `vocab_size`: tokens that are read are clamped below it."""
-        super().__init__(buffers, BufferName.DRAFT_STAMPS, log, number)
-        self.shape = shape
-        self.sizes = sizes
-        self._vocab_size = vocab_size
-        self._is_debug = is_debug
-        self._zero = torch.zeros((), dtype=torch.int64, device=buffers[BufferName.SEQ_LENS].device)
-
-    def poison(self) -> None:
-        """Verify, in debug mode: no slot has a stash yet."""
-        self._buffers[BufferName.SEQ_LENS].fill_(POISON)
-
-    def stash(
-        self,
-        step: int,
-        slots: Sequence[int],
-        rows: torch.Tensor,
-        result: VerifyResult,
-        end: StampPlace | None = None,
-    ) -> None:
-        """Verify: writes what the draft's next forward on these slots reads.
-
-        `rows`: [B] int64, the slots on the device, perhaps with padding behind them. `end`: is stamped at the end.
-        """
-        bonus = result.tokens.gather(1, result.num_accepted[:, None])[:, 0]
-        self._to_write(BufferName.SEQ_LENS, slots, step).index_copy_(0, rows, result.seq_lens)
-        self._to_write(BufferName.BONUS_TOKENS, slots, step).index_copy_(0, rows, bonus)
-        self._to_write(BufferName.NUM_NEW, slots, step).index_copy_(0, rows, result.num_accepted + 1)
-        copy_rows(self._to_write(BufferName.LAST_TOKENS, slots, step), rows, result.tokens)
-        if result.hidden_states is not None and self.shape.hidden_width:
-            copy_rows(self._to_write(BufferName.HIDDEN_STATES, slots, step), rows, result.hidden_states)
-        if end is not None:
-            end.stamp()
-
-    def forget(self, step: int, slots: Sequence[int]) -> None:
-        """Verify, in debug mode: poisons slots that another request takes, as nothing of the last one may be read."""
-        if slots:
-            self._to_write(BufferName.SEQ_LENS, slots, step)[list(slots)] = POISON
-
-    def stash_prefill(self, step: int, hidden: torch.Tensor) -> None:
-        """Verify: leaves a chunk's hidden states ([tokens, width], chunk after chunk) for the draft's own prefill."""
-        self._to_write(BufferName.PREFILL_HIDDEN, [0], step)[: len(hidden)] = hidden
-
-    def gather_prefill(self, step: int, num_tokens: int) -> torch.Tensor:
-        """Draft: the hidden states of the chunks of a prefill, chunk after chunk: [num_tokens, width]."""
-        return self.access(BufferName.PREFILL_HIDDEN, [0], step, is_write=False)[:num_tokens].clone()
-
-    def gather(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> NextStepState:
-        """Draft: reads the stash of B slots. `rows`: [B] int64; `limits`: [slots] int64, lengths are clamped to them.
-
-        Raises FutureMapError in debug mode when a row was never stashed.
-        """
-        _stamp_start(step)
-        seq_lens = self._slot_read(BufferName.SEQ_LENS, rows, step)
-        if self._is_debug:
-            check_stashed(seq_lens, rows, step)
-        return NextStepState(
-            seq_lens=torch.clamp(seq_lens, self._zero, limits.index_select(0, rows)),
-            bonus_tokens=self._tokens(BufferName.BONUS_TOKENS, rows, step),
-            num_new=self._slot_read(BufferName.NUM_NEW, rows, step).clamp_(1, self.shape.num_draft_tokens + 1),
-            last_tokens=self._tokens(BufferName.LAST_TOKENS, rows, step),
-            hidden_states=self._hidden(step, rows),
-        )
-
-    def propose(self, step: StepNumber, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Draft: writes its tokens. `rows`: [B] int64; `tokens`: [B, K] int64."""
-        self._declare(BufferName.DRAFT_TOKENS, rows, step, is_write=True)
-        self._buffers[BufferName.DRAFT_TOKENS].index_copy_(0, rows, tokens)
-        if isinstance(step, CapturedStep) and step.end is not None:
-            step.end.stamp()
-
-    def _hidden(self, step: StepNumber, rows: torch.Tensor) -> torch.Tensor | None:
-        """The stashed states of B slots, if the draft reads them."""
-        return self._slot_read(BufferName.HIDDEN_STATES, rows, step) if self.shape.hidden_width else None
-
-    def _tokens(self, name: BufferName, rows: torch.Tensor, step: StepNumber) -> torch.Tensor:
-        return self._slot_read(name, rows, step).clamp_(0, self._vocab_size - 1)
 
 
 class FutureMap(SharedBuffers):
@@ -290,12 +52,14 @@ class FutureMap(SharedBuffers):
         *,
         vocab_size: int,
         log: AccessLog,
+        regions: Mapping[int, Region] | None = None,
         is_debug: bool = False,
     ) -> None:
-        """`vocab_size`: tokens are below it."""
+        """`vocab_size`: tokens are below it. `regions`: of attached drafts, by number, for captured steps."""
         super().__init__(buffers, BufferName.VERIFY_STAMPS, log, attachment=0)
         self._shape = shape
         self._vocab_size = vocab_size
+        self._regions = {} if regions is None else regions
         self._is_debug = is_debug
         self._ring_rows = {name: buffers[name].unbind() for name in _RING_BUFFERS}
         self._flat = {name: buffers[name].flatten(0, 1) for name in _RING_BUFFERS}
@@ -327,7 +91,7 @@ class FutureMap(SharedBuffers):
         `rows`: [B] int64; `limits`: [slots] int64, lengths are clamped to them. Raises FutureMapError in debug mode
         when no step ended there yet.
         """
-        _stamp_start(step)
+        stamp_start(step)
         seq_lens = self._seq_lens.index_select(0, rows)
         if self._is_debug:
             check_stashed(seq_lens, rows, step)
@@ -337,26 +101,46 @@ class FutureMap(SharedBuffers):
         """In debug mode: poisons slots that another request takes, as nothing of the last one may be read."""
         self._seq_lens[list(slots)] = POISON
 
-    def copy_in(
-        self, step: int, region: Region, slots: Sequence[int], rows: torch.Tensor, target: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def copy_in(self, step: int, region: Region, slots: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
         """Returns a private copy of the draft tokens of B slots, and copies the draft's stamps to the results.
 
-        `rows`: [B] int64, the slots on the device, perhaps with padding behind them. `target`: [B, K] int64, to be
-        filled; None for a new tensor. The tokens are in range, whatever the draft wrote; the stamps may be any numbers.
+        `rows`: [B] int64, the slots on the device, perhaps with padding behind them. Returns [B, K] int64: the tokens
+        are in range, whatever the draft wrote; the stamps may be any numbers.
         """
-        source, stamps = self._stamps_to_copy(step, region)
-        for row in ((step - 1) % self._ring, step % self._ring):
-            stamps[row].copy_(source[row])
-        tokens = region.access(BufferName.DRAFT_TOKENS, slots, step, is_write=False).index_select(0, rows)
-        tokens.clamp_(0, self._vocab_size - 1)
-        return tokens if target is None else target.copy_(tokens)
+        self.log_copy_in(step, region, slots)
+        return self._copied(step % self._ring, region, rows)
 
-    def _stamps_to_copy(self, step: int, region: Region) -> tuple[torch.Tensor, torch.Tensor]:
+    def log_copy_in(self, step: int, region: Region, slots: Sequence[int]) -> None:
+        """Logs what a copy reads and writes."""
         # Of this step, which verify has waited for, and of the one before. Those of older ones may be read by now.
         rows = [(step - 1) % self._ring, step % self._ring]
-        source = region.access(BufferName.DRAFT_STAMPS, rows, step, is_write=False)
-        return source, self.access(BufferName.DRAFT_STAMPS, rows, step, is_write=True)
+        region.access(BufferName.DRAFT_STAMPS, rows, step, is_write=False)
+        self.access(BufferName.DRAFT_STAMPS, rows, step, is_write=True)
+        region.access(BufferName.DRAFT_TOKENS, slots, step, is_write=False)
+
+    def copy_in_captured(self, step: CapturedStep, rows: torch.Tensor, num_draft_tokens: int) -> torch.Tensor:
+        """Does what `copy_in` does, from the region that is there at the replay. Returns 0 where there is none."""
+        region = self._region_at(step)
+        if region is None:
+            return rows.new_zeros(len(rows), num_draft_tokens)
+        return self._copied(int(step.ring_row), region, rows)
+
+    def stash_captured(self, step: CapturedStep, rows: torch.Tensor, result: VerifyResult) -> None:
+        """Does what `Region.stash` does, in the region that is there at the replay, if any; stamps the end."""
+        region = self._region_at(step)
+        if region is not None:
+            region.write_stash(rows, result)
+        stamp_end(step)
+
+    def _copied(self, row: int, region: Region, rows: torch.Tensor) -> torch.Tensor:
+        source, target = region.buffer(BufferName.DRAFT_STAMPS), self._buffers[BufferName.DRAFT_STAMPS]
+        for copied in ((row - 1) % self._ring, row):
+            target[copied].copy_(source[copied])
+        return region.buffer(BufferName.DRAFT_TOKENS).index_select(0, rows).clamp_(0, self._vocab_size - 1)
+
+    def _region_at(self, step: CapturedStep) -> Region | None:
+        """Where the device is the host."""
+        return self._regions.get(int(step.places[Place.ATTACHMENT]))
 
     def _publish_logprobs(self, step: StepNumber, places: torch.Tensor, logprobs: Logprobs) -> None:
         copy_rows(self._ring_write(BufferName.OUTPUT_LOGPROBS, step), places, logprobs.output)
@@ -372,23 +156,6 @@ class FutureMap(SharedBuffers):
         row = (step + offset) % self._ring
         self.access(name, [row], step, is_write=True)
         return self._ring_rows[name][row]
-
-
-def _stamp_start(step: StepNumber) -> None:
-    if isinstance(step, CapturedStep) and step.start is not None:
-        step.start.stamp()
-
-
-def check_stashed(seq_lens: torch.Tensor, rows: torch.Tensor, step: StepNumber) -> None:
-    """Raises FutureMapError if a length was never written: in debug mode, where such rows are poisoned."""
-    if bool((seq_lens == POISON).any()):
-        raise FutureMapError(f"step {step}: gathered slots {rows.tolist()} before they were stashed")
-
-
-def copy_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """Writes `values` ([B, W, ...]) into the first W columns of some rows of `target` ([slots, >= W, ...])."""
-    width = values.shape[1]
-    (target if width == target.shape[1] else target.narrow(1, 0, width)).index_copy_(0, rows, values)
 
 
 def _published(result: VerifyResult) -> torch.Tensor:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from slipstream.common.worker.step import StepCommand
-    from slipstream.services.worker.future_map import CapturedAccess, CapturedStep, SharedBuffers
+    from slipstream.services.worker.shared_buffers import CapturedAccess, CapturedStep, SharedBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -120,12 +120,13 @@ class GraphedStep:
     def capture_part(self, work: Callable[[], None]) -> GraphedPart:
         """Stream work: captures a part of a step, which does it once.
 
-        Sequences may be running. So it is done for the padding slot alone, and leaves the stamps as they are: the
-        inputs are still those of the last step, and its results may not have been read.
+        Sequences may be running. So it is done for the padding slot alone and without a draft, and leaves the stamps
+        as they are: the inputs are still those of the last step, and its results may not have been read.
         """
         columns = [place.column for place in (self.step.start, self.step.end) if place is not None]
         stamps = [column.clone() for column in columns]
         self.slots.fill_(PADDING_SLOT)
+        self.step.places.zero_()
         self.step.take_accesses()
         replay = self.capture.capture(work)
         accesses = self.step.take_accesses()

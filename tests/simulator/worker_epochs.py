@@ -11,7 +11,8 @@ from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.contract import DraftSizes
 from slipstream.common.worker.layout import BufferName, DraftShape, EpochShape
 from slipstream.common.worker.step import FenceName
-from slipstream.services.worker.future_map import FutureMap, Region
+from slipstream.services.worker.future_map import FutureMap
+from slipstream.services.worker.region import Region
 from tests.harness.workers import VOCAB_SIZE
 from tests.simulator.model import PagedTokens
 

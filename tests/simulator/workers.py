@@ -15,7 +15,7 @@ from slipstream.common.errors import (
 )
 from slipstream.common.worker.layout import DraftShape
 from slipstream.common.worker.step import FenceName, Role, StepKind
-from slipstream.services.worker.future_map import VerifyResult
+from slipstream.services.worker.verify_result import VerifyResult
 from tests.simulator.memory import SimulatedDevice
 from tests.simulator.model import extend, token_of
 from tests.simulator.threads import Signal

@@ -1,4 +1,4 @@
-"""Norms and the gate of the MLP, each in one kernel: float32 inside, rounded once."""
+"""Norms, the gate of the MLP and the entry of a head, each in one kernel: float32 inside, rounded once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from slipstream.services.models.kernels.launching import overlapping, wait_for_previous
+from slipstream.services.models.kernels.launching import overlapping, power_of_two, wait_for_previous
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +63,34 @@ def swiglu_kernel(
     tl.store(output + row * SIZE + i, result.to(output.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["vocab_size"])
+def pair_kernel(
+    tokens: tl.tensor,  # [N] int64
+    embedding: tl.tensor,  # [vocab_size, SIZE]
+    states: tl.tensor,  # [N, SIZE]
+    embedding_norm: tl.tensor,  # [SIZE]
+    state_norm: tl.tensor,  # [SIZE]
+    both: tl.tensor,  # [N, 2 * SIZE], written
+    vocab_size: tl.tensor,
+    eps: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Makes an entry of an EAGLE-3 head: a token's embedding and a state, each normed. Grid: (N, 2)."""
+    n = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    if tl.program_id(1) == 0:
+        token = tl.minimum(tl.maximum(tl.load(tokens + n), 0), vocab_size - 1)
+        x = tl.load(embedding + token * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+        weight = tl.load(embedding_norm + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(states + n * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+        weight = tl.load(state_norm + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    place = both + (2 * n + tl.program_id(1)) * SIZE
+    tl.store(place + i, (x * scale * weight).to(both.dtype.element_ty), mask=i < SIZE)
+
+
 _SWIGLU_COLUMNS = 1024
 
 
@@ -115,3 +143,32 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
             gate_up, output, SIZE=twice // 2, BLOCK=_SWIGLU_COLUMNS, num_warps=4, **overlapping(gate_up.device)
         )
     return output
+
+
+def embed_and_norm(
+    tokens: torch.Tensor,
+    embedding: torch.Tensor,
+    states: torch.Tensor,
+    embedding_norm: torch.Tensor,
+    state_norm: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """Norms the embeddings of N tokens and N states, side by side: [N, 2 * size]. `states`: [N, size], contiguous."""
+    num_tokens, size = states.shape
+    both = states.new_empty(num_tokens, 2 * size)
+    if num_tokens:
+        block = power_of_two(size)
+        pair_kernel[num_tokens, 2](
+            tokens,
+            embedding,
+            states,
+            embedding_norm,
+            state_norm,
+            both,
+            len(embedding),
+            eps,
+            SIZE=size,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+        )
+    return both

@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from slipstream.services.models.kernels.launching import power_of_two, wait_for_previous
+from slipstream.services.worker.region import Place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +23,14 @@ GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
 ODD = tl.constexpr(0xD1342543DE82EF95 - 2**64)
 MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
 MIX_2 = tl.constexpr(0x94D049BB133111EB - 2**64)
+DRAFT_TOKENS = tl.constexpr(int(Place.DRAFT_TOKENS))
+DRAFT_STAMPS = tl.constexpr(int(Place.DRAFT_STAMPS))
+SEQ_LENS = tl.constexpr(int(Place.SEQ_LENS))
+BONUS_TOKENS = tl.constexpr(int(Place.BONUS_TOKENS))
+NUM_NEW = tl.constexpr(int(Place.NUM_NEW))
+LAST_TOKENS = tl.constexpr(int(Place.LAST_TOKENS))
+HIDDEN_STATES = tl.constexpr(int(Place.HIDDEN_STATES))
+ROW_WIDTH = tl.constexpr(int(Place.ROW_WIDTH))
 
 
 @triton.jit
@@ -174,17 +183,19 @@ def propose_kernel(
         stamp(stamps, ring_row, stamp_stride, b == tl.num_programs(0) - 1)
 
 
+@triton.jit
+def region_buffer(places: tl.tensor, place: tl.constexpr, element: tl.constexpr) -> tl.tensor:
+    """A buffer of the region that the words of `Place` name, in elements of that dtype; null if there is none."""
+    return tl.load(places + place).to(tl.pointer_type(element))
+
+
 @triton.jit(
-    # Launched outside of graphs: no batch size and no draft may find a kernel that is not compiled.
-    do_not_specialize=["stamp_stride", "row_stride", "token_stride", "row_width", "width", "hidden_width"],
-    do_not_specialize_on_alignment=["stamps", "ring_row", "rows", "seq_lens", "accepted", "tokens"],
+    # Launched outside of graphs, too: no batch size and no draft may find a kernel that is not compiled.
+    do_not_specialize=["stamp_stride", "row_stride", "token_stride", "width", "hidden_width"],
+    do_not_specialize_on_alignment=["places", "stamps", "ring_row", "rows", "seq_lens", "accepted", "tokens"],
 )
 def stash_kernel(
-    stashed_seq_lens: tl.tensor,  # [slots] int64
-    bonus_tokens: tl.tensor,  # [slots] int64
-    num_new: tl.tensor,  # [slots] int64
-    last_tokens: tl.tensor,  # [slots, row_width] int64
-    stashed_hidden: tl.tensor,  # [slots, row_width, hidden_width]
+    places: tl.tensor,  # [words of `Place`] int64
     stamps: tl.tensor,  # [ring] int64, written if HAS_STAMP
     ring_row: tl.tensor,  # [1] int64
     stamp_stride: tl.tensor,
@@ -195,64 +206,75 @@ def stash_kernel(
     hidden: tl.tensor,  # [B, width, hidden_width], read if that is not 0
     row_stride: tl.tensor,  # of `hidden`
     token_stride: tl.tensor,
-    row_width: tl.tensor,
     width: tl.tensor,
     hidden_width: tl.tensor,
     BLOCK_W: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HAS_STAMP: tl.constexpr,
 ) -> None:
-    """Writes what the draft's next forward reads of one slot.
+    """Writes what the draft's next forward reads of one slot into the region that `places` name, if they name one.
 
     The last program stamps when it has done its part; others may take a little longer.
     Grid: (B, 1 + width * blocks of a state).
     """
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows + b)
+    row_width = tl.load(places + ROW_WIDTH)
     if tl.program_id(1) == 0:
-        number = tl.load(accepted + b)
-        tl.store(stashed_seq_lens + slot, tl.load(seq_lens + b))
-        tl.store(bonus_tokens + slot, tl.load(tokens + b * width + number))
-        tl.store(num_new + slot, number + 1)
-        w = tl.arange(0, BLOCK_W)
-        token = tl.load(tokens + b * width + w, mask=w < width, other=0)
-        tl.store(last_tokens + slot * row_width + w, token, mask=w < width)
-    else:
+        if row_width != 0:
+            number = tl.load(accepted + b)
+            tl.store(region_buffer(places, SEQ_LENS, tl.int64) + slot, tl.load(seq_lens + b))
+            tl.store(region_buffer(places, BONUS_TOKENS, tl.int64) + slot, tl.load(tokens + b * width + number))
+            tl.store(region_buffer(places, NUM_NEW, tl.int64) + slot, number + 1)
+            w = tl.arange(0, BLOCK_W)
+            token = tl.load(tokens + b * width + w, mask=w < width, other=0)
+            tl.store(region_buffer(places, LAST_TOKENS, tl.int64) + slot * row_width + w, token, mask=w < width)
+    elif tl.load(places + HIDDEN_STATES) != 0:
         num_blocks = (hidden_width + BLOCK_H - 1) // BLOCK_H
         column = (tl.program_id(1) - 1) // num_blocks
         i = (tl.program_id(1) - 1) % num_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
         state = tl.load(hidden + b * row_stride + column * token_stride + i, mask=i < hidden_width, other=0.0)
-        tl.store(stashed_hidden + (slot * row_width + column) * hidden_width + i, state, mask=i < hidden_width)
+        stashed = tl.multiple_of(region_buffer(places, HIDDEN_STATES, hidden.dtype.element_ty), 16)
+        tl.store(stashed + (slot * row_width + column) * hidden_width + i, state, mask=i < hidden_width)
     if HAS_STAMP:
         is_last = (b == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1)
         stamp(stamps, ring_row, stamp_stride, is_last)
 
 
 @triton.jit(
-    do_not_specialize=["row_before", "row", "vocab_size", "width"],  # as in `stash_kernel`
-    do_not_specialize_on_alignment=["draft_tokens", "rows", "copied"],
+    do_not_specialize=["row", "num_ring_rows", "vocab_size", "width"],  # as in `stash_kernel`
+    do_not_specialize_on_alignment=["places", "rows", "copied", "ring_row"],
 )
 def copy_in_kernel(
-    draft_tokens: tl.tensor,  # [slots, width] int64
-    draft_stamps: tl.tensor,  # [ring, 2] int64
+    places: tl.tensor,  # [words of `Place`] int64
     result_stamps: tl.tensor,  # [ring, 2] int64, written
     rows: tl.tensor,  # [B] int64
     copied: tl.tensor,  # [B, width] int64, written
-    row_before: tl.tensor,
-    row: tl.tensor,
+    ring_row: tl.tensor,  # [1] int64: the step's row, read if IS_CAPTURED
+    row: tl.tensor,  # the same otherwise
+    num_ring_rows: tl.tensor,
     vocab_size: tl.tensor,
     width: tl.tensor,
     BLOCK_W: tl.constexpr,
+    IS_CAPTURED: tl.constexpr,
 ) -> None:
-    """Copies one slot's draft tokens, clamped to the vocabulary, and two rows of the draft's stamps. Grid: (B,)."""
+    """Copies one slot's draft tokens, clamped to the vocabulary, and two rows of the draft's stamps. Grid: (B,).
+
+    From the region that `places` name; without one, the tokens are 0.
+    """
     b = tl.program_id(0)
     w = tl.arange(0, BLOCK_W)
-    token = tl.load(draft_tokens + tl.load(rows + b) * width + w, mask=w < width, other=0)
-    tl.store(copied + b * width + w, tl.minimum(tl.maximum(token, 0), vocab_size - 1), mask=w < width)
-    if b == 0:
-        i = tl.arange(0, 4)
-        place = tl.where(i < 2, row_before, row) * 2 + i % 2
-        tl.store(result_stamps + place, tl.load(draft_stamps + place))
+    if tl.load(places + ROW_WIDTH) == 0:
+        tl.store(copied + b * width + w, tl.zeros((BLOCK_W,), tl.int64), mask=w < width)
+    else:
+        draft_tokens = region_buffer(places, DRAFT_TOKENS, tl.int64)
+        token = tl.load(draft_tokens + tl.load(rows + b) * width + w, mask=w < width, other=0)
+        tl.store(copied + b * width + w, tl.minimum(tl.maximum(token, 0), vocab_size - 1), mask=w < width)
+        if b == 0:
+            own = tl.load(ring_row) if IS_CAPTURED else row
+            i = tl.arange(0, 4)
+            place = tl.where(i < 2, (own + num_ring_rows - 1) % num_ring_rows, own) * 2 + i % 2
+            tl.store(result_stamps + place, tl.load(region_buffer(places, DRAFT_STAMPS, tl.int64) + place))
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -278,34 +300,6 @@ def take_sampling_kernel(
     tl.store(out_top_p + n, tl.load(top_p + slot))
     tl.store(out_min_p + n, tl.load(min_p + slot))
     tl.store(out_seed + n, tl.load(seed + slot))
-
-
-@triton.jit(do_not_specialize=["vocab_size"])
-def pair_kernel(
-    tokens: tl.tensor,  # [N] int64
-    embedding: tl.tensor,  # [vocab_size, SIZE]
-    states: tl.tensor,  # [N, SIZE]
-    embedding_norm: tl.tensor,  # [SIZE]
-    state_norm: tl.tensor,  # [SIZE]
-    both: tl.tensor,  # [N, 2 * SIZE], written
-    vocab_size: tl.tensor,
-    eps: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Makes an entry of an EAGLE-3 head: a token's embedding and a state, each normed. Grid: (N, 2)."""
-    n = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    if tl.program_id(1) == 0:
-        token = tl.minimum(tl.maximum(tl.load(tokens + n), 0), vocab_size - 1)
-        x = tl.load(embedding + token * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
-        weight = tl.load(embedding_norm + i, mask=i < SIZE, other=0.0).to(tl.float32)
-    else:
-        x = tl.load(states + n * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
-        weight = tl.load(state_norm + i, mask=i < SIZE, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
-    place = both + (2 * n + tl.program_id(1)) * SIZE
-    tl.store(place + i, (x * scale * weight).to(both.dtype.element_ty), mask=i < SIZE)
 
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -361,27 +355,3 @@ def accept(
         num_warps=1,
     )
     return new_seq_lens, accepted
-
-
-def embed_and_norm(
-    tokens: Tensor, embedding: Tensor, states: Tensor, embedding_norm: Tensor, state_norm: Tensor, eps: float
-) -> Tensor:
-    """Norms the embeddings of N tokens and N states, side by side: [N, 2 * size]. `states`: [N, size], contiguous."""
-    num_tokens, size = states.shape
-    both = states.new_empty(num_tokens, 2 * size)
-    if num_tokens:
-        block = power_of_two(size)
-        pair_kernel[num_tokens, 2](
-            tokens,
-            embedding,
-            states,
-            embedding_norm,
-            state_norm,
-            both,
-            len(embedding),
-            eps,
-            SIZE=size,
-            BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
-        )
-    return both

@@ -16,7 +16,8 @@ from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.scheduler.core.results import ResultReader, StepResult
 from slipstream.scheduler.core.sequence import SlotLease
 from slipstream.scheduler.core.step import Step, StepSlots
-from slipstream.services.worker.future_map import FutureMap, Logprobs, VerifyResult
+from slipstream.services.worker.future_map import FutureMap
+from slipstream.services.worker.verify_result import Logprobs, VerifyResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Norms and the gate of the MLP against float64."""
+"""Norms, the gate of the MLP and the entry of a head against PyTorch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.services.models.kernels.block_ops import add_rms_norm, rms_norm, swiglu
+from slipstream.services.models.kernels.block_ops import add_rms_norm, embed_and_norm, rms_norm, swiglu
 
 ROUNDING = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Relative: a little more than one rounding."""
@@ -52,3 +52,16 @@ def test_swiglu(num_rows: int, size: int, device: torch.device, dtype: torch.dty
 def test_swiglu_of_large_gates(device: torch.device) -> None:
     gate_up = torch.tensor([[-200.0, 200.0, -90.0, 2.0, 3.0, 4.0]], device=device)
     torch.testing.assert_close(swiglu(gate_up), torch.tensor([[0.0, 600.0, 0.0]], device=device), atol=1e-30, rtol=0)
+
+
+def test_an_entry_of_a_head(device: torch.device) -> None:
+    size, vocab_size, eps = 40, 50, 1e-5
+    generator = torch.Generator().manual_seed(1)
+    embedding, states = torch.randn(vocab_size, size, generator=generator), torch.randn(5, size, generator=generator)
+    weights = [1 + 0.2 * torch.randn(size, generator=generator) for _ in range(2)]
+    tokens = torch.tensor([3, 0, 49, 77, -5])
+    embedded = embedding[tokens.clamp(0, vocab_size - 1)]
+    normed = [F.rms_norm(x, (size,), weight, eps) for x, weight in zip((embedded, states), weights, strict=True)]
+    arguments = [tensor.to(device) for tensor in (tokens, embedding, states, *weights)]
+    both = embed_and_norm(*arguments, eps).cpu()
+    torch.testing.assert_close(both, torch.cat(normed, dim=1))

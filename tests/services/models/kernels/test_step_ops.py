@@ -18,15 +18,16 @@ from slipstream.services.models.kernels.step_ops import (
     accept,
     accept_kernel,
     copy_in_kernel,
-    embed_and_norm,
     stash_kernel,
     take_sampling,
 )
 from slipstream.services.models.sampler import SamplingRows, SimulatedAcceptance
 from slipstream.services.worker import fused_future_map
 from slipstream.services.worker.fused_future_map import HIDDEN_BLOCK, FusedFutureMap, FusedRegion
-from slipstream.services.worker.future_map import CapturedStep, FutureMap, Region, StampPlace, VerifyResult
-from slipstream.services.worker.staging import PinnedStaging
+from slipstream.services.worker.future_map import FutureMap
+from slipstream.services.worker.region import NO_PLACES, Region
+from slipstream.services.worker.shared_buffers import CapturedStep, StampPlace
+from slipstream.services.worker.verify_result import VerifyResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.manifest import BufferSpec
 
 SLOTS = 6
+RING = 3
 VOCAB_SIZE = 50
 
 
@@ -73,11 +75,6 @@ def test_tokens_are_accepted_by_the_same_chance(device: torch.device) -> None:
 @pytest.mark.parametrize("kernel", [accept_kernel, copy_in_kernel, stash_kernel])
 def test_steps_with_and_without_a_graph_share_a_kernel(kernel: Any) -> None:
     """Triton compiles a kernel again for tensors that begin elsewhere, unless it is told that this does not count."""
-    device = torch.device("cpu")
-    staging = PinnedStaging(num_slots=SLOTS, num_bytes=64, depth=2, device=device, fetch=torch.Tensor.copy_)
-    staging.begin(0, (1, 2))
-    of_graph, staged = staging.slots[:2], staging.put_integers((1, 2))
-    assert of_graph.data_ptr() % 16 != staged.data_ptr() % 16
     options = getattr(kernel, "kwargs", None) or vars(kernel)
     assert "rows" in (options["do_not_specialize_on_alignment"] or ())
 
@@ -101,7 +98,7 @@ def test_drafts_of_any_number_of_tokens_share_the_kernels_of_verify(monkeypatch:
     for num_tokens in (1, 2, 3, 4):
         outcome = _outcome(0, num_tokens, torch.device("cpu"))
         accept(outcome.tokens, outcome.tokens, rows, outcome.seq_lens, rows, rows, None)
-        memory.map.publish(CapturedStep(torch.tensor([0])), rows, outcome)
+        memory.map.publish(captured(0, rows.device), rows, outcome)
     assert len(accepting.constants) == len(publishing.constants) == 1
 
 
@@ -118,22 +115,6 @@ def test_sampling_rows_are_taken_and_repeated(width: int, device: torch.device) 
         assert getattr(taken, field.name).tolist() == getattr(expected, field.name).tolist()
 
 
-def test_an_entry_of_a_head(device: torch.device) -> None:
-    size, eps = 40, 1e-5
-    generator = torch.Generator().manual_seed(1)
-    embedding, states = torch.randn(VOCAB_SIZE, size, generator=generator), torch.randn(5, size, generator=generator)
-    weights = [1 + 0.2 * torch.randn(size, generator=generator) for _ in range(2)]
-    tokens = torch.tensor([3, 0, 49, 77, -5])
-    embedded = embedding[tokens.clamp(0, VOCAB_SIZE - 1)]
-    normed = [
-        torch.nn.functional.rms_norm(x, (size,), weight, eps)
-        for x, weight in zip((embedded, states), weights, strict=True)
-    ]
-    arguments = [tensor.to(device) for tensor in (tokens, embedding, states, *weights)]
-    both = embed_and_norm(*arguments, eps).cpu()
-    torch.testing.assert_close(both, torch.cat(normed, dim=1))
-
-
 class Memory:
     """Verify's map and a draft's region over buffers full of numbers."""
 
@@ -143,9 +124,10 @@ class Memory:
         epoch, draft = EpochShape(**sizes), DraftShape(**sizes, hidden_width=width)
         self.results = _filled(epoch.specs(), device)
         self.shared = _filled([*draft.given_specs(), *draft.own_specs()], device)
-        self.map = map_kind(epoch, self.results, vocab_size=VOCAB_SIZE, log=AccessLog())
         drafter = DraftSizes(num_draft_tokens=3, hidden_width=width)
         self.region = region_kind(draft, drafter, self.shared, number=9, vocab_size=VOCAB_SIZE, log=AccessLog())
+        regions = {9: self.region}
+        self.map = map_kind(epoch, self.results, vocab_size=VOCAB_SIZE, log=AccessLog(), regions=regions)
 
     def state(self) -> list[dict[str, list[object]]]:
         """Returns all buffers as lists."""
@@ -157,6 +139,12 @@ def _filled(specs: list[BufferSpec], device: torch.device) -> dict[BufferName, t
         BufferName(spec.name): numbers(*spec.shape, low=-5, high=2 * VOCAB_SIZE, seed=number).to(spec.dtype).to(device)
         for number, spec in enumerate(specs)
     }
+
+
+def captured(ring_row: int, device: torch.device, region: Region | None = None) -> CapturedStep:
+    """A step that is replayed for that row, with the draft of `region`."""
+    places = NO_PLACES if region is None else region.places
+    return CapturedStep(torch.tensor([ring_row], device=device), torch.tensor(places, device=device))
 
 
 def _outcome(width: int, num_tokens: int, device: torch.device) -> VerifyResult:
@@ -181,7 +169,7 @@ def test_rows_of_a_captured_step(ring_row: int, width: int, device: torch.device
     seen, left, accessed = [], [], []
     for kinds in _fused():
         memory = Memory(*kinds, width, device)
-        step = CapturedStep(torch.tensor([ring_row], device=device))
+        step = captured(ring_row, device)
         stash = memory.region.gather(step, rows, limits)
         memory.map.publish(step, rows, _outcome(width, 4, device))
         ends = memory.map.ends(step, rows, limits)
@@ -200,19 +188,19 @@ def test_rows_of_a_captured_step(ring_row: int, width: int, device: torch.device
 def test_a_step_s_stamps(kinds: tuple[type[FutureMap], type[Region]], width: int, device: torch.device) -> None:
     """Start and end of each worker go into the step's row of its own memory, and nowhere else."""
     rows, limits = torch.tensor([5, 1, 3], device=device), torch.full((SLOTS,), 9, device=device)
-    memory, row = Memory(*kinds, width, device), torch.tensor([2], device=device)
+    memory = Memory(*kinds, width, device)
     for shared in (memory.region, memory.map):
         columns = shared.stamp_columns()
         for column in columns:
             column.zero_()
-        start, end = (StampPlace(column, row) for column in columns)
-        step = CapturedStep(row, start, end)
+        step = captured(2, device, memory.region)
+        step.start, step.end = (StampPlace(column, step.ring_row) for column in columns)
         if shared is memory.region:
             memory.region.gather(step, rows, limits)
             memory.region.propose(step, rows, numbers(3, 3, high=VOCAB_SIZE).to(device))
         else:
             memory.map.ends(step, rows, limits)
-            memory.region.stash(2, (5, 1, 3), rows, _outcome(width, 4, device), end)
+            memory.map.stash_captured(step, rows, _outcome(width, 4, device))
         (first, last), others = torch.stack(columns, dim=1)[2].tolist(), torch.stack(columns, dim=1)[:2]
         assert 0 < first <= last
         assert not others.any()
@@ -228,7 +216,7 @@ def test_slots_with_logits_that_are_not_finite(bad: float, device: torch.device)
     left = []
     for kinds in _fused():
         memory = Memory(*kinds, 0, device)
-        memory.map.publish(CapturedStep(torch.tensor([1], device=device)), rows, outcome)
+        memory.map.publish(captured(1, device), rows, outcome)
         assert memory.results[BufferName.NUM_ACCEPTED][1, rows].tolist() == [0, NOT_FINITE, 1]
         left.append(memory.state())
     assert left[0] == left[1]
@@ -237,24 +225,42 @@ def test_slots_with_logits_that_are_not_finite(bad: float, device: torch.device)
 @pytest.mark.parametrize("num_tokens", [1, 4])
 @pytest.mark.parametrize("width", [0, 12, HIDDEN_BLOCK // 2 + 7])
 def test_a_stash(width: int, num_tokens: int, device: torch.device) -> None:
-    rows = torch.tensor([5, 1, 3], device=device)
+    rows, before = torch.tensor([5, 1, 3], device=device), Memory(FutureMap, Region, width, device).state()
     left = []
     for kinds in _fused():
-        memory = Memory(*kinds, width, device)
-        memory.region.stash(4, (5, 1, 3), rows, _outcome(width, num_tokens, device))
+        at_once, in_graph, without = (Memory(*kinds, width, device) for _ in range(3))
+        outcome = _outcome(width, num_tokens, device)
+        at_once.region.stash(4, (5, 1, 3), rows, outcome)
+        in_graph.map.stash_captured(captured(1, device, in_graph.region), rows, outcome)
+        without.map.stash_captured(captured(1, device), rows, outcome)
+        left += [at_once.state(), in_graph.state()]
+        assert without.state() == before
+    assert left[0] != before
+    assert all(state == left[0] for state in left)
+
+
+def test_states_that_a_draft_does_not_read_are_not_stashed(device: torch.device) -> None:
+    """Plain steps leave some for the draft that is expected, while another may be there."""
+    rows, left = torch.tensor([5, 1, 3], device=device), []
+    for kinds in _fused():
+        memory = Memory(*kinds, 0, device)
+        memory.map.stash_captured(captured(1, device, memory.region), rows, _outcome(12, 1, device))
         left.append(memory.state())
     assert left[0] == left[1]
 
 
 @pytest.mark.parametrize("step", [1, 6])
 def test_copying_in(step: int, device: torch.device) -> None:
-    rows = torch.tensor([5, 1, 0, 0], device=device)
+    rows, before = torch.tensor([5, 1, 0, 0], device=device), Memory(FutureMap, Region, 0, device).state()
     copied, left = [], []
     for kinds in _fused():
-        memory, target = Memory(*kinds, 0, device), torch.zeros(4, 3, dtype=torch.int64, device=device)
-        assert memory.map.copy_in(step, memory.region, (5, 1), rows, target) is target
-        copied.append((target.tolist(), memory.map.copy_in(step, memory.region, (5, 1), rows).tolist()))
-        left.append(memory.state())
-    assert copied[0] == copied[1]
-    assert left[0] == left[1]
-    assert left[0][0]["draft_stamps"] != Memory(FutureMap, Region, 0, device).state()[0]["draft_stamps"]
+        at_once, in_graph, without = (Memory(*kinds, 0, device) for _ in range(3))
+        copied.append(at_once.map.copy_in(step, at_once.region, (5, 1), rows).tolist())
+        place = captured(step % RING, device, in_graph.region)
+        copied.append(in_graph.map.copy_in_captured(place, rows, 3).tolist())
+        left += [at_once.state(), in_graph.state()]
+        assert not without.map.copy_in_captured(captured(step % RING, device), rows, 3).any()
+        assert without.state() == before
+    assert all(tokens == copied[0] for tokens in copied)
+    assert all(state == left[0] for state in left)
+    assert left[0][0]["draft_stamps"] != before[0]["draft_stamps"]
