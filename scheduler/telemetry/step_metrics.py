@@ -235,9 +235,12 @@ class StepMetrics:
 
     def tidy(self) -> None:
         """Brings the metrics up to date if they are many steps behind. Called when no worker waits for this thread."""
-        if len(self._timings) >= COUNTED_STEPS:
-            with self._lock:
+        # While a page is collected, which counts them, too, the loop does not wait for it.
+        if len(self._timings) >= COUNTED_STEPS and self._lock.acquire(blocking=False):
+            try:
                 self._count()
+            finally:
+                self._lock.release()
 
     def rested(self, cause: RestCause) -> None:
         """Counts a rest of the draft."""

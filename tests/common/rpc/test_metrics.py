@@ -10,10 +10,19 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from prometheus_client import Gauge
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from slipstream.common.errors import AddressInUseError, ConfigError
-from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
+from slipstream.common.rpc import metrics
+from slipstream.common.rpc.metrics import (
+    LINES_IN_A_TURN,
+    PAUSE_S,
+    PageInTurns,
+    RpcMetrics,
+    make_registry,
+    serve_metrics,
+)
 
 
 def scrape(port: int) -> str:
@@ -79,3 +88,18 @@ def test_scrapes_at_the_same_time() -> None:
     Gauge("both", "Waits for the other.", registry=registry).set_function(lambda: both.wait(timeout=10) * 0 + 1)
     with serve_metrics(registry, 0) as port, ThreadPoolExecutor(2) as pool:
         assert all("both 1.0" in text for text in pool.map(scrape, [port, port]))
+
+
+def test_a_page_is_made_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between them another thread may run."""
+    registry, pauses = CollectorRegistry(), []
+    for name, count in (("some", 3 * LINES_IN_A_TURN + 1), ("others", 1)):
+        gauge = Gauge(name, "Numbers.", ["number"], registry=registry)
+        for number in range(count):
+            gauge.labels(str(number)).set(number)
+    monkeypatch.setattr(metrics.time, "sleep", pauses.append)
+    assert generate_latest(PageInTurns(registry)) == generate_latest(registry)
+    assert pauses == [PAUSE_S] * (4 + 1)
+    restricted = PageInTurns(registry).restricted_registry(["others"])
+    assert generate_latest(restricted) == generate_latest(registry.restricted_registry(["others"]))
+    assert openmetrics.generate_latest(PageInTurns(registry)) == openmetrics.generate_latest(registry)
