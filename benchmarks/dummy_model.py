@@ -17,8 +17,9 @@ import torch
 from slipstream.common.device.cuda.poll_backoff import sleep_precisely
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.models.sampler import accept
-from slipstream.services.worker.engine import Phase
+from slipstream.services.verify.graphs import phases_of_decode
 from slipstream.services.worker.graphs import Latest, at_once, batch_buckets, capture_buckets
+from slipstream.services.worker.role import Phase
 from slipstream.services.worker.verify_result import VerifyResult
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class DummyVerify:
             if region is not None:
                 region.log_stash(command.step, command.slots, captured.result.value)
 
-        return _phases(replay, lambda: None, is_stamped=True)
+        return phases_of_decode(replay)
 
     def _capture(self, state: EpochState, num_draft_tokens: int) -> None:
         if state.graphs is None or num_draft_tokens in self._graphs:
@@ -226,11 +227,8 @@ def _stash(command: StepCommand, region: Region | None, rows: torch.Tensor, resu
         region.stash(command.step, command.slots, rows, result.value)
 
 
-def _phases(publish: Callable[[], None], stash: Callable[[], None], *, is_stamped: bool = False) -> list[Phase]:
-    return [
-        Phase(publish, FenceName.VERIFY_PUBLISH, is_stamped=is_stamped),
-        Phase(stash, FenceName.VERIFY_STASH, is_stamped=is_stamped),
-    ]
+def _phases(publish: Callable[[], None], stash: Callable[[], None]) -> list[Phase]:
+    return [Phase(publish, FenceName.VERIFY_PUBLISH), Phase(stash, FenceName.VERIFY_STASH)]
 
 
 class DummyDraft:

@@ -21,7 +21,7 @@ from slipstream.services.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
-    from slipstream.services.worker.engine import RoleEngine
+    from slipstream.services.worker.role import RoleEngine
 
 
 def dummy_worker(role: str, length_ms: float, *options: str) -> tuple[str, ...]:

@@ -234,13 +234,10 @@ class StepMetrics:
         self._drafted.append((num_accepted, is_speculating, num_draft_tokens))
 
     def tidy(self) -> None:
-        """Brings the metrics up to date if they are many steps behind. Called when no worker waits for this thread."""
-        # While a page is collected, which counts them, too, the loop does not wait for it.
-        if len(self._timings) >= COUNTED_STEPS and self._lock.acquire(blocking=False):
-            try:
+        """Brings metrics up to date that are many steps behind. No worker waits for the caller, nor it for a page."""
+        if len(self._timings) >= COUNTED_STEPS and not self._lock.locked():
+            with self._lock:
                 self._count()
-            finally:
-                self._lock.release()
 
     def rested(self, cause: RestCause) -> None:
         """Counts a rest of the draft."""

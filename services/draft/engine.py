@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.worker.step import FenceName, StepKind
-from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.forward_sizes import with_padding
 from slipstream.services.worker.graphs import GRAPHED_MODES, at_once, batch_buckets, capture_buckets
 from slipstream.services.worker.rehearsal import rehearse_drafting, rehearse_prompts
+from slipstream.services.worker.role import Phase
 from slipstream.services.worker.staging import FlatChunks
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from slipstream.services.models.sampler import SimulatedAcceptance
 from slipstream.services.verify.graphs import VerifyGraphs
 from slipstream.services.verify.step_tokens import measure_step_tokens
 from slipstream.services.verify.target import PromptEnds, Target
-from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.forward_sizes import forward_size, padded_to, sizes_up_to, with_padding
 from slipstream.services.worker.graphs import at_once
 from slipstream.services.worker.rehearsal import rehearse_mixed, rehearse_prompts
+from slipstream.services.worker.role import Phase
 from slipstream.services.worker.staging import FlatChunks
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from slipstream.common.worker.contract import DraftSizes
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.verify.target import TargetForward, merged
-from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.graphs import GRAPHED_MODES, GraphedPart, Latest, batch_buckets, capture_buckets
+from slipstream.services.worker.role import Phase
 from slipstream.services.worker.verify_result import VerifyResult
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     import torch
 
@@ -93,10 +93,7 @@ class VerifyGraphs:
         return self._state.make_region(shape, draft, buffers, number=0, vocab_size=1, log=AccessLog())
 
     def phases(self, command: StepCommand, region: Region | None, layers: tuple[int, ...]) -> list[Phase]:
-        """A decode step, by graphs as far as there are any: the work up to publish, then the stash.
-
-        The stash that is in a graph comes before publish is signalled.
-        """
+        """A decode step, by graphs as far as there are any."""
         num_rows = len(command.slots)
         drafted = region if command.kind is StepKind.DECODE else None
         num_draft_tokens = 0 if drafted is None else drafted.sizes.num_draft_tokens
@@ -104,9 +101,8 @@ class VerifyGraphs:
         graphs = self._made[num_draft_tokens, layers].get(num_rows)
         target, future_map, graphed = self._target, self._state.future_map, self._graphed
         rows = graphed.slots[: self._eager_size or num_rows] if graphs is None else graphs.rows
-        results: list[VerifyResult] = []
 
-        def publish() -> None:
+        def work() -> None:
             forward = self._forward(command, drafted, graphs, rows, layers)
             mode = self._state.slots.sampling_mode(command.slots)
             if graphs is not None and command.top_logprobs is None and mode in graphs.endings:
@@ -117,20 +113,13 @@ class VerifyGraphs:
                 return
             # Rows beyond the command's slots are padding.
             result = merged(lambda values: values[0][:num_rows], target.sample(forward, mode, command.top_logprobs))
-            results.append(result)
             future_map.publish(command.step, rows[:num_rows], result)
             target.record_output(rows[:num_rows], result)
+            if region is not None:
+                region.stash(command.step, command.slots, rows[:num_rows], result)
+            graphed.stamp_end()
 
-        def stash() -> None:
-            for result in results:
-                if region is not None:
-                    region.stash(command.step, command.slots, rows[:num_rows], result)
-                graphed.stamp_end()
-
-        return [
-            Phase(publish, FenceName.VERIFY_PUBLISH, is_stamped=True),
-            Phase(stash, FenceName.VERIFY_STASH, is_stamped=True),
-        ]
+        return phases_of_decode(work)
 
     def _forward(
         self,
@@ -199,3 +188,14 @@ class VerifyGraphs:
                 hidden_states=rows.new_zeros((1, num_tokens, draft.hidden_width), dtype=self._target.dtype),
             )
             region.stash(0, (), rows, result)
+
+
+def phases_of_decode(work: Callable[[], None]) -> list[Phase]:
+    """The phases of work that ends with publish and stash, and stamps by itself.
+
+    The stash is signalled first: the draft's stream waits for it, while the scheduler looks microseconds later anyway.
+    """
+    return [
+        Phase(work, FenceName.VERIFY_STASH, is_stamped=True),
+        Phase(lambda: None, FenceName.VERIFY_PUBLISH, is_stamped=True),
+    ]

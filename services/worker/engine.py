@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,46 +30,17 @@ from slipstream.services.worker.host_stalls import ACKNOWLEDGEMENT, ATTACH, DRAI
 from slipstream.services.worker.memory import allocated_bytes, first_line, measured, no_room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator
 
     from slipstream.common.device.interface import Device, Stream
     from slipstream.common.worker.access_log import AccessLog, FenceLogOp
     from slipstream.common.worker.contract import Attachment, DraftRegion, StepTokens, WorkerDescription
-    from slipstream.common.worker.step import FenceName, FencePoint, SlotUpdate, StepCommand
+    from slipstream.common.worker.step import FencePoint, SlotUpdate, StepCommand
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.region import Region
+    from slipstream.services.worker.role import Phase, RoleEngine
 
 RELEASE_INTERVAL_S = 0.05
 DRAIN_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A part of a step's work and the fence that is signalled behind it, if any."""
-
-    work: Callable[[], None]
-    fence: FenceName | None = None
-    is_stamped: bool = False
-    """True if the work of the first phase stamps its start, and that of the last one its end, by itself."""
-
-
-class RoleEngine(Protocol):
-    """The device work of a draft or a verify service."""
-
-    description: WorkerDescription
-    """The worker's description, for the scheduler."""
-
-    def open(self, state: EpochState) -> StepTokens | None:
-        """Allocates what an epoch needs, warms up; verify may return a step's tokens. Raises MismatchError, others."""
-
-    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        """Returns the step's work in order; each part is stream work and holds all it needs."""
-
-    def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
-        """Verify: makes what steps with a draft need; other steps may run between two items. Raises MismatchError."""
-
-    def close(self) -> None:
-        """Frees what `open` allocated."""
 
 
 class Engine:
@@ -257,10 +228,20 @@ class Engine:
         phases = self._role.phases(command, state)
         _check_signals(command, phases)
         self.last_step = command.step
+        work = partial(self._enqueue_work, opened, command, take_over, phases)
+        if self.enqueues_at_once:
+            work()
+        else:
+            # In one piece: to make a thread ready for the stream takes as long as a launch.
+            self._stream.enqueue(work)
+
+    def _enqueue_work(
+        self, opened: Epoch, command: StepCommand, take_over: Callable[[], None] | None, phases: list[Phase]
+    ) -> None:
         if self._log.is_enabled:
             self._stream.enqueue(lambda: self._log.recv(epoch=command.epoch, step=command.step))
         if not self.enqueues_at_once:
-            self._stream.enqueue(state.staging.flush)
+            self._stream.enqueue(opened.state.staging.flush)
         if take_over is not None:
             self._stream.enqueue(take_over)
         for point in command.ops.waits:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from slipstream.common.rpc.listener import Listener
     from slipstream.common.worker.step import Role
     from slipstream.services.worker.config import WorkerConfig
-    from slipstream.services.worker.engine import RoleEngine
+    from slipstream.services.worker.role import RoleEngine
 
     MakeRole = Callable[[WorkerConfig, Device, int], RoleEngine]
 

@@ -94,6 +94,7 @@ class PinnedStaging:
         self._words = [buffer.view(torch.int64).numpy() for buffer in self._host]
         self._device_words = self._device.view(torch.int64)
         self._heads = [words[: fixed // 8] for words in self._words]
+        self._fixed = [(self._device[:fixed], buffer[:fixed]) for buffer in self._host]
         self._copied = _events(device, depth)
         self._spilled: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._first_free = fixed
@@ -140,7 +141,10 @@ class PinnedStaging:
         return self._device_words[begin:end]
 
     def flush(self) -> None:
-        self._fetch(self._device[: self._used], self._host[self._turn][: self._used])
+        if self._used == self._first_free:
+            self._fetch(*self._fixed[self._turn])
+        else:
+            self._fetch(self._device[: self._used], self._host[self._turn][: self._used])
         for source, target in self._spilled:
             target.copy_(source, non_blocking=True)
         if self._copied:

@@ -15,7 +15,7 @@ from tests.harness.checkpoints import LLAMA, VOCAB_SIZE, write_json, write_token
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.services.worker.engine import RoleEngine
+    from slipstream.services.worker.role import RoleEngine
 
 
 AUTHORS = "authors"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.telemetry.draft_metrics import LossCause
     from slipstream.scheduler.telemetry.step_metrics import StepTiming
     from slipstream.scheduler.workers.link import Link
-    from slipstream.services.worker.engine import RoleEngine
+    from slipstream.services.worker.role import RoleEngine
     from tests.harness.counted_jobs import Job, OutputRow
 
 

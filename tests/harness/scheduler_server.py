@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from slipstream.common.api.sequence import SequenceSpec
     from slipstream.common.worker.step import Role
     from slipstream.scheduler.workers.link import Link
-    from slipstream.services.worker.engine import RoleEngine
+    from slipstream.services.worker.role import RoleEngine
     from tests.harness.workers import LocalWorker
 
 

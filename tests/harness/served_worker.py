@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.worker.contract import WorkerDescription
-    from slipstream.services.worker.engine import Engine, RoleEngine
+    from slipstream.services.worker.engine import Engine
+    from slipstream.services.worker.role import RoleEngine
 
 SETTLE_TIMEOUT_S = 20.0
 

@@ -16,7 +16,7 @@ from tests.harness.seeded_jobs import SEED, make_jobs
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.services.worker.engine import RoleEngine
+    from slipstream.services.worker.role import RoleEngine
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tests.ordering.replay import Replay
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.services.worker.engine import RoleEngine
+    from slipstream.services.worker.role import RoleEngine
 
 
 WAYS = [

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.worker.contract import Attachment, StepTokens
-    from slipstream.services.worker.engine import RoleEngine
+    from slipstream.services.worker.role import RoleEngine
     from tests.harness.counted_jobs import Job
 
 PAUSE_S = 0.0003

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.workers.link import Link
     from slipstream.services.models.attention import ForwardBatch
     from slipstream.services.models.decoder import DecoderOutput
-    from slipstream.services.worker.engine import RoleEngine
+    from slipstream.services.worker.role import RoleEngine
     from tests.harness.counted_jobs import Job
 
 SEED = 5

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.worker.step import StepCommand
-    from slipstream.services.worker.engine import Phase
     from slipstream.services.worker.epoch import EpochState
+    from slipstream.services.worker.role import Phase
 
 
 class _Watched(Served):

@@ -20,7 +20,7 @@ from tests.harness.workers import local_workers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.services.worker.engine import RoleEngine
+    from slipstream.services.worker.role import RoleEngine
 
 COUNTED = "slipstream_sequences_not_finite_total"
 NUM_TOKENS = 16

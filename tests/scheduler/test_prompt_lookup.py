@@ -21,7 +21,7 @@ from tests.harness.workers import local_workers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.services.worker.engine import RoleEngine
+    from slipstream.services.worker.role import RoleEngine
     from tests.harness.counted_jobs import OutputRow
 
 BOUNDS = (1, 3)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.device.manifest import Manifest
-    from slipstream.services.worker.engine import RoleEngine
+    from slipstream.services.worker.role import RoleEngine
 
 CPU, HIDDEN = torch.device("cpu"), LLAMA["hidden_size"]
 ONE_TABLE = VOCAB_SIZE * HIDDEN * torch.float32.itemsize

@@ -21,7 +21,7 @@ from tests.harness.prompt_lookup import PlainSuffixCache
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.services.worker.engine import RoleEngine
+    from slipstream.services.worker.role import RoleEngine
 
 BOUNDS = (2, 4)
 NUM_DRAFT_TOKENS = 3

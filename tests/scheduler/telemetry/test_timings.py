@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from slipstream.common.worker.step import StepCommand
     from slipstream.scheduler.workers.link import Link
-    from slipstream.services.worker.engine import Phase
     from slipstream.services.worker.epoch import EpochState
+    from slipstream.services.worker.role import Phase
     from tests.harness.counted_time import CountedTime
 
 DECODE, PREFILL, PLAIN = StepKind.DECODE, StepKind.PREFILL, StepKind.PLAIN

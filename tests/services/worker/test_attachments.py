@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.cpu.device import HostFence
     from slipstream.common.device.interface import Device
-    from slipstream.services.worker.engine import RoleEngine
+    from slipstream.services.worker.role import RoleEngine
     from tests.harness.driven_workers import Draft
 
 PROMPTS = {1: [5, 6, 7, 8, 9, 10, 11, 12, 13], 3: [200, 3, 77]}

@@ -23,7 +23,8 @@ from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.contract import PROTOCOL_VERSION
 from slipstream.common.worker.step import Role, StepCommand
 from slipstream.services.worker import epoch
-from slipstream.services.worker.engine import ATTACH, DRAIN, Engine, Phase
+from slipstream.services.worker.engine import ATTACH, DRAIN, Engine
+from slipstream.services.worker.role import Phase
 from tests.harness.leaks import nothing_left
 from tests.harness.recording_role import DONE, STASH, Recorder, attached
 from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, decode, describe

@@ -15,7 +15,7 @@ from slipstream.common.errors import (
 from slipstream.common.worker.access_log import JsonLinesAccessLog, StreamName
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import Role, SlotUpdate, StepCommand
-from slipstream.services.worker.engine import Phase
+from slipstream.services.worker.role import Phase
 from tests.harness.recording_role import DONE, PUBLISH, STASH, Recorder, attached
 from tests.harness.workers import LocalWorker, SharedArenas, attach, decode
 from tests.ordering.replay import read_log

@@ -1,0 +1,43 @@
+"""What draft and verify each do in a step, which the engine that they share carries out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from slipstream.common.worker.contract import StepTokens, WorkerDescription
+    from slipstream.common.worker.step import FenceName, StepCommand
+    from slipstream.services.worker.epoch import EpochState
+    from slipstream.services.worker.region import Region
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of a step's work and the fence that is signalled behind it, if any."""
+
+    work: Callable[[], None]
+    fence: FenceName | None = None
+    is_stamped: bool = False
+    """True if the work of the first phase stamps its start, and that of the last one its end, by itself."""
+
+
+class RoleEngine(Protocol):
+    """The device work of a draft or a verify service."""
+
+    description: WorkerDescription
+    """The worker's description, for the scheduler."""
+
+    def open(self, state: EpochState) -> StepTokens | None:
+        """Allocates what an epoch needs, warms up; verify may return a step's tokens. Raises MismatchError, others."""
+
+    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+        """Returns the step's work in order; each part is stream work and holds all it needs."""
+
+    def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
+        """Verify: makes what steps with a draft need; other steps may run between two items. Raises MismatchError."""
+
+    def close(self) -> None:
+        """Frees what `open` allocated."""
