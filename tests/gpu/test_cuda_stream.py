@@ -56,6 +56,24 @@ def test_work_runs_in_order_on_the_stream(stream: CudaStream, device: CudaDevice
     assert set(used) == {stream.handle}
 
 
+def test_work_that_work_enqueues_is_a_part_of_it(stream: CudaStream, failures: Failures) -> None:
+    ran: list[str] = []
+
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    def whole() -> None:
+        stream.enqueue(lambda: ran.append("part"))
+        ran.append("rest")
+        stream.enqueue(fail)
+        ran.append("behind what failed")
+
+    stream.enqueue(whole)
+    stream.enqueue(lambda: ran.append("later"))
+    assert ran == ["part", "rest"]
+    assert [str(failure) for failure in failures] == ["on purpose"]
+
+
 def test_work_that_raises_breaks_the_stream(stream: CudaStream, failures: Failures) -> None:
     ran: list[int] = []
 
