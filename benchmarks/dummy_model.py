@@ -228,7 +228,7 @@ def _stash(command: StepCommand, region: Region | None, rows: torch.Tensor, resu
 
 
 def _phases(publish: Callable[[], None], stash: Callable[[], None]) -> list[Phase]:
-    return [Phase(publish, FenceName.VERIFY_PUBLISH), Phase(stash, FenceName.VERIFY_STASH)]
+    return [Phase(publish, (FenceName.VERIFY_PUBLISH,)), Phase(stash, (FenceName.VERIFY_STASH,))]
 
 
 class DummyDraft:
@@ -254,13 +254,13 @@ class DummyDraft:
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         if command.kind is not StepKind.DECODE or not command.slots:
-            return [Phase(lambda: self._kernel.run(lambda: None), FenceName.DRAFT_DONE)]
+            return [Phase(lambda: self._kernel.run(lambda: None), (FenceName.DRAFT_DONE,))]
         if self._graphs is None:
             rows = self._kernel.rows(command.slots)
-            return [Phase(lambda: self._propose(state, command.step, rows), FenceName.DRAFT_DONE)]
+            return [Phase(lambda: self._propose(state, command.step, rows), (FenceName.DRAFT_DONE,))]
         part = self._graphs.get(len(command.slots))
         assert part is not None, "graphs of dummy kernels take next to no memory"
-        return [Phase(partial(part.replay, state.region, command), FenceName.DRAFT_DONE, is_stamped=True)]
+        return [Phase(partial(part.replay, state.region, command), (FenceName.DRAFT_DONE,), is_stamped=True)]
 
     def _capture(self, state: EpochState, graphed: GraphedStep, size: int) -> GraphedPart:
         return graphed.capture_part(partial(self._propose, state, graphed.step, graphed.slots[:size]))

@@ -230,7 +230,7 @@ class Timeline:
                 yield name, point.value, signaller
 
     def _add_results(self) -> None:
-        """Adds the results: to come until publish, which is within verify's work, and then there but not seen yet."""
+        """Adds the results: to come until publish, about the end of verify's work, and then there but not seen yet."""
         free = 0
         for site, step, begun, landed in self._records["scheduler"]:
             begin, published = max(begun, free), self._kernels.get((Role.VERIFY, step))

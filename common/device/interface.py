@@ -28,7 +28,10 @@ class Stream(Protocol):
     """The error that broke the stream; nothing that was enqueued after it ran."""
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """Appends work; returns at once."""
+        """Appends work; returns at once.
+
+        Where streams have no threads, work may enqueue more: that becomes a part of it, and its error ends the whole.
+        """
 
     def synchronize(self, timeout_s: float) -> None:
         """Blocks the host until all is done. Raises DeadlineExceededError, or the stream's failure."""

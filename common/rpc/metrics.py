@@ -236,9 +236,9 @@ def serve_metrics(registry: CollectorRegistry, port: int | None) -> Iterator[int
 
 
 class PageInTurns(Collector):
-    """A registry's page, made a few lines at a time: a whole one takes milliseconds, for which a step loop would wait.
+    """A registry's page, written a few lines at a time: for a whole one a step loop would wait for milliseconds.
 
-    Python lets another thread interrupt one that computes only after 5 ms.
+    By default Python lets other threads interrupt one that computes only every 5 ms.
     """
 
     def __init__(self, registry: Collector) -> None:
@@ -246,9 +246,9 @@ class PageInTurns(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for family in self._registry.collect():
-            turns = copy(family)
-            turns.samples = self._in_turns(family.samples)  # type: ignore[assignment]
-            yield turns
+            paced = copy(family)
+            paced.samples = self._in_turns(family.samples)  # type: ignore[assignment]
+            yield paced
 
     def restricted_registry(self, names: Iterable[str]) -> PageInTurns:
         """As `CollectorRegistry.restricted_registry`, which scrapers ask for by `name[]`."""

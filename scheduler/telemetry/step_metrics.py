@@ -50,7 +50,6 @@ DRAFTED, RESTING, PLAIN = MODES = ("drafted", "resting", "plain")
 DECODE, PREFILL, MIXED = PHASES = ("decode", "prefill", "mixed")
 """What a step does: decode, take in prompts, or both."""
 
-
 STEP_SECONDS = histogram(
     "slipstream_step_seconds",
     "Time from the end of one step to the end of the next, while requests run.",
@@ -106,8 +105,7 @@ PREFIX_QUERY_TOKENS = counter(
     "slipstream_prefix_cache_query_tokens_total", "Prompt tokens that were looked for in the prefix cache."
 )
 PREFIX_HIT_TOKENS = counter(
-    "slipstream_prefix_cache_hit_tokens_total",
-    "Prompt tokens that the prefix cache had and were not computed.",
+    "slipstream_prefix_cache_hit_tokens_total", "Prompt tokens that the prefix cache had and were not computed."
 )
 BATCH_COUNTS = (NOT_FINITE, PREEMPTIONS, PREFIX_QUERY_TOKENS, PREFIX_HIT_TOKENS)
 """In the order of the fields of `BatchCounts`."""
@@ -234,10 +232,12 @@ class StepMetrics:
         self._drafted.append((num_accepted, is_speculating, num_draft_tokens))
 
     def tidy(self) -> None:
-        """Brings metrics up to date that are many steps behind. No worker waits for the caller, nor it for a page."""
-        if len(self._timings) >= COUNTED_STEPS and not self._lock.locked():
-            with self._lock:
+        """Counts the steps so far if they are many. Skipped while a scrape collects, which counts them, too."""
+        if len(self._timings) >= COUNTED_STEPS and self._lock.acquire(blocking=False):
+            try:
                 self._count()
+            finally:
+                self._lock.release()
 
     def rested(self, cause: RestCause) -> None:
         """Counts a rest of the draft."""

@@ -85,21 +85,21 @@ class DraftEngine:
             raise InvalidArgumentError("chunks", len(command.chunks), accepted)
         # Nothing is drafted behind chunks past the model's context.
         if not command.slots or min((chunk.start for chunk in command.chunks), default=0) >= self._longest:
-            return [Phase(lambda: None, FenceName.DRAFT_DONE)]
+            return [Phase(lambda: None, (FenceName.DRAFT_DONE,))]
         if command.kind is StepKind.DECODE and self._graphs is not None:
-            return [Phase(partial(self._graphs.propose, command), FenceName.DRAFT_DONE, is_stamped=True)]
+            return [Phase(partial(self._graphs.propose, command), (FenceName.DRAFT_DONE,), is_stamped=True)]
         if command.chunks:
             padded = command.chunks
             if state.graphs is not None:
                 padded = with_padding(command.chunks, state.attachment.shape.chunk_tokens)
             chunks = FlatChunks.of(padded, state.staging)
-            return [Phase(partial(self._prefill, state, command.step, chunks), FenceName.DRAFT_DONE)]
+            return [Phase(partial(self._prefill, state, command.step, chunks), (FenceName.DRAFT_DONE,))]
         rows = state.staging.put_integers(command.slots)
 
         def work() -> None:
             propose(self._drafter, state, command.step, rows, state.slots.sampling_mode(command.slots))
 
-        return [Phase(work, FenceName.DRAFT_DONE)]
+        return [Phase(work, (FenceName.DRAFT_DONE,))]
 
     def _prefill(self, state: EpochState, step: int, chunks: FlatChunks) -> None:
         reads_hidden = state.region.shape.hidden_width > 0

@@ -98,7 +98,7 @@ class VerifyEngine:
         self._model.close()
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        """See `RoleEngine.phases`: the work up to publish, the stash, and then work that no stream waits for.
+        """See `RoleEngine.phases`: the work with publish and stash, and then work that no stream waits for.
 
         Raises InvalidArgumentError.
         """
@@ -241,7 +241,7 @@ def _phases(
                 region.stash(command.step, slots, rows, result)
             target.record_output(rows, result)
 
-    return [Phase(publish, FenceName.VERIFY_PUBLISH), Phase(stash, FenceName.VERIFY_STASH)]
+    return [Phase(publish, (FenceName.VERIFY_PUBLISH,)), Phase(stash, (FenceName.VERIFY_STASH,))]
 
 
 def fused_layers(num_layers: int) -> tuple[int, ...]:

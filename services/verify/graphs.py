@@ -1,8 +1,8 @@
 """Verify's decode steps as graphs: copying in with the forward, then sampling with publish and stash.
 
 Two graphs a step, so that a step whose requests ask for more than the graphs were captured for still has its forward
-from one. They find the draft's region by words that come with each step (`Place`), so that drafts come and go without
-a capture, unless one reads other layers or drafts another number of tokens.
+from one. They find the draft's region by words that come with each step (`RegionWord`), so that drafts come and go
+without a capture, unless one reads other layers or drafts another number of tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.verify.target import TargetForward, merged
 from slipstream.services.worker.graphs import GRAPHED_MODES, GraphedPart, Latest, batch_buckets, capture_buckets
+from slipstream.services.worker.region import NO_REGION
 from slipstream.services.worker.role import Phase
+from slipstream.services.worker.shared_buffers import CapturedStep, StampPlace
 from slipstream.services.worker.verify_result import VerifyResult
 
 if TYPE_CHECKING:
@@ -162,40 +164,42 @@ class VerifyGraphs:
     def _ending(self, rows: torch.Tensor, forward: Latest[TargetForward], mode: SamplingMode) -> _Ending:
         result = Latest[VerifyResult]()
 
-        def publish() -> None:
+        def work() -> None:
             result.value = self._target.sample(forward.value, mode)
             self._state.future_map.publish(self._graphed.step, rows, result.value)
             self._state.future_map.stash_captured(self._graphed.step, rows, result.value)
 
-        return _Ending(self._graphed.capture_part(publish), result)
+        return _Ending(self._graphed.capture_part(work), result)
 
     def _warm_up_for_drafts(self) -> None:
-        """Compiles what steps with any draft do outside of graphs, before sequences run that would wait for it."""
+        """Compiles what steps with any draft do, and its graphs, before sequences run that would wait for it."""
         if most := self._state.attachment.shape.num_draft_tokens:
             for num_tokens, hidden_width in product({1, most}, (0, self._target.hidden_size)):
                 self._warm_up(DraftSizes(num_draft_tokens=num_tokens, hidden_width=hidden_width))
 
     def _warm_up(self, draft: DraftSizes) -> None:
-        """Does on memory of its own what steps with a draft do outside of graphs, so that it is compiled."""
+        """Copies in and stashes on memory of its own, so that it is compiled for steps with graphs and without."""
         # Not the slots of the last step: its numbers would be indices here.
         rows, region = self._graphed.slots.new_zeros(1), self.private_region(draft, 1)
-        self._state.future_map.copy_in(0, region, (), rows)
+        future_map = self._state.future_map
+        step = CapturedStep(rows, rows.new_zeros(len(NO_REGION)), end=StampPlace(rows.new_zeros(1), rows))
+        future_map.copy_in(0, region, (), rows)
+        future_map.copy_in_captured(step, rows, draft.num_draft_tokens)
         for num_tokens in (1, draft.num_draft_tokens + 1):
+            states = rows.new_zeros((1, num_tokens, draft.hidden_width), dtype=self._target.dtype)
             result = VerifyResult(
                 seq_lens=rows,
                 num_accepted=rows,
                 tokens=rows.new_zeros(1, num_tokens),
-                hidden_states=rows.new_zeros((1, num_tokens, draft.hidden_width), dtype=self._target.dtype),
+                hidden_states=states if draft.hidden_width else None,
             )
             region.stash(0, (), rows, result)
+            future_map.stash_captured(step, rows, result)
 
 
 def phases_of_decode(work: Callable[[], None]) -> list[Phase]:
-    """The phases of work that ends with publish and stash, and stamps by itself.
+    """The phase of work that ends with publish and stash, and stamps by itself.
 
-    The stash is signalled first: the draft's stream waits for it, while the scheduler looks microseconds later anyway.
+    The stash is signalled first: the draft's stream waits for it. The scheduler polls, and sees it no later.
     """
-    return [
-        Phase(work, FenceName.VERIFY_STASH, is_stamped=True),
-        Phase(lambda: None, FenceName.VERIFY_PUBLISH, is_stamped=True),
-    ]
+    return [Phase(work, (FenceName.VERIFY_STASH, FenceName.VERIFY_PUBLISH), is_stamped=True)]

@@ -223,7 +223,7 @@ class Engine:
         state = opened.state
         opened.check(command)
         state.slots.check(command)
-        state.begin(command)
+        state.stage(command)
         take_over = self._staged(state, command.updates) if command.updates else None
         phases = self._role.phases(command, state)
         _check_signals(command, phases)
@@ -258,9 +258,10 @@ class Engine:
                 if not phase.is_stamped:
                     self._device.stamp(self._stream, end)
                 self._log_stamps(opened.state, command.step)
-            for point in command.ops.signals:
-                if point.fence is phase.fence:
-                    self._signal(opened, point, command)
+            for fence in phase.fences:
+                for point in command.ops.signals:
+                    if point.fence is fence:
+                        self._signal(opened, point, command)
 
     def _staged(self, state: EpochState, updates: tuple[SlotUpdate, ...]) -> Callable[[], None]:
         """Stages changes of slots, and returns the stream work that takes them over."""
@@ -375,7 +376,7 @@ class Engine:
 
 
 def _check_signals(command: StepCommand, phases: list[Phase]) -> None:
-    own = [phase.fence for phase in phases if phase.fence is not None]
+    own = [fence for phase in phases for fence in phase.fences]
     for point in command.ops.signals:
         if point.fence not in own:
             raise InvalidArgumentError("signals", point.fence.name, ", ".join(fence.name for fence in own))

@@ -31,7 +31,7 @@ from slipstream.common.worker.wire import hidden_of
 from slipstream.services.models.config import MAX_VOCAB_SIZE
 from slipstream.services.worker.future_map import FutureMap
 from slipstream.services.worker.graphs import CudaCapture, GraphedStep, HostCapture
-from slipstream.services.worker.region import NO_PLACES, Region
+from slipstream.services.worker.region import NO_REGION, Region
 from slipstream.services.worker.shared_buffers import CapturedStep, StampPlace
 from slipstream.services.worker.slots import SlotTable
 from slipstream.services.worker.staging import HostStaging, PinnedStaging, staged_bytes
@@ -91,11 +91,11 @@ class EpochState:
         assert isinstance(self.memory, Region), "verify has several"
         return self.memory
 
-    def begin(self, command: StepCommand) -> None:
+    def stage(self, command: StepCommand) -> None:
         """Begins the staging of a step."""
         region = self.regions.get(command.attachment)
-        places = NO_PLACES if region is None else region.places
-        self.staging.begin(command.step % self.attachment.shape.ring, command.slots, places)
+        words = NO_REGION if region is None else region.words
+        self.staging.begin(command.step % self.attachment.shape.ring, command.slots, words)
 
     def region_of(self, command: StepCommand) -> Region | None:
         """The region of the draft that takes part in a step of verify; None if none does."""
@@ -350,7 +350,7 @@ def make_state(
     graphed = GraphedStep(
         capture=CudaCapture() if device.torch_device.type == "cuda" else HostCapture(),
         slots=staging.slots,
-        step=CapturedStep(staging.ring_row, staging.places, start, end),
+        step=CapturedStep(staging.ring_row, staging.region_words, start, end),
         stamp_start=partial(device.stamp_row, stream, start.column, start.ring_row),
         stamp_end=partial(device.stamp_row, stream, end.column, end.ring_row),
     )

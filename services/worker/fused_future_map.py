@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,14 +18,10 @@ from slipstream.services.models.kernels.step_ops import (
     token_block,
 )
 from slipstream.services.worker.future_map import FutureMap
-from slipstream.services.worker.region import NextStepState, Region
+from slipstream.services.worker.region import STASHED, NextStepState, Region
 from slipstream.services.worker.shared_buffers import CapturedStep
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from slipstream.common.worker.contract import DraftSizes
-    from slipstream.common.worker.layout import DraftShape
     from slipstream.services.worker.shared_buffers import StampPlace, StepNumber
     from slipstream.services.worker.verify_result import VerifyResult
 
@@ -35,23 +32,21 @@ HIDDEN_BLOCK = 1024
 class FusedRegion(Region):
     """A Region whose stash, and in captured steps gather and propose, are a kernel each."""
 
-    def __init__(
-        self, shape: DraftShape, sizes: DraftSizes, buffers: Mapping[BufferName, torch.Tensor], **others: Any
-    ) -> None:
-        super().__init__(shape, sizes, buffers, **others)
-        self.places_on_device = torch.tensor(self.places, device=buffers[BufferName.SEQ_LENS].device)
-        """[words of `Place`] int64."""
+    @cached_property
+    def words_on_device(self) -> torch.Tensor:
+        """[words of `RegionWord`] int64, for steps without graphs. Stream work, which does not wait for the stream."""
+        words, device = torch.tensor(self.words), self._buffers[BufferName.SEQ_LENS].device
+        return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words
 
     def write_stash(self, rows: torch.Tensor, result: VerifyResult) -> None:
-        stash(self.places_on_device, rows, result, end=None)
+        stash(self.words_on_device, rows, result, end=None)
 
     def gather(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> NextStepState:
         if not isinstance(step, CapturedStep):
             return super().gather(step, rows, limits)
-        names = (BufferName.SEQ_LENS, BufferName.BONUS_TOKENS, BufferName.NUM_NEW, BufferName.LAST_TOKENS)
-        for name in names:
+        for name in STASHED:
             self._declare(name, rows, step, is_write=False)
-        buffers = [self._buffers[name] for name in names]
+        buffers = [self._buffers[name] for name in STASHED]
         seq_lens, bonus_tokens, num_new, last_tokens = gather(
             buffers, rows, limits, self._vocab_size, has_last=True, start=step.start
         )
@@ -121,18 +116,18 @@ class FusedFutureMap(FutureMap):
         return seq_lens, bonus_tokens
 
     def copy_in_captured(self, step: CapturedStep, rows: torch.Tensor, num_draft_tokens: int) -> torch.Tensor:
-        return self._copy(step.places, rows, num_draft_tokens, step.ring_row, 0, is_captured=True)
+        return self._copy(step.region_words, rows, num_draft_tokens, step.ring_row, 0, is_captured=True)
 
     def stash_captured(self, step: CapturedStep, rows: torch.Tensor, result: VerifyResult) -> None:
-        stash(step.places, rows, result, end=step.end)
+        stash(step.region_words, rows, result, end=step.end)
 
     def _copied(self, row: int, region: Region, rows: torch.Tensor) -> torch.Tensor:
         assert isinstance(region, FusedRegion), "on a device all regions are"
-        return self._copy(region.places_on_device, rows, region.sizes.num_draft_tokens, rows, row, is_captured=False)
+        return self._copy(region.words_on_device, rows, region.sizes.num_draft_tokens, rows, row, is_captured=False)
 
     def _copy(
         self,
-        places: torch.Tensor,
+        region_words: torch.Tensor,
         rows: torch.Tensor,
         width: int,
         ring_row: torch.Tensor,
@@ -142,7 +137,7 @@ class FusedFutureMap(FutureMap):
     ) -> torch.Tensor:
         copied = rows.new_empty(len(rows), width)
         copy_in_kernel[(len(rows),)](
-            places,
+            region_words,
             self._buffers[BufferName.DRAFT_STAMPS],
             rows,
             copied,
@@ -158,14 +153,14 @@ class FusedFutureMap(FutureMap):
         return copied
 
 
-def stash(places: torch.Tensor, rows: torch.Tensor, result: VerifyResult, *, end: StampPlace | None) -> None:
-    """Writes the stash of B slots into the region that `places` name, [words of `Place`] int64; stamps `end`."""
+def stash(region_words: torch.Tensor, rows: torch.Tensor, result: VerifyResult, *, end: StampPlace | None) -> None:
+    """Writes the stash of B slots into a region, if there is one; stamps `end`. `region_words`: [words] int64."""
     tokens, hidden = result.tokens.contiguous(), result.hidden_states
     num_rows, num_tokens = tokens.shape
     width, source = (0, tokens) if hidden is None else (hidden.shape[2], hidden)
     assert hidden is None or hidden.stride(2) == 1, "a state lies in one piece"
     stash_kernel[num_rows, 1 + num_tokens * -(-width // HIDDEN_BLOCK)](
-        places,
+        region_words,
         *_stamped(end, rows),
         rows,
         result.seq_lens,

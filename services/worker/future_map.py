@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.worker.layout import NOT_FINITE, BufferName
-from slipstream.services.worker.region import POISON, Place, check_stashed, copy_rows
+from slipstream.services.worker.region import POISON, RegionWord, check_stashed, copy_rows
 from slipstream.services.worker.shared_buffers import (
     CapturedAccess,
     CapturedStep,
@@ -55,7 +55,7 @@ class FutureMap(SharedBuffers):
         regions: Mapping[int, Region] | None = None,
         is_debug: bool = False,
     ) -> None:
-        """`vocab_size`: tokens are below it. `regions`: of attached drafts, by number, for captured steps."""
+        """`vocab_size`: tokens are below it. `regions`: of attached drafts, by number; read on a host alone."""
         super().__init__(buffers, BufferName.VERIFY_STAMPS, log, attachment=0)
         self._shape = shape
         self._vocab_size = vocab_size
@@ -140,7 +140,7 @@ class FutureMap(SharedBuffers):
 
     def _region_at(self, step: CapturedStep) -> Region | None:
         """Where the device is the host."""
-        return self._regions.get(int(step.places[Place.ATTACHMENT]))
+        return self._regions.get(int(step.region_words[RegionWord.ATTACHMENT]))
 
     def _publish_logprobs(self, step: StepNumber, places: torch.Tensor, logprobs: Logprobs) -> None:
         copy_rows(self._ring_write(BufferName.OUTPUT_LOGPROBS, step), places, logprobs.output)

@@ -126,7 +126,7 @@ class GraphedStep:
         columns = [place.column for place in (self.step.start, self.step.end) if place is not None]
         stamps = [column.clone() for column in columns]
         self.slots.fill_(PADDING_SLOT)
-        self.step.places.zero_()
+        self.step.region_words.zero_()
         self.step.take_accesses()
         replay = self.capture.capture(work)
         accesses = self.step.take_accesses()

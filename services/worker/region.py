@@ -25,11 +25,14 @@ POISON = -1
 """Stands for a length that was never written; only in debug mode."""
 
 
-class Place(enum.IntEnum):
-    """Words that tell verify's captured work where a region lies: addresses, if nothing else is said."""
+class RegionWord(enum.IntEnum):
+    """Words by which verify's captured work finds a region; all are 0 in steps without a draft."""
 
     ATTACHMENT = 0
-    """The number of the attachment; all words are 0 in steps without a draft."""
+    """The attachment's number, by which it is found where the device is the host."""
+    ROW_WIDTH = enum.auto()
+    """Tokens that a slot has room for: K + 1."""
+    # Addresses of buffers, under their names.
     DRAFT_TOKENS = enum.auto()
     DRAFT_STAMPS = enum.auto()
     SEQ_LENS = enum.auto()
@@ -38,13 +41,12 @@ class Place(enum.IntEnum):
     LAST_TOKENS = enum.auto()
     HIDDEN_STATES = enum.auto()
     """0 if the draft reads none."""
-    ROW_WIDTH = enum.auto()
-    """Tokens that a slot has room for: K + 1."""
 
 
-_STASHED = (BufferName.SEQ_LENS, BufferName.BONUS_TOKENS, BufferName.NUM_NEW, BufferName.LAST_TOKENS)
-NO_PLACES = (0,) * len(Place)
-"""Of a step without a draft."""
+NO_REGION = (0,) * len(RegionWord)
+"""The words of a step without a draft."""
+STASHED = (BufferName.SEQ_LENS, BufferName.BONUS_TOKENS, BufferName.NUM_NEW, BufferName.LAST_TOKENS)
+"""What a stash writes in any case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,19 +86,10 @@ class Region(SharedBuffers):
         self._vocab_size = vocab_size
         self._is_debug = is_debug
         self._zero = torch.zeros((), dtype=torch.int64, device=buffers[BufferName.SEQ_LENS].device)
-        at = {name: buffer.data_ptr() for name, buffer in buffers.items()}
-        self.places = (
-            number,
-            at[BufferName.DRAFT_TOKENS],
-            at[BufferName.DRAFT_STAMPS],
-            at[BufferName.SEQ_LENS],
-            at[BufferName.BONUS_TOKENS],
-            at[BufferName.NUM_NEW],
-            at[BufferName.LAST_TOKENS],
-            at[BufferName.HIDDEN_STATES] if shape.hidden_width else 0,
-            buffers[BufferName.LAST_TOKENS].shape[1],
-        )
-        """The words of `Place`."""
+        words = {name.name: buffer.data_ptr() for name, buffer in buffers.items()}
+        words |= {RegionWord.ATTACHMENT.name: number, RegionWord.ROW_WIDTH.name: shape.num_draft_tokens + 1}
+        self.words = tuple(words.get(word.name, 0) for word in RegionWord)
+        """See `RegionWord`."""
 
     def poison(self) -> None:
         """Verify, in debug mode: no slot has a stash yet."""
@@ -112,7 +105,7 @@ class Region(SharedBuffers):
 
     def log_stash(self, step: int, slots: Sequence[int], result: VerifyResult) -> None:
         """Logs that the stash of `result` is written."""
-        for name in _STASHED:
+        for name in STASHED:
             self.access(name, slots, step, is_write=True)
         if self._takes_states(result):
             self.access(BufferName.HIDDEN_STATES, slots, step, is_write=True)

@@ -115,7 +115,7 @@ def rehearse(
         top_logprobs=top_logprobs,
         attachment=attachment,
     )
-    state.begin(command)
+    state.stage(command)
     changes = state.slots.changes(command.updates, state.staging)
     phases = role.phases(command, state)
     state.staging.flush()

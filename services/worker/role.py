@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of a step's work and the fence that is signalled behind it, if any."""
+    """A part of a step's work, and the fences that are signalled behind it, in that order."""
 
     work: Callable[[], None]
-    fence: FenceName | None = None
+    fences: tuple[FenceName, ...] = ()
     is_stamped: bool = False
     """True if the work of the first phase stamps its start, and that of the last one its end, by itself."""
 

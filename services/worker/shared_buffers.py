@@ -43,8 +43,8 @@ class CapturedStep:
 
     ring_row: torch.Tensor
     """[1] int64 on the device: the step's row of the ring, when the graph is replayed."""
-    places: torch.Tensor
-    """[words] int64 on the device: where verify finds the region of the draft that takes part, see `region.Place`."""
+    region_words: torch.Tensor
+    """[words of `RegionWord`] int64 on the device: the region of the draft that takes part, for verify."""
     start: StampPlace | None = None
     """Where what reads a slot's state first stamps that the worker's own work begins."""
     end: StampPlace | None = None

@@ -17,7 +17,7 @@ import torch
 
 from slipstream.common.worker.layout import PADDING_SLOT
 from slipstream.services.models.attention import RaggedRows
-from slipstream.services.worker.region import NO_PLACES
+from slipstream.services.worker.region import NO_REGION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,8 +33,8 @@ _ALIGNMENT_BYTES = 16
 class Staging(Protocol):
     """Belongs to the thread that enqueues. Call `begin`, then `put…` many times, then `flush` as stream work."""
 
-    def begin(self, ring_row: int, slots: Sequence[int], places: Sequence[int] = NO_PLACES) -> None:
-        """Begins a step: its row of the ring, its slots, and the `Place` words of the draft that takes part."""
+    def begin(self, ring_row: int, slots: Sequence[int], region_words: Sequence[int] = NO_REGION) -> None:
+        """Begins a step: its row of the ring, its slots, and the `Region.words` of the draft that takes part."""
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
         """Stages values (on the host, contiguous); returns their place in the step's work, good for that step only."""
@@ -49,7 +49,7 @@ class Staging(Protocol):
 class HostStaging:
     """Implements `Staging` where the device is the host: values stay where they are."""
 
-    def begin(self, ring_row: int, slots: Sequence[int], places: Sequence[int] = NO_PLACES) -> None:
+    def begin(self, ring_row: int, slots: Sequence[int], region_words: Sequence[int] = NO_REGION) -> None:
         """Does nothing: there is no ring."""
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class PinnedStaging:
         """
         self._fetch = fetch
         self._blocked = blocked
-        fixed = _aligned((1 + len(NO_PLACES) + num_slots) * 8)
+        fixed = _aligned((1 + len(NO_REGION) + num_slots) * 8)
         size = fixed + _aligned(num_bytes)
         self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(depth)]
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -100,21 +100,21 @@ class PinnedStaging:
         self._first_free = fixed
         self._used = fixed
         self._turn = 0
-        first_slot = 1 + len(NO_PLACES)
+        first_slot = 1 + len(NO_REGION)
         self.ring_row = self._device_words[:1]
         """[1] int64 on the device: the step's row of the FutureMap's ring."""
-        self.places = self._device_words[1:first_slot]
-        """[words of `Place`] int64 on the device."""
+        self.region_words = self._device_words[1:first_slot]
+        """[words of `RegionWord`] int64 on the device."""
         self.slots = self._device_words[first_slot : first_slot + num_slots]
         """[num_slots] int64 on the device: the step's slots, then padding."""
 
-    def begin(self, ring_row: int, slots: Sequence[int], places: Sequence[int] = NO_PLACES) -> None:
+    def begin(self, ring_row: int, slots: Sequence[int], region_words: Sequence[int] = NO_REGION) -> None:
         """See `Staging.begin`. Blocks only if the device is a whole ring of steps behind."""
         self._turn = (self._turn + 1) % len(self._host)
         if self._copied and not self._copied[self._turn].query():  # type: ignore[no-untyped-call]
             with self._blocked():
                 self._copied[self._turn].synchronize()
-        head, values = self._heads[self._turn], (ring_row, *places, *slots)
+        head, values = self._heads[self._turn], (ring_row, *region_words, *slots)
         head[: len(values)] = values
         head[len(values) :] = PADDING_SLOT
         self._used = self._first_free

@@ -23,16 +23,23 @@ class InlineStream:
         self.name = name
         self.failure: BaseException | None = None
         self._on_failure = on_failure
+        self._is_in_work = False
 
     def enqueue(self, work: Callable[[], None]) -> None:
         """See `Stream.enqueue`."""
         if self.failure is not None:
             return
+        if self._is_in_work:
+            work()
+            return
         try:
+            self._is_in_work = True
             with torch.inference_mode():
                 work()
         except BaseException as error:
             self.fail(error)
+        finally:
+            self._is_in_work = False
 
     def bind_thread(self) -> None:
         """See `Stream.bind_thread`."""

@@ -40,7 +40,7 @@ class Recorder:
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """See `RoleEngine.phases`."""
         names = (PUBLISH, STASH) if self.description.role is Role.VERIFY else (DONE,)
-        return [Phase(self._does(f"{command.step} {name.name}"), name) for name in names]
+        return [Phase(self._does(f"{command.step} {name.name}"), (name,)) for name in names]
 
     def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
         """See `RoleEngine.prepare`."""

@@ -106,14 +106,14 @@ def test_on_a_cpu_prompts_come_behind_the_stash_while_a_model_drafts(
     models: Models, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: str | None
 ) -> None:
     """A head needs the states of the chunk with the stash, and a first token is published with its step."""
-    seen: set[tuple[bool, tuple[FenceName | None, ...]]] = set()
+    seen: set[tuple[bool, tuple[tuple[FenceName, ...], ...]]] = set()
     phases = VerifyEngine.phases
 
     def watched(role: VerifyEngine, command: StepCommand, state: EpochState) -> list[Phase]:
         found = phases(role, command, state)
         if command.is_mixed:
             has_end = any(chunk.is_last for chunk in command.chunks)
-            seen.add((has_end, tuple(phase.fence for phase in found)))
+            seen.add((has_end, tuple(phase.fences for phase in found)))
         return found
 
     monkeypatch.setattr(VerifyEngine, "phases", watched)
@@ -121,5 +121,5 @@ def test_on_a_cpu_prompts_come_behind_the_stash_while_a_model_drafts(
     way = Way(num_draft_tokens=0 if draft is None else 3, chunk_tokens=9)
     served = Served(Models(models.verify, drafter, models.twin), way)
     served.run([make_job("stream", (1, 2, 3), 60), make_job("prompt", (7,) * 50, 1)])
-    fences = (FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH)
-    assert seen == {(True, fences), (False, (*fences, None) if draft == "model" else fences)}
+    fences = ((FenceName.VERIFY_PUBLISH,), (FenceName.VERIFY_STASH,))
+    assert seen == {(True, fences), (False, (*fences, ()) if draft == "model" else fences)}

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from slipstream.services.models.kernels.launching import power_of_two, wait_for_previous
-from slipstream.services.worker.region import Place
+from slipstream.services.worker.region import RegionWord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,14 +23,14 @@ GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
 ODD = tl.constexpr(0xD1342543DE82EF95 - 2**64)
 MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
 MIX_2 = tl.constexpr(0x94D049BB133111EB - 2**64)
-DRAFT_TOKENS = tl.constexpr(int(Place.DRAFT_TOKENS))
-DRAFT_STAMPS = tl.constexpr(int(Place.DRAFT_STAMPS))
-SEQ_LENS = tl.constexpr(int(Place.SEQ_LENS))
-BONUS_TOKENS = tl.constexpr(int(Place.BONUS_TOKENS))
-NUM_NEW = tl.constexpr(int(Place.NUM_NEW))
-LAST_TOKENS = tl.constexpr(int(Place.LAST_TOKENS))
-HIDDEN_STATES = tl.constexpr(int(Place.HIDDEN_STATES))
-ROW_WIDTH = tl.constexpr(int(Place.ROW_WIDTH))
+DRAFT_TOKENS = tl.constexpr(int(RegionWord.DRAFT_TOKENS))
+DRAFT_STAMPS = tl.constexpr(int(RegionWord.DRAFT_STAMPS))
+SEQ_LENS = tl.constexpr(int(RegionWord.SEQ_LENS))
+BONUS_TOKENS = tl.constexpr(int(RegionWord.BONUS_TOKENS))
+NUM_NEW = tl.constexpr(int(RegionWord.NUM_NEW))
+LAST_TOKENS = tl.constexpr(int(RegionWord.LAST_TOKENS))
+HIDDEN_STATES = tl.constexpr(int(RegionWord.HIDDEN_STATES))
+ROW_WIDTH = tl.constexpr(int(RegionWord.ROW_WIDTH))
 
 
 @triton.jit
@@ -184,18 +184,18 @@ def propose_kernel(
 
 
 @triton.jit
-def region_buffer(places: tl.tensor, place: tl.constexpr, element: tl.constexpr) -> tl.tensor:
-    """A buffer of the region that the words of `Place` name, in elements of that dtype; null if there is none."""
-    return tl.load(places + place).to(tl.pointer_type(element))
+def region_buffer(region: tl.tensor, word: tl.constexpr, element: tl.constexpr) -> tl.tensor:
+    """A buffer of a region, whose address is in that word, in elements of that dtype; null if there is none."""
+    return tl.load(region + word).to(tl.pointer_type(element))
 
 
 @triton.jit(
     # Launched outside of graphs, too: no batch size and no draft may find a kernel that is not compiled.
     do_not_specialize=["stamp_stride", "row_stride", "token_stride", "width", "hidden_width"],
-    do_not_specialize_on_alignment=["places", "stamps", "ring_row", "rows", "seq_lens", "accepted", "tokens"],
+    do_not_specialize_on_alignment=["region", "stamps", "ring_row", "rows", "seq_lens", "accepted", "tokens"],
 )
 def stash_kernel(
-    places: tl.tensor,  # [words of `Place`] int64
+    region: tl.tensor,  # [words of `RegionWord`] int64
     stamps: tl.tensor,  # [ring] int64, written if HAS_STAMP
     ring_row: tl.tensor,  # [1] int64
     stamp_stride: tl.tensor,
@@ -212,29 +212,29 @@ def stash_kernel(
     BLOCK_H: tl.constexpr,
     HAS_STAMP: tl.constexpr,
 ) -> None:
-    """Writes what the draft's next forward reads of one slot into the region that `places` name, if they name one.
+    """Writes what the draft's next forward reads of one slot into a region, if there is one.
 
     The last program stamps when it has done its part; others may take a little longer.
     Grid: (B, 1 + width * blocks of a state).
     """
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows + b)
-    row_width = tl.load(places + ROW_WIDTH)
+    row_width = tl.load(region + ROW_WIDTH)
     if tl.program_id(1) == 0:
         if row_width != 0:
             number = tl.load(accepted + b)
-            tl.store(region_buffer(places, SEQ_LENS, tl.int64) + slot, tl.load(seq_lens + b))
-            tl.store(region_buffer(places, BONUS_TOKENS, tl.int64) + slot, tl.load(tokens + b * width + number))
-            tl.store(region_buffer(places, NUM_NEW, tl.int64) + slot, number + 1)
+            tl.store(region_buffer(region, SEQ_LENS, tl.int64) + slot, tl.load(seq_lens + b))
+            tl.store(region_buffer(region, BONUS_TOKENS, tl.int64) + slot, tl.load(tokens + b * width + number))
+            tl.store(region_buffer(region, NUM_NEW, tl.int64) + slot, number + 1)
             w = tl.arange(0, BLOCK_W)
             token = tl.load(tokens + b * width + w, mask=w < width, other=0)
-            tl.store(region_buffer(places, LAST_TOKENS, tl.int64) + slot * row_width + w, token, mask=w < width)
-    elif tl.load(places + HIDDEN_STATES) != 0:
+            tl.store(region_buffer(region, LAST_TOKENS, tl.int64) + slot * row_width + w, token, mask=w < width)
+    elif tl.load(region + HIDDEN_STATES) != 0:
         num_blocks = (hidden_width + BLOCK_H - 1) // BLOCK_H
         column = (tl.program_id(1) - 1) // num_blocks
         i = (tl.program_id(1) - 1) % num_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
         state = tl.load(hidden + b * row_stride + column * token_stride + i, mask=i < hidden_width, other=0.0)
-        stashed = tl.multiple_of(region_buffer(places, HIDDEN_STATES, hidden.dtype.element_ty), 16)
+        stashed = tl.multiple_of(region_buffer(region, HIDDEN_STATES, hidden.dtype.element_ty), 16)
         tl.store(stashed + (slot * row_width + column) * hidden_width + i, state, mask=i < hidden_width)
     if HAS_STAMP:
         is_last = (b == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1)
@@ -243,10 +243,10 @@ def stash_kernel(
 
 @triton.jit(
     do_not_specialize=["row", "num_ring_rows", "vocab_size", "width"],  # as in `stash_kernel`
-    do_not_specialize_on_alignment=["places", "rows", "copied", "ring_row"],
+    do_not_specialize_on_alignment=["region", "rows", "copied", "ring_row"],
 )
 def copy_in_kernel(
-    places: tl.tensor,  # [words of `Place`] int64
+    region: tl.tensor,  # [words of `RegionWord`] int64
     result_stamps: tl.tensor,  # [ring, 2] int64, written
     rows: tl.tensor,  # [B] int64
     copied: tl.tensor,  # [B, width] int64, written
@@ -260,21 +260,21 @@ def copy_in_kernel(
 ) -> None:
     """Copies one slot's draft tokens, clamped to the vocabulary, and two rows of the draft's stamps. Grid: (B,).
 
-    From the region that `places` name; without one, the tokens are 0.
+    Without a region, the tokens are 0.
     """
     b = tl.program_id(0)
     w = tl.arange(0, BLOCK_W)
-    if tl.load(places + ROW_WIDTH) == 0:
+    if tl.load(region + ROW_WIDTH) == 0:
         tl.store(copied + b * width + w, tl.zeros((BLOCK_W,), tl.int64), mask=w < width)
     else:
-        draft_tokens = region_buffer(places, DRAFT_TOKENS, tl.int64)
+        draft_tokens = region_buffer(region, DRAFT_TOKENS, tl.int64)
         token = tl.load(draft_tokens + tl.load(rows + b) * width + w, mask=w < width, other=0)
         tl.store(copied + b * width + w, tl.minimum(tl.maximum(token, 0), vocab_size - 1), mask=w < width)
         if b == 0:
             own = tl.load(ring_row) if IS_CAPTURED else row
             i = tl.arange(0, 4)
             place = tl.where(i < 2, (own + num_ring_rows - 1) % num_ring_rows, own) * 2 + i % 2
-            tl.store(result_stamps + place, tl.load(region_buffer(places, DRAFT_STAMPS, tl.int64) + place))
+            tl.store(result_stamps + place, tl.load(region_buffer(region, DRAFT_STAMPS, tl.int64) + place))
 
 
 @triton.jit(do_not_specialize=["width"])

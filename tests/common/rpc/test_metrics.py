@@ -8,6 +8,7 @@ import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -97,7 +98,7 @@ def test_a_page_is_made_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         gauge = Gauge(name, "Numbers.", ["number"], registry=registry)
         for number in range(count):
             gauge.labels(str(number)).set(number)
-    monkeypatch.setattr(metrics.time, "sleep", pauses.append)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(sleep=pauses.append))
     assert generate_latest(PageInTurns(registry)) == generate_latest(registry)
     assert pauses == [PAUSE_S] * (4 + 1)
     restricted = PageInTurns(registry).restricted_registry(["others"])

@@ -167,6 +167,22 @@ def test_a_scrape_is_a_snapshot(measured: Measured, monkeypatch: pytest.MonkeyPa
         counting.join()
 
 
+def test_the_loop_does_not_wait_for_a_scrape(measured: Measured) -> None:
+    """It tidies up when a scrape is under way, which has the lock for longer than a step may take."""
+    timing = StepTiming(kind=StepKind.PLAIN, draft_ns=0, verify_ns=MS, wall_ns=MS, bubbles_ns={})
+    counted: list[int] = []
+    for _ in range(COUNTED_STEPS):
+        measured.metrics.observe(lambda: counted.append(1) or timing)
+    tidying = threading.Thread(target=measured.metrics.tidy)
+    with measured.families.lock:
+        tidying.start()
+        tidying.join(timeout=10)
+        assert not tidying.is_alive()
+        assert not counted
+    measured.metrics.tidy()
+    assert len(counted) == COUNTED_STEPS
+
+
 def test_what_happens_in_a_batch_is_counted_across_epochs(measured: Measured) -> None:
     batch: Any = SimpleNamespace(counts=BatchCounts(1, 2, prefix_query_tokens=30, prefix_hit_tokens=20))
     measured.metrics.count_batch(batch)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.device.cpu.device import HostDevice
@@ -21,8 +22,10 @@ from slipstream.common.errors import (
 from slipstream.common.worker.contract import DraftSizes
 from slipstream.common.worker.layout import BufferName, DraftShape
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, PrefillChunk, StepCommand, StepKind
+from slipstream.services.worker import epoch, fused_future_map
 from slipstream.services.worker.config import EAGLE3, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
+from slipstream.services.worker.fused_future_map import FusedFutureMap, FusedRegion
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.driven_workers import EPOCH, SIZES, Driven
 from tests.harness.eagle3_checkpoints import ALGORITHMS, AUTHORS, MODULES, write_head
@@ -31,7 +34,6 @@ from tests.harness.served_worker import kv_cache
 from tests.harness.workers import SharedArenas
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from slipstream.common.device.cpu.device import HostFence
@@ -41,7 +43,16 @@ if TYPE_CHECKING:
 
 PROMPTS = {1: [5, 6, 7, 8, 9, 10, 11, 12, 13], 3: [200, 3, 77]}
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7)
-DEVICES = [HostDevice, InlineDevice]
+
+
+@pytest.fixture(params=["streams with threads", "graphs", "graphs with a GPU's kernels"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """One for each way to carry out a step."""
+    if request.param == "streams with threads":
+        return HostDevice()
+    if request.param != "graphs":
+        monkeypatch.setattr(epoch, "_classes", lambda device: (FusedFutureMap, FusedRegion))
+    return InlineDevice()
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +112,9 @@ def undrafted(driven: Driven, draft: Draft) -> StepCommand:
     )
 
 
-@pytest.mark.parametrize("make_device", DEVICES)
 def test_a_language_model_that_catches_up_guesses_as_if_it_had_been_there(
-    target: Path, reference: dict[int, list[int]], make_device: Callable[[], Device]
+    target: Path, reference: dict[int, list[int]], device: Device
 ) -> None:
-    device = make_device()
     driven = Driven(_verify(target, device), device)
     driven.prefill(PROMPTS, SAMPLED)
     for _ in range(5):
@@ -119,11 +128,9 @@ def test_a_language_model_that_catches_up_guesses_as_if_it_had_been_there(
     driven.close()
 
 
-@pytest.mark.parametrize("make_device", DEVICES)
 def test_drafts_of_other_algorithms_and_lengths_take_turns(
-    target: Path, head: Path, reference: dict[int, list[int]], make_device: Callable[[], Device]
+    target: Path, head: Path, reference: dict[int, list[int]], device: Device
 ) -> None:
-    device = make_device()
     expected = DraftSizes(num_draft_tokens=2)
     driven = Driven(_verify(target, device), device, expected=expected)
     first = driven.make_draft(_twin(target, device), number=2)
@@ -145,6 +152,49 @@ def test_drafts_of_other_algorithms_and_lengths_take_turns(
     assert driven.num_accepted[num_before:] == [4, 4]
     check(driven, reference)
     driven.close()
+
+
+class Watched:
+    """A kernel in Triton's interpreter, which has no clock, and what it would be compiled for on a GPU."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.variants: set[tuple[object, ...]] = set()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: object, **constants: object) -> None:
+            dtypes = (argument.dtype for argument in arguments if isinstance(argument, torch.Tensor))
+            self.variants.add((*dtypes, *constants.items()))
+            self._kernel[grid](
+                *arguments, **constants | {"HAS_STAMP": False} if "HAS_STAMP" in constants else constants
+            )
+
+        return launch
+
+
+@pytest.mark.parametrize("expected", [None, DraftSizes(num_draft_tokens=2)])
+def test_drafts_find_what_verify_does_for_them_compiled(
+    target: Path, head: Path, monkeypatch: pytest.MonkeyPatch, expected: DraftSizes | None
+) -> None:
+    """A compiler would hold up the sequences that run when one comes."""
+    monkeypatch.setattr(epoch, "_classes", lambda device: (FusedFutureMap, FusedRegion))
+    monkeypatch.setattr(fused_future_map, "_has_stamp", lambda place: place is not None)
+    names = ("copy_in_kernel", "stash_kernel", "gather_kernel", "propose_kernel")
+    kernels = {name: Watched(getattr(fused_future_map, name)) for name in names}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(fused_future_map, name, kernel)
+    device = InlineDevice()
+    driven = Driven(_verify(target, device), device, expected=expected)
+    of_verify = [kernels[name].variants for name in ("copy_in_kernel", "stash_kernel")]
+    compiled = [variants.copy() for variants in of_verify]
+    for number, role in ((2, _twin(target, device)), (3, _head(head, target, device))):
+        draft = driven.make_draft(role, number=number)
+        driven.prefill(PROMPTS, SAMPLED, draft)
+        driven.decode(draft)
+        driven.plain(draft)
+        driven.verify.detach_draft(EPOCH, number)
+    driven.close()
+    assert of_verify == compiled
 
 
 @pytest.mark.parametrize("layout", [AUTHORS, MODULES])

@@ -217,7 +217,7 @@ class Broken(Recorder):
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """See `RoleEngine.phases`."""
-        return [Phase(self._break, DONE)]
+        return [Phase(self._break, (DONE,))]
 
     def _break(self) -> None:
         raise ValueError("no such kernel")

@@ -12,7 +12,7 @@ from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.errors import (
     DeadlineExceededError,
 )
-from slipstream.common.worker.access_log import JsonLinesAccessLog, StreamName
+from slipstream.common.worker.access_log import JsonLinesAccessLog, LogOp, StreamName
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import Role, SlotUpdate, StepCommand
 from slipstream.services.worker.role import Phase
@@ -54,6 +54,27 @@ def test_waits_come_first_and_every_signal_behind_its_phase(tmp_path: Path) -> N
     arena.close()
 
 
+def test_a_phase_signals_in_its_own_order(tmp_path: Path) -> None:
+    """Whatever the order in the command."""
+
+    class OnePhase(Recorder):
+        def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+            return [Phase(lambda: None, (STASH, PUBLISH))]
+
+    arena, log = SharedArenas(), JsonLinesAccessLog(tmp_path / "verify.jsonl", StreamName.VERIFY)
+    worker = LocalWorker(OnePhase(Role.VERIFY), log)
+    attach(worker, arena)
+    command = decode(1, 1, role=Role.VERIFY)
+    assert [point.fence for point in command.ops.signals] == [PUBLISH, STASH]
+    worker.send(command)
+    worker.stream.synchronize(5.0)
+    worker.close()
+    log.close()
+    arena.close()
+    signals = [line.fence for line in read_log(log_path(tmp_path)) if line.op is LogOp.SIGNAL]
+    assert signals == [STASH, PUBLISH]
+
+
 def test_the_stamps_do_not_count_the_wait(draft: Recorder) -> None:
     with attached(draft) as (worker, arena):
         worker.send(decode(2, 1, waits=1))
@@ -76,7 +97,7 @@ def test_updates_are_taken_over_in_the_order_of_the_stream() -> None:
                 pages = state.slots.page_table[1].tolist()
                 seen.append((command.step, pages, int(state.slots.limits[1])))
 
-            return [Phase(look, DONE)]
+            return [Phase(look, (DONE,))]
 
     with attached(Reader()) as (worker, arena):
         first = SlotUpdate(slot=1, generation=1, pages=(3, 4), limit_tokens=20, sampling=SamplingParams())
