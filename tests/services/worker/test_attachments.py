@@ -34,6 +34,7 @@ from tests.harness.served_worker import kv_cache
 from tests.harness.workers import SharedArenas
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from slipstream.common.device.cpu.device import HostFence
@@ -154,6 +155,11 @@ def test_drafts_of_other_algorithms_and_lengths_take_turns(
     driven.close()
 
 
+def _sizes(role: RoleEngine) -> DraftSizes:
+    found = role.description
+    return DraftSizes(num_draft_tokens=2, hidden_width=found.hidden_width, hidden_layers=found.hidden_layers)
+
+
 class Watched:
     """A kernel in Triton's interpreter, which has no clock, and what it would be compiled for on a GPU."""
 
@@ -165,16 +171,16 @@ class Watched:
         def launch(*arguments: object, **constants: object) -> None:
             dtypes = (argument.dtype for argument in arguments if isinstance(argument, torch.Tensor))
             self.variants.add((*dtypes, *constants.items()))
-            self._kernel[grid](
-                *arguments, **constants | {"HAS_STAMP": False} if "HAS_STAMP" in constants else constants
-            )
+            if "HAS_STAMP" in constants:
+                constants["HAS_STAMP"] = False
+            self._kernel[grid](*arguments, **constants)
 
         return launch
 
 
-@pytest.mark.parametrize("expected", [None, DraftSizes(num_draft_tokens=2)])
+@pytest.mark.parametrize("expected", [None, "language model", "head"])
 def test_drafts_find_what_verify_does_for_them_compiled(
-    target: Path, head: Path, monkeypatch: pytest.MonkeyPatch, expected: DraftSizes | None
+    target: Path, head: Path, monkeypatch: pytest.MonkeyPatch, expected: str | None
 ) -> None:
     """A compiler would hold up the sequences that run when one comes."""
     monkeypatch.setattr(epoch, "_classes", lambda device: (FusedFutureMap, FusedRegion))
@@ -184,10 +190,11 @@ def test_drafts_find_what_verify_does_for_them_compiled(
     for name, kernel in kernels.items():
         monkeypatch.setattr(fused_future_map, name, kernel)
     device = InlineDevice()
-    driven = Driven(_verify(target, device), device, expected=expected)
+    roles = {"language model": _twin(target, device), "head": _head(head, target, device)}
+    driven = Driven(_verify(target, device), device, expected=None if expected is None else _sizes(roles[expected]))
     of_verify = [kernels[name].variants for name in ("copy_in_kernel", "stash_kernel")]
     compiled = [variants.copy() for variants in of_verify]
-    for number, role in ((2, _twin(target, device)), (3, _head(head, target, device))):
+    for number, role in enumerate(roles.values(), start=2):
         draft = driven.make_draft(role, number=number)
         driven.prefill(PROMPTS, SAMPLED, draft)
         driven.decode(draft)
