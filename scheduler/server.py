@@ -86,7 +86,7 @@ async def run_scheduler(
         # A full garbage collection stops all threads, the step loop's too, for up to a tenth of a second.
         collection = IdleCollection(keeps_young=True)
         held.enter_context(collection.in_charge())
-        held.callback(asyncio.create_task(collection.run(lambda: queue.num_held > 0)).cancel)
+        held.callback(asyncio.create_task(collection.run(queue.holds_any)).cancel)
         session.start()
         await signals.wait()
         await serving.finish(config.grace_s)

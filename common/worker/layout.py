@@ -82,11 +82,6 @@ def ring_rows(run_ahead: int) -> int:
     return run_ahead + 2
 
 
-def last_consumed(step: int, run_ahead: int) -> int:
-    """Returns the step that must have been consumed before `step` is sent; 0 or less if there is none."""
-    return step - run_ahead - 1
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
     """The sizes of a step."""

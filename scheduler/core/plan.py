@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import OrderingError
-from slipstream.common.worker.layout import last_consumed
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepKind
 
 if TYPE_CHECKING:
@@ -167,6 +166,11 @@ def consume(state: PlanState, step: int) -> PlanState:
     if not unconsumed or step != unconsumed[0][0]:
         raise OrderingError(f"step {step} is consumed after step {consumed} of {last}")
     return PlanState(draft, run_ahead, last, step, tuple(unconsumed), *known)
+
+
+def last_consumed(step: int, run_ahead: int) -> int:
+    """Returns the step that must have been consumed before `step` is sent; 0 or less if there is none."""
+    return step - run_ahead - 1
 
 
 def _check(state: PlanState, command: OrderedStep) -> None:

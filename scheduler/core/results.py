@@ -57,14 +57,14 @@ class ResultReader:
 
         `is_debug`: verify marks the lengths in rows that no step has published, and they are looked at.
         """
-        self._shape = shape
+        self._ring = shape.ring
         self._is_debug = is_debug
         self._log = log
         self._publish = arena.fence(FenceName.VERIFY_PUBLISH)
         # NumPy takes a few numbers in a fraction of PyTorch's time.
         published, stamps = ([arena.tensor(name).numpy() for name in names] for names in (_PUBLISHED, _STAMPS))
         self._ring_rows = [
-            (*(column[row] for column in published), *(s[row - 1] for s in stamps)) for row in range(shape.ring)
+            (*(column[row] for column in published), *(s[row - 1] for s in stamps)) for row in range(self._ring)
         ]
         """By row: what is published, and the stamps of the row before."""
         self._verify_stamps = stamps[0]
@@ -81,7 +81,7 @@ class ResultReader:
             raise FutureMapError(f"step {step.number} is consumed again, after step {self._last_consumed}")
         if not self._publish.wait_on_host(step.number, timeout_s, look):
             return None
-        row = step.number % self._shape.ring
+        row = step.number % self._ring
         self._last_consumed = step.number
         if self._log.is_enabled:
             self._log.fence(LogOp.WAIT, FenceName.VERIFY_PUBLISH, step.number, step=step.number)
@@ -99,7 +99,7 @@ class ResultReader:
 
     def ended_ns(self, number: int) -> int:
         """Verify's stamp at the end of a step that was consumed; 0 if it is not there yet. That of its start is."""
-        start, end = self._verify_stamps[number % self._shape.ring].tolist()
+        start, end = self._verify_stamps[number % self._ring].tolist()
         return end if end >= start else 0
 
     @property
@@ -108,7 +108,7 @@ class ResultReader:
         return self._publish.poll()
 
     def _logprobs_of(self, step: Step, num_accepted: NDArray[np.int32]) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-        return _token_logprobs(step, num_accepted + 1, *self._logprobs[step.number % self._shape.ring])
+        return _token_logprobs(step, num_accepted + 1, *self._logprobs[step.number % self._ring])
 
     def _rows(
         self,

@@ -200,6 +200,10 @@ class WaitingQueue:
             self.is_stopped = True
             self._changed.notify_all()
 
+    def holds_any(self) -> bool:
+        """True while a sequence waits or runs."""
+        return bool(self._held)
+
     @property
     def num_held(self) -> int:
         """Sequences that wait or run."""

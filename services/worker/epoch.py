@@ -95,7 +95,7 @@ class EpochState:
         """Begins the staging of a step."""
         region = self.regions.get(command.attachment)
         words = NO_REGION if region is None else region.words
-        self.staging.begin(command.step % self.attachment.shape.ring, command.slots, words)
+        self.staging.begin(command.step, command.slots, words)
 
     def region_of(self, command: StepCommand) -> Region | None:
         """The region of the draft that takes part in a step of verify; None if none does."""

@@ -33,8 +33,8 @@ _ALIGNMENT_BYTES = 16
 class Staging(Protocol):
     """Belongs to the thread that enqueues. Call `begin`, then `put…` many times, then `flush` as stream work."""
 
-    def begin(self, ring_row: int, slots: Sequence[int], region_words: Sequence[int] = NO_REGION) -> None:
-        """Begins a step: its row of the ring, its slots, and the `Region.words` of the draft that takes part."""
+    def begin(self, step: int, slots: Sequence[int], region_words: Sequence[int] = NO_REGION) -> None:
+        """Begins a step: its number, its slots, and the `Region.words` of the draft that takes part."""
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
         """Stages values (on the host, contiguous); returns their place in the step's work, good for that step only."""
@@ -49,8 +49,8 @@ class Staging(Protocol):
 class HostStaging:
     """Implements `Staging` where the device is the host: values stay where they are."""
 
-    def begin(self, ring_row: int, slots: Sequence[int], region_words: Sequence[int] = NO_REGION) -> None:
-        """Does nothing: there is no ring."""
+    def begin(self, step: int, slots: Sequence[int], region_words: Sequence[int] = NO_REGION) -> None:
+        """Does nothing: there is nothing to pack."""
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
         return values
@@ -78,7 +78,8 @@ class PinnedStaging:
         fetch: Callable[[torch.Tensor, torch.Tensor], None],
         blocked: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`num_bytes`: of all values in a step; more takes copies of their own. `depth`: host buffers.
+        """`num_bytes`: of all values in a step; more takes copies of their own. `depth`: host buffers, and rows of
+        the FutureMap's ring.
 
         `fetch` copies the second tensor, on the host, to the first, on the device, in words of 64 bits.
         `blocked` is entered for as long as the thread waits for the device.
@@ -108,13 +109,13 @@ class PinnedStaging:
         self.slots = self._device_words[first_slot : first_slot + num_slots]
         """[num_slots] int64 on the device: the step's slots, then padding."""
 
-    def begin(self, ring_row: int, slots: Sequence[int], region_words: Sequence[int] = NO_REGION) -> None:
+    def begin(self, step: int, slots: Sequence[int], region_words: Sequence[int] = NO_REGION) -> None:
         """See `Staging.begin`. Blocks only if the device is a whole ring of steps behind."""
         self._turn = (self._turn + 1) % len(self._host)
         if self._copied and not self._copied[self._turn].query():  # type: ignore[no-untyped-call]
             with self._blocked():
                 self._copied[self._turn].synchronize()
-        head, values = self._heads[self._turn], (ring_row, *region_words, *slots)
+        head, values = self._heads[self._turn], (step % len(self._host), *region_words, *slots)
         head[: len(values)] = values
         head[len(values) :] = PADDING_SLOT
         self._used = self._first_free

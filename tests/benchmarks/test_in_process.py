@@ -47,8 +47,9 @@ async def served(algorithm: str) -> AsyncIterator[tuple[str, int]]:
         settings = InProcessSettings(
             verify=WorkerConfig(model=target_dir(), device="cpu"),
             draft=drafts[algorithm],
+            # A number: by itself, the draft may rest whenever this machine is slow.
             scheduler=SchedulerConfig(
-                verify=address, draft=None if drafts[algorithm] is None else address, device="cpu"
+                verify=address, draft=drafts[algorithm] and address, num_draft_tokens=4, device="cpu"
             ),
         )
         await stack.process("one", *in_process_command(settings, address, metrics_port))

@@ -8,9 +8,8 @@ from functools import cache
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from slipstream.common.worker.layout import last_consumed
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.core.plan import OrderedStep
+from slipstream.scheduler.core.plan import OrderedStep, last_consumed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
