@@ -112,6 +112,8 @@ class FutureMap(SharedBuffers):
 
     def log_copy_in(self, step: int, region: Region, slots: Sequence[int]) -> None:
         """Logs what a copy reads and writes."""
+        if not self._log.is_enabled:
+            return
         # Of this step, which verify has waited for, and of the one before. Those of older ones may be read by now.
         rows = [(step - 1) % self._ring, step % self._ring]
         region.access(BufferName.DRAFT_STAMPS, rows, step, is_write=False)

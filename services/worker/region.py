@@ -46,7 +46,7 @@ class RegionWord(enum.IntEnum):
 NO_REGION = (0,) * len(RegionWord)
 """The words of a step without a draft."""
 STASHED = (BufferName.SEQ_LENS, BufferName.BONUS_TOKENS, BufferName.NUM_NEW, BufferName.LAST_TOKENS)
-"""What a stash writes in any case."""
+"""The buffers that every stash writes; hidden states are written where the draft reads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +105,9 @@ class Region(SharedBuffers):
 
     def log_stash(self, step: int, slots: Sequence[int], result: VerifyResult) -> None:
         """Logs that the stash of `result` is written."""
-        for name in STASHED:
-            self.access(name, slots, step, is_write=True)
-        if self._takes_states(result):
-            self.access(BufferName.HIDDEN_STATES, slots, step, is_write=True)
+        if self._log.is_enabled:
+            for name in (*STASHED, BufferName.HIDDEN_STATES) if self._takes_states(result) else STASHED:
+                self.access(name, slots, step, is_write=True)
 
     def write_stash(self, rows: torch.Tensor, result: VerifyResult) -> None:
         """Verify: does what `stash` does, without the log."""
