@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
-import torch
 
 from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.device.cpu.device import HostDevice
@@ -30,11 +29,11 @@ from tests.harness.checkpoints import write_checkpoint
 from tests.harness.driven_workers import EPOCH, SIZES, Driven
 from tests.harness.eagle3_checkpoints import ALGORITHMS, AUTHORS, MODULES, write_head
 from tests.harness.inline_device import InlineDevice
+from tests.harness.kernel_launches import KernelLaunches
 from tests.harness.served_worker import kv_cache
 from tests.harness.workers import SharedArenas
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from slipstream.common.device.cpu.device import HostFence
@@ -160,24 +159,6 @@ def _sizes(role: RoleEngine) -> DraftSizes:
     return DraftSizes(num_draft_tokens=2, hidden_width=found.hidden_width, hidden_layers=found.hidden_layers)
 
 
-class Watched:
-    """A kernel in Triton's interpreter, which has no clock, and what it would be compiled for on a GPU."""
-
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-        self.variants: set[tuple[object, ...]] = set()
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: object, **constants: object) -> None:
-            dtypes = (argument.dtype for argument in arguments if isinstance(argument, torch.Tensor))
-            self.variants.add((*dtypes, *constants.items()))
-            if "HAS_STAMP" in constants:
-                constants["HAS_STAMP"] = False
-            self._kernel[grid](*arguments, **constants)
-
-        return launch
-
-
 @pytest.mark.parametrize("expected", [None, "language model", "head"])
 def test_drafts_find_what_verify_does_for_them_compiled(
     target: Path, head: Path, monkeypatch: pytest.MonkeyPatch, expected: str | None
@@ -186,7 +167,7 @@ def test_drafts_find_what_verify_does_for_them_compiled(
     monkeypatch.setattr(epoch, "_classes", lambda device: (FusedFutureMap, FusedRegion))
     monkeypatch.setattr(fused_future_map, "_has_stamp", lambda place: place is not None)
     names = ("copy_in_kernel", "stash_kernel", "gather_kernel", "propose_kernel")
-    kernels = {name: Watched(getattr(fused_future_map, name)) for name in names}
+    kernels = {name: KernelLaunches(getattr(fused_future_map, name)) for name in names}
     for name, kernel in kernels.items():
         monkeypatch.setattr(fused_future_map, name, kernel)
     device = InlineDevice()

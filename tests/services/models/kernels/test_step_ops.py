@@ -28,9 +28,9 @@ from slipstream.services.worker.future_map import FutureMap
 from slipstream.services.worker.region import NO_REGION, Region
 from slipstream.services.worker.shared_buffers import CapturedStep, StampPlace
 from slipstream.services.worker.verify_result import VerifyResult
+from tests.harness.kernel_launches import KernelLaunches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any
 
     from slipstream.common.device.manifest import BufferSpec
@@ -80,23 +80,9 @@ def test_steps_with_and_without_a_graph_share_a_kernel(kernel: Any) -> None:
     assert elsewhere <= set(options["do_not_specialize_on_alignment"])
 
 
-class Launches:
-    """Notes what a kernel is compiled for, in its place: constants, and the dtypes of what it is given."""
-
-    def __init__(self) -> None:
-        self.variants: set[tuple[object, ...]] = set()
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: object, **constants: object) -> None:
-            dtypes = (argument.dtype for argument in arguments if isinstance(argument, torch.Tensor))
-            self.variants.add((*dtypes, *constants.items()))
-
-        return launch
-
-
 def test_drafts_of_any_number_of_tokens_share_the_kernels_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes while sequences run does not let them wait for a compiler."""
-    accepting, publishing = Launches(), Launches()
+    accepting, publishing = KernelLaunches(), KernelLaunches()
     monkeypatch.setattr(step_ops, "accept_kernel", accepting)
     monkeypatch.setattr(fused_future_map, "publish_kernel", publishing)
     memory, rows = Memory(FusedFutureMap, FusedRegion, 0, torch.device("cpu")), torch.tensor([5, 1, 3])
