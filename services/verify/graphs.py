@@ -65,8 +65,8 @@ class VerifyGraphs:
         self._target = target
         self._state = state
         self._graphed = graphed
-        self._num_slots = state.attachment.shape.num_slots
-        self._sizes = (self._num_slots - 1,) if is_one_size else batch_buckets(self._num_slots - 1)
+        most_rows = state.attachment.shape.num_slots - 1
+        self._sizes = (most_rows,) if is_one_size else batch_buckets(most_rows)
         # Rows of a forward without a graph: padded, too, if all steps have one size.
         self._eager_size = self._sizes[0] if is_one_size else None
         self._made: dict[tuple[int, tuple[int, ...]], Buckets[_Graphs]] = {}

@@ -232,7 +232,7 @@ class Engine:
         if self.enqueues_at_once:
             work()
         else:
-            # In one piece: to make a thread ready for the stream takes as long as a launch.
+            # In one piece, so that PyTorch is told of the stream once.
             self._stream.enqueue(work)
 
     def _enqueue_work(

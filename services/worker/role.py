@@ -1,4 +1,4 @@
-"""What draft and verify each do in a step, which the engine that they share carries out."""
+"""`RoleEngine`: a worker's own device work, draft's or verify's. It comes to the engine in `Phase`s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a verify step yields."""
+"""`VerifyResult`: the lengths, tokens and hidden states of a verify step, and its `Logprobs`."""
 
 from __future__ import annotations
 
