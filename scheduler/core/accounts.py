@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 NUM_STOPS = 8
 """Stop tokens of a sequence that are compared at once; sequences with more are looked at one by one."""
-WRITTEN_STEPS = 32
-"""Steps whose tokens are written together, unless they are read before. Between two steps the loop's thread sleeps, so
-that what each step touches comes from memory: for many steps at once that is paid once."""
 _NO_TOKEN = -1
 _NO_END = (1 << 31) - 1
 
@@ -82,9 +79,9 @@ class PendingLengths:
         if oldest is not rows and not (is_begun := np.isin(rows, oldest)).all():
             row = rows[is_begun.argmin()]
             raise PendingLengthError(f"a step added to the length of slot {row}, which no step was to change")
-        is_wrong = (found < 1) | (found > most_more)
-        if np.count_nonzero(is_wrong):
-            at = is_wrong.argmax()
+        wrong = ((found < 1) | (found > most_more)).nonzero()[0]
+        if len(wrong):
+            at = wrong[0]
             raise PendingLengthError(f"a step added {found[at]} tokens to slot {rows[at]}, which are not in its bounds")
         self._under_way.popleft()
         before = self._known[rows]
@@ -230,7 +227,10 @@ class SlotAccounts:
             accepted, tokens = accepted[is_current], tokens[is_current]
             places = is_current.cumsum() - 1
             logprobs = {int(places[at]): likely for at, likely in logprobs.items() if is_current[at]}
-        columns = self._columns_of(step, is_current)
+        columns = self._last_columns
+        if columns is None or columns.slots is not step.yielding or is_current is not None:
+            columns = self._last_columns = self._columns_of(step, is_current)
+            self._room = 0
         found = accepted + 1
         before = self.lengths.end(columns.rows, found, columns.most_more) if len(step.yielding.rows) else found
         num_tokens, reasons = self._cut(columns, tokens, found, before)
@@ -248,16 +248,14 @@ class SlotAccounts:
         )
 
     def _columns_of(self, step: Step, is_current: Bools | None) -> _Columns:
-        columns, slots = self._last_columns, step.yielding
-        if is_current is None and columns is not None and columns.slots is slots:
-            return columns
+        slots = step.yielding
         rows, num_rows = slots.rows, len(slots.rows)
         # As of the step's making: what a sequence may accept can have changed since.
         most_more = np.ones(num_rows, np.int32) if step.most_more is None else step.most_more
         is_beyond = np.zeros(num_rows, np.bool_) if step.is_beyond_draft is None else step.is_beyond_draft
         if is_current is not None:
             rows, most_more, is_beyond = rows[is_current], most_more[is_current], is_beyond[is_current]
-        columns = _Columns(
+        return _Columns(
             slots=slots,
             rows=rows,
             most_more=most_more,
@@ -268,8 +266,6 @@ class SlotAccounts:
             max_new_tokens=self._max_new_tokens[rows],
             stops=tuple(self._stops[rows, at, None] for at in range(self._most_stops)),
         )
-        self._last_columns, self._room = columns, 0
-        return columns
 
     def _cut(
         self, columns: _Columns, tokens: Ints, num_tokens: Counts, before: Counts
@@ -284,22 +280,21 @@ class SlotAccounts:
             reasons[is_full] = LENGTH
             num_tokens = np.minimum(num_tokens, room)
         self._room -= tokens.shape[1]
-        is_stop = self._is_stop(columns, tokens)
-        if is_stop is not None and np.count_nonzero(is_stop):
-            is_stop &= self._places[: tokens.shape[1]] < num_tokens[:, None]
-            ends = is_stop.any(axis=1)
-            num_tokens[ends] = is_stop[ends].argmax(axis=1) + 1
-            reasons[ends] = STOP
+        if columns.stops or self._many_stops:
+            is_stop = self._is_stop(columns, tokens)
+            if np.count_nonzero(is_stop):
+                is_stop &= self._places[: tokens.shape[1]] < num_tokens[:, None]
+                ends = is_stop.any(axis=1)
+                num_tokens[ends] = is_stop[ends].argmax(axis=1) + 1
+                reasons[ends] = STOP
         return num_tokens, reasons
 
-    def _is_stop(self, columns: _Columns, tokens: Ints) -> Bools | None:
-        """[rows, K + 1]; None if no sequence has stop tokens."""
-        is_stop: Bools | None = None
+    def _is_stop(self, columns: _Columns, tokens: Ints) -> Bools:
+        """[rows, K + 1]."""
+        is_stop = np.zeros(tokens.shape, np.bool_)
         for stops in columns.stops:
-            is_equal = tokens == stops
-            is_stop = is_equal if is_stop is None else is_stop | is_equal
+            is_stop |= tokens == stops
         if self._many_stops:
-            is_stop = np.zeros(tokens.shape, np.bool_) if is_stop is None else is_stop
             for at in np.isin(columns.rows, list(self._many_stops)).nonzero()[0]:
                 is_stop[at] = np.isin(tokens[at], list(self._many_stops[int(columns.rows[at])]))
         return is_stop
@@ -335,11 +330,6 @@ class CommittedTokens:
         """Adds the new tokens of a step to its slots."""
         self._unwritten.append(taken_in)
 
-    def tidy(self) -> None:
-        """Writes tokens if they are those of many steps. Called when no worker waits for this thread."""
-        if len(self._unwritten) >= WRITTEN_STEPS:
-            self._write()
-
     def num_tokens(self, slot: int) -> int:
         """How many tokens of the slot's sequence are known."""
         self._write()
@@ -354,6 +344,10 @@ class CommittedTokens:
     def read(self, slot: int, start: int, end: int) -> tuple[int, ...]:
         """The tokens at positions `start` to `end - 1`."""
         return tuple(self.row(slot)[start:end].tolist())
+
+    def tidy(self) -> None:
+        """Writes the tokens that were added: to do so for many steps at once is cheaper than for each."""
+        self._write()
 
     def _write(self) -> None:
         # Steps of the same slots share one array of rows.

@@ -42,15 +42,11 @@ class _Decoding(NamedTuple):
     """Most tokens that a step brings to each."""
     num_draft_tokens: int
     """The K that it was made for."""
-    is_drafted: bool
+    num_drafted: int
+    """K of its steps; 0 if they are plain."""
     is_beyond_draft: Bools | None
     """See `DraftReach.is_beyond`."""
     top_logprobs: dict[int, int]
-
-    @property
-    def num_drafted(self) -> int:
-        """K of its steps; 0 if they are plain."""
-        return self.num_draft_tokens if self.is_drafted else 0
 
 
 class Batch:
@@ -109,7 +105,7 @@ class Batch:
         if self._preempted:
             queue.put_back([sequence for sequence in self._preempted if not sequence.is_over])
             self._preempted.clear()
-        for expired in queue.take_expired():
+        for expired in queue.take_expired() if queue.deadlines else ():
             expired.is_over = True
             self.outbox.add_refused(expired, DeadlineExceededError("the deadline passed before a slot was free"))
         while self.slots.num_free and (sequence := queue.take_next(self._has_room_for)) is not None:
@@ -141,7 +137,7 @@ class Batch:
                 sequence.prefix.draft = NO_DRAFT
             self._reach.change(draft, self._running.values())
         decoding = self._decoding_with(num_draft_tokens)
-        if not self._prompts and not decoding.members.slots:
+        if not self._prompts.waiting and not decoding.members.slots:
             return None
         step = self._make_step(decoding, decodes_first=decodes_first)
         rows = step.yielding.rows
@@ -154,7 +150,7 @@ class Batch:
         num_decoded = len(decoding.members.slots) * (decoding.num_drafted + 1)
         self.last_step += 1
         has_turn = decodes_first or (self._is_decodes_turn and not self.sizes.mixes)
-        if not self._prompts or (num_decoded and has_turn):
+        if not self._prompts.waiting or (num_decoded and has_turn):
             self._is_decodes_turn = False
             return self._decode_step(decoding)
         self._is_decodes_turn = True
@@ -201,8 +197,9 @@ class Batch:
         self.committed.append(taken_in)
         published_ns = published_ns or time.monotonic_ns()
         self.outbox.add_step(taken_in, step.num_draft_tokens, published_ns, is_mixed=step.is_mixed)
-        if np.count_nonzero(taken_in.reasons):
-            for slot in taken_in.rows[taken_in.reasons.nonzero()[0]].tolist():
+        ended = taken_in.reasons.nonzero()[0]
+        if len(ended):
+            for slot in taken_in.rows[ended].tolist():
                 self._end(self._running[slot])
         return taken_in
 
@@ -260,14 +257,13 @@ class Batch:
         return None if is_current.all() else is_current
 
     def _has_sure_end(self, decoding: _Decoding) -> bool:
-        if self._room <= 0:
-            self._room = self.accounts.least_room(decoding.members.rows)
+        self._room = self.accounts.least_room(decoding.members.rows)
         return self._room <= 0
 
     def _decoding_with(self, num_draft_tokens: int) -> _Decoding:
         decoding = self._decoding
         is_same = decoding is not None and decoding.num_draft_tokens == num_draft_tokens and self._num_in_reach > 0
-        if decoding is None or not is_same or self._has_sure_end(decoding):
+        if decoding is None or not is_same or (self._room <= 0 and self._has_sure_end(decoding)):
             decoding = self._decoding = self._find_decoding(num_draft_tokens)
         while self._num_covered <= 0 and not self._has_pages(decoding):
             decoding = self._decoding = self._find_decoding(num_draft_tokens)
@@ -317,13 +313,13 @@ class Batch:
         for slot in beyond:
             self._leave_draft(self._running[slot])
         most = self.accounts.most_accepted(rows, num_draft_tokens)
-        is_drafted = bool(most.any())
-        if not is_drafted:
+        num_drafted = num_draft_tokens if most.any() else 0
+        if not num_drafted:
             for slot in rows.tolist():
                 self._running[slot].prefix.draft = NO_DRAFT
         self._room = self._num_covered = 0
         is_beyond, top_logprobs = self._reach.is_beyond(rows), self._top_logprobs(rows)
-        return _Decoding(members, most + 1, num_draft_tokens, is_drafted, is_beyond, top_logprobs)
+        return _Decoding(members, most + 1, num_draft_tokens, num_drafted, is_beyond, top_logprobs)
 
     def _leave_draft(self, sequence: Sequence) -> None:
         """The draft has no room for a sequence that decodes from now on; for its pages so far it had."""
@@ -343,11 +339,12 @@ class Batch:
             yielding=prompts.ending,
             top_logprobs=self._top_logprobs(prompts.ending.rows),
             chunks=prompts.chunks,
+            num_prompt_tokens=prompts.num_tokens,
             updates=(*self._page_lists.take_updates(), *prompts.updates),
         )
 
     def _mixed_step(self, decoding: _Decoding, prompts: TakenPrompts) -> Step:
-        self.last_step += decoding.is_drafted  # it takes two numbers
+        self.last_step += decoding.num_drafted > 0  # it takes two numbers
         decode, num_ending = self._decode_step(decoding), len(prompts.ending.slots)
         yielding, is_beyond = decode.yielding + prompts.ending, decode.is_beyond_draft
         return decode._replace(
@@ -356,7 +353,9 @@ class Batch:
             is_beyond_draft=None if is_beyond is None else np.pad(is_beyond, (0, num_ending)),
             top_logprobs=self._top_logprobs(yielding.rows),
             chunks=prompts.chunks,
+            num_prompt_tokens=prompts.num_tokens,
             updates=(*decode.updates, *prompts.updates),
+            is_mixed=True,
         )
 
     def _count_looked_up(self, sequence: Sequence, num_hit: int) -> None:
@@ -384,7 +383,7 @@ class Batch:
         self._num_in_reach -= 1
         return Step(
             number=self.last_step,
-            kind=StepKind.DECODE if decoding.is_drafted else StepKind.PLAIN,
+            kind=StepKind.DECODE if decoding.num_drafted else StepKind.PLAIN,
             members=decoding.members,
             yielding=decoding.members,
             num_draft_tokens=decoding.num_drafted,

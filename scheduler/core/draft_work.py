@@ -10,6 +10,23 @@ if TYPE_CHECKING:
     from slipstream.scheduler.workers.attachment import DraftAttachment
 
 
+class Part(NamedTuple):
+    """The part that drafts have in the next step."""
+
+    attachment: DraftAttachment | None = None
+    """The draft that the step stashes for and, if it is drafted, copies from."""
+    num_draft_tokens: int = 0
+    """Tokens to draft; 0 decodes plainly."""
+    decodes_first: bool = False
+    """True if the step must be one that decodes."""
+    is_empty: bool = False
+    """True for a step of no sequence."""
+
+
+NO_PART = Part()
+"""There is no draft."""
+
+
 class _Command(NamedTuple):
     """A command that a draft was sent."""
 
@@ -24,6 +41,8 @@ class DraftWork:
 
     def __init__(self, attachment: DraftAttachment) -> None:
         self.attachment = attachment
+        self.part = Part(attachment, attachment.num_draft_tokens)
+        """Its part in a step while it is active."""
         self.pending: deque[_Command] = deque()
         """Commands that draft is not known to have done."""
         self.done = 0
@@ -91,7 +110,9 @@ class DraftPatience:
     @property
     def timeout_s(self) -> float:
         """The time that a step may wait for its draft now."""
-        return max(2 * self._longest_step_s, self._least_timeout_s) if self._timeout_s is None else self._timeout_s
+        if self._timeout_s is not None:
+            return self._timeout_s
+        return max(2 * max(self._step_s.values()), self._least_timeout_s)
 
     @property
     def tokens_timeout_s(self) -> float:
@@ -103,14 +124,10 @@ class DraftPatience:
         if takes_prompts:
             self._tokens_s = max(seconds, self._tokens_s * (1 - _SMOOTHING))
         if decodes:
-            seconds = min(seconds, max(self._least_timeout_s, _MOST_GROWTH * self._longest_step_s))
+            seconds = min(seconds, max(self._least_timeout_s, _MOST_GROWTH * max(self._step_s.values())))
             known = self._step_s[is_drafted]
             self._step_s[is_drafted] += (seconds - known) * (_SMOOTHING if known else 1.0)
 
     def brought(self, seconds: float) -> None:
         """Takes in the time of a command to catch up."""
         self._tokens_s = max(self._tokens_s, seconds)
-
-    @property
-    def _longest_step_s(self) -> float:
-        return max(self._step_s.values())

@@ -18,9 +18,11 @@ from slipstream.scheduler.telemetry.step_metrics import DRAFT_BACKLOG, DRAFTED, 
 
 if TYPE_CHECKING:
     from slipstream.common.worker.access_log import AccessLog
+    from slipstream.common.worker.step import FenceOps
     from slipstream.scheduler.core.accounts import TakenIn
     from slipstream.scheduler.core.batch import Batch
     from slipstream.scheduler.core.draft_policy import DraftPolicy
+    from slipstream.scheduler.core.draft_work import DraftWork
     from slipstream.scheduler.core.outbox import OutputSink
     from slipstream.scheduler.core.pace import SizePace
     from slipstream.scheduler.core.plan import PlannedStep
@@ -41,6 +43,9 @@ WATCH_S = 0.02
 """The same while a draft may hold the step up."""
 LEAST_HOLD_S = 0.001
 """The shortest time for which a step is held back."""
+TIDY_STEPS = 32
+"""Steps whose tokens are written, and whose times are counted, together. Between two steps the loop's thread sleeps, so
+that what each step touches comes from memory: for many steps at once that is paid once."""
 _NO_DRAFT = DraftTraits(is_present=False)
 
 
@@ -128,12 +133,15 @@ class StepLoop:
         self._pace = Pace(results.ended_ns)
         self._consumed: _Consumed | None = None
         """The outcome of the last result, not handed out yet."""
+        self._num_untidied = 0
+        """Steps that were consumed since the last time that all was tidied."""
 
     def run(self) -> None:
         """Runs until the queue is stopped. Raises UnavailableError or DeadlineExceededError when verify is lost."""
         while not self._queue.is_stopped:
             self._hold()
-            self._batch.cancel(self._queue.take_cancelled())
+            if self._queue.cancelled:
+                self._batch.cancel(self._queue.take_cancelled())
             self._batch.admit(self._queue)
             step, attachment = self._next_step()
             try:
@@ -196,35 +204,39 @@ class StepLoop:
     def _hand_out(self) -> None:
         """Hands out the output of the last result, and what begins or ends otherwise, and does what can wait."""
         outgoing = self._batch.outbox.take()
-        if outgoing:
+        if outgoing.taken_ns:
             self._put(outgoing)
-        if self._consumed is not None:
-            consumed, self._consumed = self._consumed, None
-            self._note(*consumed)
-        self._metrics.tidy()
-        self._batch.committed.tidy()
+        if self._consumed is None:
+            return
+        consumed, self._consumed = self._consumed, None
+        self._note(*consumed)
         self._batch.grow_ahead()
+        self._num_untidied += 1
+        if self._num_untidied == TIDY_STEPS:
+            self._num_untidied = 0
+            self._metrics.tidy()
+            self._batch.committed.tidy()
 
     def _send(self, step: Step, attachment: DraftAttachment | None) -> None:
         decided_ns = time.monotonic_ns()
         planned = self._ordered(step, attachment)
-        has_command = planned.draft is not None
+        drafting: DraftWork | None = None
         if attachment is not None:
             brings_tokens = step.kind is not StepKind.DECODE
-            self._speculation.sending(step.number, attachment, planned, brings_tokens=brings_tokens)
+            drafting = self._speculation.sending(step.number, attachment, planned, brings_tokens=brings_tokens)
         waits_for = planned.verify.waits_for(FenceName.DRAFT_DONE)
         # The command that the other one waits for goes first.
         to_draft = [] if attachment is None else step.commands_to_draft(planned, attachment.number)
         if step.kind is StepKind.DECODE:
             self._send_to_draft(to_draft.pop(0), attachment)
-        self._send_to_verify(step, planned, attachment)
+        self._send_to_verify(step, planned.verify, drafting, waits_for)
         for command in to_draft:
             self._send_to_draft(command, attachment)
         sent_ns = time.monotonic_ns()
         self._recorder.sent(step, planned, decided_ns, sent_ns)
         is_resting = self._speculation.resting is not None
         self._in_flight.append(_Sent(step, attachment, waits_for, sent_ns, is_resting, self._pace.of(step)))
-        self._timings.sent(step, attachment if has_command else None)
+        self._timings.sent(step, None if planned.draft is None else attachment)
 
     def _ordered(self, step: Step, attachment: DraftAttachment | None) -> PlannedStep:
         if attachment is not self._planned_for:
@@ -244,19 +256,21 @@ class StepLoop:
             self._check_verify()
             self._speculation.lose(attachment, error)
 
-    def _send_to_verify(self, step: Step, planned: PlannedStep, attachment: DraftAttachment | None) -> None:
-        ops, number, draft = planned.verify, 0, None
-        if attachment is not None:
+    def _send_to_verify(self, step: Step, ops: FenceOps, drafting: DraftWork | None, waits_for: int) -> None:
+        """`waits_for`: see `_Sent`."""
+        attachment, number, draft = None, 0, None
+        if drafting is not None:
+            attachment = drafting.attachment
             number, draft = attachment.number, attachment.link
             if attachment.is_released:
-                ops = ops.without(FenceName.DRAFT_DONE)
+                ops, waits_for = ops.without(FenceName.DRAFT_DONE), 0
         if self._log.is_enabled:
             self._log.send(Role.VERIFY, epoch=self._settings.epoch, step=step.number)
         command = step.command(ops, self._settings.epoch, number)
         try:
             self._send_command(self._verify, command, self._verify, draft)
-            if attachment is not None and (done := ops.waits_for(FenceName.DRAFT_DONE)):
-                self._speculation.waits(attachment, done)
+            if drafting is not None and waits_for:
+                drafting.awaited = waits_for
         except SlipstreamError as error:
             self._check_verify()
             if attachment is None:
@@ -270,8 +284,9 @@ class StepLoop:
     def _consume(self) -> None:
         sent = self._in_flight.popleft()
         step, wait_ns = sent.step, time.monotonic_ns()
-        result = self._await_result(sent)
+        result = self._await_result(sent, wait_ns)
         landed_ns = time.monotonic_ns()
+        self._metrics.host_stalled(RESULT, (landed_ns - wait_ns) / 1e9)
         self._plan = consume(self._plan, step.number)
         gap_s = self._pace.landed(step.number, sent.size, sent.sent_ns, self._landed_ns, landed_ns)
         self._landed_ns = landed_ns
@@ -317,16 +332,14 @@ class StepLoop:
         self._queue.wait_for_change(IDLE_S)
         self._recorder.add(Site.IDLE, self._plan.step, begun_ns, time.monotonic_ns())
 
-    def _await_result(self, sent: _Sent) -> StepResult:
-        started = time.monotonic()
-        since = max(sent.sent_ns, self._landed_ns) / 1e9
+    def _await_result(self, sent: _Sent, wait_ns: int) -> StepResult:
         look = self._pace.look(sent.size, sent.sent_ns, self._landed_ns)
         # Looked at first, since the fence of a draft that was lost may be set back.
         self._speculation.check()
-        while (result := self._results.resolve(sent.step, self._patience_s(), look)) is None:
-            self._check_progress(sent, started)
-            self._speculation.watch(sent.attachment, sent.waits_for, since)
-        self._metrics.host_stalled(RESULT, time.monotonic() - started)
+        patience_s = WATCH_S if self._speculation.has_attachment else LIVENESS_S
+        while (result := self._results.resolve(sent.step, patience_s, look)) is None:
+            self._check_progress(sent, wait_ns)
+            self._speculation.watch(sent.attachment, sent.waits_for, max(sent.sent_ns, self._landed_ns) / 1e9)
         return result
 
     def _bound_draft(self, step: int) -> None:
@@ -342,12 +355,9 @@ class StepLoop:
             self._metrics.host_stalled(DRAFT_BACKLOG, time.monotonic() - started)
         self._timings.collect(bound, is_last_chance=True)
 
-    def _patience_s(self) -> float:
-        return WATCH_S if self._speculation.has_attachment else LIVENESS_S
-
-    def _check_progress(self, sent: _Sent, started: float) -> None:
+    def _check_progress(self, sent: _Sent, wait_ns: int) -> None:
         self._check_verify()
-        waited = time.monotonic() - started
+        waited = (time.monotonic_ns() - wait_ns) / 1e9
         if waited > self._settings.step_timeout_s:
             fences = f"{FenceName.VERIFY_PUBLISH.name} is {self._results.published}"
             if sent.attachment is not None and sent.waits_for:

@@ -50,7 +50,7 @@ class Outgoing:
         self.aborted: defaultdict[int, list[int]] = defaultdict(list)
         self.refused: defaultdict[int, list[Refusal]] = defaultdict(list)
         self.taken_ns = 0
-        """When it was taken out of the outbox."""
+        """When it was taken out of the outbox; 0 if it is empty."""
 
     def __bool__(self) -> bool:
         return bool(self.taken_in or self.admitted or self.cached_tokens or self.aborted or self.refused)

@@ -16,7 +16,7 @@ from slipstream.common.device.interface import ANY_TIME, Look
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.scheduler.core.step import Step
+    from slipstream.scheduler.core.step import Step, StepSlots
 
 HOLD_SHARE, LEAD_S = 0.75, 0.006
 """Part of a step's time in which the next one is held back, and the least time that its commands have after that."""
@@ -92,6 +92,8 @@ class Pace:
         """`ended_ns`: returns verify's stamp at the end of a step whose result was seen; 0 if it is not there yet."""
         self._ended_ns = ended_ns
         self._sizes: dict[tuple[int, ...], SizePace] = {}
+        self._last_found: tuple[StepSlots, int, SizePace] | None = None
+        """Members, K and size of the last step without prompts: as a rule the next one's, too."""
         self._last: _Seen | None = None
         """The last one, until its stamp is taken in."""
         self._last_stamp_ns = 0
@@ -102,11 +104,15 @@ class Pace:
 
     def of(self, step: Step) -> SizePace:
         """The steps that do about as much as this one."""
-        num_prompt_tokens = step.num_prompt_tokens
-        key = (step.num_draft_tokens, _about(len(step.members.slots)), _about(num_prompt_tokens))
+        members, num_draft_tokens, last = step.members, step.num_draft_tokens, self._last_found
+        if last is not None and last[0] is members and last[1] == num_draft_tokens and not step.chunks:
+            return last[2]
+        key = (num_draft_tokens, _about(len(members.slots)), _about(step.num_prompt_tokens))
         found = self._sizes.get(key)
         if found is None:
-            found = self._sizes[key] = SizePace(varies=num_prompt_tokens > 0)
+            found = self._sizes[key] = SizePace(varies=bool(step.chunks))
+        if not step.chunks:
+            self._last_found = members, num_draft_tokens, found
         return found
 
     def landed(self, number: int, size: SizePace, sent_ns: int, before_ns: int, landed_ns: int) -> float:
@@ -114,7 +120,8 @@ class Pace:
 
         Returns the time since then, or since the step was sent, in seconds.
         """
-        self._settle()
+        if self._last is not None:
+            self._settle(self._last)
         gap_s = (landed_ns - max(sent_ns, before_ns)) / 1e9
         size.gaps_s.append(gap_s)
         self._last = _Seen(number, size, landed_ns, sent_ns < before_ns)
@@ -122,18 +129,16 @@ class Pace:
 
     def look(self, size: SizePace, sent_ns: int, before_ns: int) -> Look:
         """When to look for the result of the next step. `before_ns`: when the one before was seen."""
-        self._settle()
+        if self._last is not None:
+            self._settle(self._last)
         if self._end_ns and sent_ns < before_ns:
             exact = size.exact_look((self._end_ns + min(self._offsets_ns)) / 1e9)
             if exact is not None:
                 return exact
         return size.look(max(sent_ns, before_ns) / 1e9)
 
-    def _settle(self) -> None:
+    def _settle(self, last: _Seen) -> None:
         """Takes in the stamp of the last step."""
-        last = self._last
-        if last is None:
-            return
         self._last, before_ns = None, self._end_ns
         end_ns = self._ended_ns(last.number)
         if end_ns <= self._last_stamp_ns:

@@ -131,13 +131,14 @@ def plan_step(state: PlanState, command: OrderedStep) -> tuple[PlannedStep, Plan
     """
     draft, run_ahead, _, consumed, rows, stash_known, done_known, hidden_read, stashed = state
     step, kind, slots, prompts = command
-    _check(state, command)
+    drafted = command.drafted
+    _check(state, command, drafted)
     takes_prompts = kind is StepKind.PREFILL or prompts != 0
     published, stash = FencePoint(_PUBLISH, step), FencePoint(_STASH, step)
     draft_commands: list[FenceOps] = []
     verify_waits: tuple[FencePoint, ...] = ()
     if kind is StepKind.DECODE:
-        last, done = _last_stash(state, slots), FencePoint(_DONE, command.drafted)
+        last, done = _last_stash(state, slots), FencePoint(_DONE, drafted)
         draft_commands.append(FenceOps((FencePoint(_STASH, last),) if last > stash_known else (), (done,)))
         verify_waits, stash_known, done_known = (done,), max(last, stash_known), done.value
     if takes_prompts and draft.is_present:
@@ -173,9 +174,9 @@ def last_consumed(step: int, run_ahead: int) -> int:
     return step - run_ahead - 1
 
 
-def _check(state: PlanState, command: OrderedStep) -> None:
+def _check(state: PlanState, command: OrderedStep, drafted: int) -> None:
     step, kind, slots, _ = command
-    if command.drafted != state.step + 1:
+    if drafted != state.step + 1:
         raise OrderingError(f"step {step} is planned after step {state.step}")
     if kind is StepKind.DECODE and not state.draft.is_present:
         raise OrderingError(f"step {step} is a {kind.name} step, and there is no draft")

@@ -28,6 +28,8 @@ class TakenPrompts(NamedTuple):
     ending: StepSlots
     """Those of `members` whose prompts are sent in full with this step."""
     chunks: tuple[PrefillChunk, ...]
+    num_tokens: int
+    """Tokens of `chunks`."""
     updates: tuple[SlotUpdate, ...]
 
 
@@ -53,26 +55,24 @@ class Prompts:
         self._pages = pages
         self._committed = committed
         self._on_looked_up = on_looked_up
-        self._sequences: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        """The sequences."""
         self._num_taken = 0
         """Tokens of prompts that were taken in so far."""
-
-    def __len__(self) -> int:
-        return len(self._sequences)
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         """A sequence has a slot. `num_tokens`: about how many the cache does not have; it is looked at again later."""
         sequence.turn = -sequence.spec.priority, self._num_taken + num_tokens
-        insort(self._sequences, sequence, key=attrgetter("turn"))
+        insort(self.waiting, sequence, key=attrgetter("turn"))
 
     def discard(self, sequence: Sequence) -> None:
         """A sequence gives its slot back."""
-        if sequence in self._sequences:
-            self._sequences.remove(sequence)
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
 
     def exceed(self, num_tokens: int) -> bool:
         """Returns whether more tokens than that wait. Counts tokens that the prefix cache may have, too."""
-        for sequence in self._sequences:
+        for sequence in self.waiting:
             num_tokens -= len(sequence.tokens) - sequence.num_prefilled
             if num_tokens < 0:
                 return True
@@ -84,10 +84,10 @@ class Prompts:
         `doubling_context`: c, if a token behind a context of L tokens counts for 1 + L / c, but a chunk has part of the
         room in any case; None if each counts for one.
         """
-        chunks, updates = [], []
+        chunks, updates, num_taken = [], [], self._num_taken
         members: list[Sequence] = []
         filling: set[bytes] = set()  # by those that go before
-        for sequence in self._sequences:
+        for sequence in self.waiting:
             if room == 0:
                 break
             if not sequence.num_prefilled:
@@ -109,11 +109,12 @@ class Prompts:
             tokens = self._committed.row(sequence.lease.slot)
             num_settled = sequence.num_prefilled - max(1, sequence.prefix.draft.tokens_ahead)
             self._pages.keep(sequence.prefix, sequence.pages, tokens, num_settled)
-        self._sequences = [sequence for sequence in self._sequences if sequence.is_prefilling]
+        self.waiting = [sequence for sequence in self.waiting if sequence.is_prefilling]
         return TakenPrompts(
             members=StepSlots.of(sequence.lease for sequence in members),
             ending=StepSlots.of(sequence.lease for sequence in members if not sequence.is_prefilling),
             chunks=tuple(chunks),
+            num_tokens=self._num_taken - num_taken,
             updates=tuple(updates),
         )
 

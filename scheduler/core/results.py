@@ -126,7 +126,7 @@ class ResultReader:
         is_wrong = accepted.view(np.uint32) > most
         if self._is_debug:
             is_wrong |= seq_lens.take(rows) < 0
-        if np.count_nonzero(is_wrong):
+        if len(is_wrong.nonzero()[0]):
             lengths = seq_lens.take(rows)
             is_not_finite = (accepted == NOT_FINITE) & (lengths >= 0)
             not_finite = tuple(is_not_finite.nonzero()[0].tolist())

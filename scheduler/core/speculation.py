@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
 from slipstream.common.worker.step import FenceName
 from slipstream.scheduler.core.catch_up import Joining
-from slipstream.scheduler.core.draft_work import DraftPatience, DraftWork
+from slipstream.scheduler.core.draft_work import NO_PART, DraftPatience, DraftWork, Part
 from slipstream.scheduler.telemetry.draft_metrics import LossCause
 
 if TYPE_CHECKING:
@@ -43,19 +43,6 @@ ACKNOWLEDGES_S = 1.0
 """A draft that has to acknowledge a step may take so long, beside four times what a step may wait for it."""
 CATCH_UP_TIMEOUT_S = 10.0
 """The most time for a command that brings tokens while verify goes on beside it."""
-
-
-class Part(NamedTuple):
-    """The part that drafts have in the next step."""
-
-    attachment: DraftAttachment | None = None
-    """The draft that the step stashes for and, if it is drafted, copies from."""
-    num_draft_tokens: int = 0
-    """Tokens to draft; 0 decodes plainly."""
-    decodes_first: bool = False
-    """True if the step must be one that decodes."""
-    is_empty: bool = False
-    """True for a step of no sequence."""
 
 
 class SpeculationListener(Protocol):
@@ -98,6 +85,8 @@ class Speculation:
         self._resting: DraftWork | None = None
         self._joining: Joining | None = None
         self._leaving: list[DraftWork] = []
+        self._known: tuple[DraftWork, ...] = ()
+        """All of them."""
         self._consumed = 0
         self._messages: deque[tuple[DraftAttachment, LossCause | None]] = deque()
 
@@ -117,7 +106,7 @@ class Speculation:
     @property
     def has_attachment(self) -> bool:
         """True if a step under way may refer to one."""
-        return any((self._active, self._resting, self._joining, self._leaving))
+        return bool(self._known)
 
     @property
     def timeout_s(self) -> float:
@@ -155,11 +144,13 @@ class Speculation:
                 return None
             if (part := self._advance(self._joining, last_step, num_in_flight)) is not None:
                 return part
-        active = self.active
-        return Part() if active is None else Part(active, active.num_draft_tokens)
+        return NO_PART if self._active is None else self._active.part
 
-    def sending(self, step: int, attachment: DraftAttachment, ops: PlannedStep, *, brings_tokens: bool) -> None:
-        """Notes a step that is about to be sent. `brings_tokens`: what draft's first command does."""
+    def sending(self, step: int, attachment: DraftAttachment, ops: PlannedStep, *, brings_tokens: bool) -> DraftWork:
+        """Notes a step that is about to be sent. `brings_tokens`: what draft's first command does.
+
+        Returns the draft's work, to be told what verify is sent a wait for.
+        """
         drafting = self._find(attachment)
         assert drafting is not None, "the attachment was there when the step was decided"
         drafting.last_step = step
@@ -167,11 +158,7 @@ class Speculation:
         for number, command, brings in ((first, ops.draft, brings_tokens), (step, ops.draft_prompts, True)):
             if command is not None:
                 drafting.add(number, brings_tokens=brings, stash=command.waits_for(FenceName.VERIFY_STASH))
-
-    def waits(self, attachment: DraftAttachment, done: int) -> None:
-        """Notes that verify was sent a wait for a value of the draft's fence."""
-        if (drafting := self._find(attachment)) is not None:
-            drafting.awaited = max(drafting.awaited, done)
+        return drafting
 
     def consumed(
         self,
@@ -198,14 +185,14 @@ class Speculation:
             gone = [drafting for drafting in self._leaving if drafting.last_step <= step]
             self._leaving = [drafting for drafting in self._leaving if drafting.last_step > step]
             for drafting in gone:
-                self._let_go(drafting.attachment)
+                self._let_go(drafting)
 
     def check(self) -> None:
         """Takes in messages of other threads, and looks at the links. Raises UnavailableError, see `next_part`."""
         # A draft that is stashed for joins first: else the one that drafts would be left out for nothing.
         while self._messages and (self._joining is None or not self._joining.is_stashed):
             self._take(*self._messages.popleft())
-        for drafting in self._all():
+        for drafting in self._known:
             failure = drafting.attachment.link.failure
             if failure is not None and not drafting.is_lost:
                 self.lose(drafting.attachment, failure)
@@ -234,11 +221,12 @@ class Speculation:
 
     def end(self, release_up_to: int | None) -> None:
         """Forgets all drafts, as the epoch is over; ends what verify waits for up to a step, if one is given."""
-        for drafting in self._all():
+        for drafting in self._known:
             if release_up_to is not None:
                 drafting.attachment.release(release_up_to)
         self._active = self._resting = self._joining = None
         self._leaving.clear()
+        self._known = ()
         self._messages.clear()
 
     def backlog(self, up_to: int) -> tuple[DraftAttachment, int] | None:
@@ -319,7 +307,7 @@ class Speculation:
         if joining.num_empty > num_steps:
             return 0
         # Steps of a draft that has left may be under way.
-        drafts = [drafting for drafting in self._all() if drafting is not joining.drafting]
+        drafts = [drafting for drafting in self._known if drafting is not joining.drafting]
         most = max((drafting.attachment.num_draft_tokens for drafting in drafts), default=0)
         return self._batch.num_running * num_steps * (most + 1)
 
@@ -355,7 +343,9 @@ class Speculation:
                 self._resting, self._joining = self._joining.drafting, None
             else:
                 self._leave(self._joining.drafting, LossCause.SWAPPED, "another draft has come")
-        self._joining = Joining(self._batch, DraftWork(attachment))
+        drafting = DraftWork(attachment)
+        self._known = (*self._known, drafting)
+        self._joining = Joining(self._batch, drafting)
 
     def _lose(self, drafting: DraftWork, cause: LossCause, reason: str) -> None:
         """Ends the waits for a draft. `watch` does it again until the steps that wait are consumed."""
@@ -383,17 +373,14 @@ class Speculation:
         if drafting.last_step > self._consumed:
             self._leaving.append(drafting)
         else:
-            self._let_go(drafting.attachment)
+            self._let_go(drafting)
 
-    def _let_go(self, attachment: DraftAttachment) -> None:
-        attachment.is_let_go = True
-        self._listener.let_go(attachment)
-
-    def _all(self) -> list[DraftWork]:
-        joining = None if self._joining is None else self._joining.drafting
-        return [*filter(None, (self._active, self._resting, joining)), *self._leaving]
+    def _let_go(self, drafting: DraftWork) -> None:
+        self._known = tuple(one for one in self._known if one is not drafting)
+        drafting.attachment.is_let_go = True
+        self._listener.let_go(drafting.attachment)
 
     def _find(self, attachment: DraftAttachment) -> DraftWork | None:
         if self._active is not None and self._active.attachment is attachment:
             return self._active
-        return next((drafting for drafting in self._all() if drafting.attachment is attachment), None)
+        return next((drafting for drafting in self._known if drafting.attachment is attachment), None)

@@ -71,17 +71,11 @@ class Step(NamedTuple):
     top_logprobs: Mapping[int, int] = MappingProxyType({})
     """By place in `yielding`: how many of the most likely tokens a sequence asked for that asked for logprobs."""
     chunks: tuple[PrefillChunk, ...] = ()
+    num_prompt_tokens: int = 0
+    """Tokens of `chunks`."""
     updates: tuple[SlotUpdate, ...] = ()
-
-    @property
-    def is_mixed(self) -> bool:
-        """True if it decodes and takes in prompts."""
-        return bool(self.chunks) and self.kind is not StepKind.PREFILL
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompts that it takes in."""
-        return sum([len(chunk.tokens) for chunk in self.chunks]) if self.chunks else 0
+    is_mixed: bool = False
+    """True if it decodes and takes in prompts."""
 
     @property
     def ordered(self) -> OrderedStep:
@@ -101,7 +95,7 @@ class Step(NamedTuple):
             ops=ops,
             chunks=self.chunks,
             updates=self.updates,
-            top_logprobs=self.most_top_logprobs,
+            top_logprobs=max(self.top_logprobs.values()) if self.top_logprobs else None,
             attachment=attachment,
         )
 
@@ -120,8 +114,3 @@ class Step(NamedTuple):
             replace(command, step=self.ordered.drafted, chunks=()),
             replace(taking_in, ops=planned.draft_prompts, updates=()),
         ]
-
-    @property
-    def most_top_logprobs(self) -> int | None:
-        """The most top logprobs that a sequence asked for; None if none asked for logprobs."""
-        return max(self.top_logprobs.values()) if self.top_logprobs else None

@@ -38,10 +38,12 @@ class WaitingQueue:
         self._held: dict[tuple[int, int], Sequence] = {}
         self._waiting: list[Sequence] = []
         """By rank."""
-        self._deadlines: list[tuple[int, int, Sequence]] = []
+        self.deadlines: list[tuple[int, int, Sequence]] = []
         """A heap: deadline, number."""
         self._num_added = 0
-        self._cancelled: list[Sequence] = []
+        self.cancelled: list[Sequence] = []
+        """Sequences to end, for `take_cancelled`. It and `deadlines` are for a look without the lock, as in each step:
+        a later one finds what comes now."""
         self._changed = threading.Condition()
 
     def add(self, *sequences: Sequence, epoch: int | None = None) -> bool:
@@ -68,7 +70,7 @@ class WaitingQueue:
         sequence.rank = (-spec.priority, spec.arrived_ns, self._num_added)
         self._queue(sequence)
         if spec.deadline_ns:
-            heappush(self._deadlines, (spec.deadline_ns, self._num_added, sequence))
+            heappush(self.deadlines, (spec.deadline_ns, self._num_added, sequence))
 
     def put_back(self, sequences: Iterable[Sequence]) -> None:
         """Has sequences that were taken wait again, where they did before. Their deadlines count no more."""
@@ -80,22 +82,19 @@ class WaitingQueue:
     def cancel(self, stream: int, ids: Iterable[int]) -> None:
         """Asks for the end of sequences of a stream, waiting or running; no effect on those that are over."""
         with self._changed:
-            self._cancelled += [found for one in ids if (found := self._held.get((stream, one))) is not None]
+            self.cancelled += [found for one in ids if (found := self._held.get((stream, one))) is not None]
             self._changed.notify()
 
     def drop(self, stream: int) -> None:
         """Asks for the end of all sequences of a stream."""
         with self._changed:
-            self._cancelled += [sequence for sequence in self._held.values() if sequence.stream == stream]
+            self.cancelled += [sequence for sequence in self._held.values() if sequence.stream == stream]
             self._changed.notify()
 
     def take_cancelled(self) -> list[Sequence]:
         """Returns the sequences to end since the last call, after removing those that still waited."""
-        # A look without the lock, as this is called in each step: a later one finds what comes now.
-        if not self._cancelled:
-            return []
         with self._changed:
-            cancelled, self._cancelled = self._cancelled, []
+            cancelled, self.cancelled = self.cancelled, []
             for sequence in cancelled:
                 self._unqueue(sequence)
             self._compact()
@@ -104,12 +103,10 @@ class WaitingQueue:
     def take_expired(self) -> list[Sequence]:
         """Removes and returns waiting sequences whose deadline is over. They are not held any more."""
         expired: list[Sequence] = []
-        if not self._deadlines:
-            return expired
         now = time.monotonic_ns()
         with self._changed:
-            while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][-1].is_queued):
-                sequence = heappop(self._deadlines)[-1]
+            while self.deadlines and (self.deadlines[0][0] <= now or not self.deadlines[0][-1].is_queued):
+                sequence = heappop(self.deadlines)[-1]
                 if sequence.is_queued and not sequence.was_preempted:
                     self._unqueue(sequence)
                     del self._held[sequence.key]
@@ -153,15 +150,15 @@ class WaitingQueue:
 
     def _compact(self) -> None:
         """Drops the deadlines of what is not queued any more, once they are the larger part."""
-        if len(self._deadlines) > 2 * len(self._waiting) + _MOST_STALE:
-            self._deadlines = [entry for entry in self._deadlines if entry[-1].is_queued]
-            heapify(self._deadlines)
+        if len(self.deadlines) > 2 * len(self._waiting) + _MOST_STALE:
+            self.deadlines = [entry for entry in self.deadlines if entry[-1].is_queued]
+            heapify(self.deadlines)
 
     def wait_for_change(self, timeout_s: float) -> None:
         """Sleeps until there is a sequence to start or to end, `wake` or `stop` was called, or the time is over."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._waiting or self._cancelled or self._is_woken or self.is_stopped, timeout_s
+                lambda: self._waiting or self.cancelled or self._is_woken or self.is_stopped, timeout_s
             )
             self._is_woken = False
 
@@ -190,7 +187,7 @@ class WaitingQueue:
         """Forgets all sequences, and lets none in until it is opened again."""
         with self._changed:
             self._epoch = None
-            for held in (self._held, self._waiting, self._deadlines, self._cancelled):
+            for held in (self._held, self._waiting, self.deadlines, self.cancelled):
                 held.clear()
             self._changed.notify_all()
 

@@ -39,9 +39,6 @@ STEP_BUCKETS_S = (
     *(0.0005, 0.00075, 0.001, 0.00125, 0.0015, 0.002, 0.0025, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.01),
     *(0.0125, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2),
 )
-COUNTED_STEPS = 32
-"""Steps that are counted together. The loop's thread sleeps between steps, so that all counters of a step come from
-memory: for many steps at once that is paid once. A scrape counts what there is before it reads."""
 LABELS = ("fence", "mps", "algorithm")
 RESULT, DRAFT_BACKLOG, ACKNOWLEDGEMENT = SITES = ("result", "draft_backlog", "acknowledgement")
 """The places where the loop's thread may be blocked."""
@@ -232,8 +229,11 @@ class StepMetrics:
         self._drafted.append((num_accepted, is_speculating, num_draft_tokens))
 
     def tidy(self) -> None:
-        """Counts the steps so far if they are many. Skipped while a scrape collects, which counts them, too."""
-        if len(self._timings) >= COUNTED_STEPS and self._lock.acquire(blocking=False):
+        """Counts the steps so far: to do so for many at once is cheaper than for each. A scrape does it, too.
+
+        Skipped while one collects.
+        """
+        if self._lock.acquire(blocking=False):
             try:
                 self._count()
             finally:

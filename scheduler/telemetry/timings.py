@@ -136,7 +136,8 @@ class StepTimings:
         if step.is_mixed and step.kind is StepKind.DECODE:
             self._log_read(step.number - 1, BufferName.DRAFT_STAMPS)
             self._drafted[step.number] = stamps_before[1]
-        self.collect(step.number - 2)
+        if self._unread and self._unread[0].step.number < step.number - 1:
+            self.collect(step.number - 2)
         if not self._unread or self._unread[0].step.number != step.number - 1:
             return
         before, has_draft = self._unread[0].step, self._unread[0].draft is not None
@@ -144,10 +145,11 @@ class StepTimings:
         if has_draft and not is_decode:
             self.collect(before.number)
             return
-        self._log_read(before.number, BufferName.VERIFY_STAMPS)
         verify, draft = stamps_before
-        if has_draft:
-            self._log_read(before.number, BufferName.DRAFT_STAMPS)
+        if self._log.is_enabled:
+            self._log_read(before.number, BufferName.VERIFY_STAMPS)
+            if has_draft:
+                self._log_read(before.number, BufferName.DRAFT_STAMPS)
         self._take(verify, draft if has_draft else None)
 
     def collect(self, up_to_step: int, *, is_last_chance: bool = False) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
 from slipstream.common.api.sequence import StepOutput
 from slipstream.common.errors import PendingLengthError
-from slipstream.common.worker.step import StepKind
+from slipstream.common.worker.step import FenceOps, StepKind
 from slipstream.scheduler.core.batch_sizes import BatchSizes
 from tests.harness.counted_jobs import Job
 from tests.harness.simulated_run import Run, make_job, reference, result_of, token_of
@@ -224,7 +224,7 @@ def test_logprobs_end_where_the_output_does() -> None:
     run.jobs.add(other, asked)
     run.batch.admit(run.queue)
     while (step := run.batch.next_step(run.batch.sizes.num_draft_tokens)) is not None:
-        assert step.most_top_logprobs == 2
+        assert step.command(FenceOps(), epoch=1).top_logprobs == 2
         assert step.top_logprobs == {step.yielding.slots.index(2): 2}
         result = run.device.run(step)
         likely = {
@@ -238,7 +238,7 @@ def test_logprobs_end_where_the_output_does() -> None:
     run.batch.admit(run.queue)
     step = run.batch.next_step(run.batch.sizes.num_draft_tokens)
     assert step is not None
-    assert (step.top_logprobs, step.most_top_logprobs) == ({}, None)
+    assert (step.top_logprobs, step.command(FenceOps(), epoch=1).top_logprobs) == ({}, None)
 
 
 @pytest.mark.parametrize("num_stops", [1, 8, 9, 40])

@@ -250,8 +250,8 @@ def test_a_draft_that_verify_cannot_be_released_from_ends_the_epoch() -> None:
     draft.fail()
     draft_step = run.plan.step
     attachment = cast("DraftAttachment", draft)
-    run.speculation.sending(draft_step, attachment, waits_for_stash(0), brings_tokens=False)
-    run.speculation.waits(attachment, draft_step)
+    sent = run.speculation.sending(draft_step, attachment, waits_for_stash(0), brings_tokens=False)
+    sent.awaited = draft_step
     with pytest.raises(UnavailableError, match="cannot be released"):
         run.speculation.check()
 

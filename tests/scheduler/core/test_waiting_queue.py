@@ -167,7 +167,7 @@ def test_what_was_cancelled_is_not_kept_behind_one_that_does_not_fit() -> None:
         queue.add(*gone)
         queue.cancel(0, [sequence.id for sequence in gone])
         queue.release(queue.take_cancelled())
-    assert max(len(queue._waiting), len(queue._deadlines)) < 300
+    assert max(len(queue._waiting), len(queue.deadlines)) < 300
     assert len(queue) == 1
 
 

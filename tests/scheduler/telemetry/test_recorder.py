@@ -67,7 +67,15 @@ class TestStepRecorder:
         """Draft's first command has a number of its own."""
         recorder, members = StepRecorder(), StepSlots.of([SlotLease(1, 1)])
         chunk = PrefillChunk(slot=2, start=0, tokens=(1, 2, 3), is_last=False)
-        step = Step(number=5, kind=StepKind.DECODE, members=members, yielding=members, chunks=(chunk,))
+        step = Step(
+            number=5,
+            kind=StepKind.DECODE,
+            members=members,
+            yielding=members,
+            chunks=(chunk,),
+            num_prompt_tokens=3,
+            is_mixed=True,
+        )
         recorder.sent(step, PlannedStep(NOTHING, WAITS, NOTHING), 50, 51)
         recorder.stamped(5, (20, 30), (10, 20), (30, 35))
         drafting, mixed = recorder.steps(4, 5)

@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch_sizes import BatchCounts
 from slipstream.scheduler.telemetry.step_metrics import (
-    COUNTED_STEPS,
     DRAFT_TO_VERIFY,
     RESULT,
     VERIFY_TO_DRAFT,
@@ -110,7 +109,7 @@ def test_drafts_by_position(measured: Measured) -> None:
     assert at == [2, 1, 0, None]
 
 
-@pytest.mark.parametrize("num_steps", [1, COUNTED_STEPS - 1, COUNTED_STEPS, 2 * COUNTED_STEPS + 1])
+@pytest.mark.parametrize("num_steps", [1, 2, 33])
 def test_a_scrape_has_every_step_whenever_it_comes(measured: Measured, num_steps: int) -> None:
     timing = StepTiming(kind=StepKind.PLAIN, draft_ns=0, verify_ns=MS, wall_ns=MS, bubbles_ns={})
     for _ in range(num_steps):
@@ -171,7 +170,7 @@ def test_the_loop_does_not_wait_for_a_scrape(measured: Measured) -> None:
     """It tidies up when a scrape is under way, which has the lock for longer than a step may take."""
     timing = StepTiming(kind=StepKind.PLAIN, draft_ns=0, verify_ns=MS, wall_ns=MS, bubbles_ns={})
     counted: list[int] = []
-    for _ in range(COUNTED_STEPS):
+    for _ in range(3):
         measured.metrics.observe(lambda: counted.append(1) or timing)
     tidying = threading.Thread(target=measured.metrics.tidy)
     with measured.families.lock:
@@ -180,7 +179,7 @@ def test_the_loop_does_not_wait_for_a_scrape(measured: Measured) -> None:
         assert not tidying.is_alive()
         assert not counted
     measured.metrics.tidy()
-    assert len(counted) == COUNTED_STEPS
+    assert len(counted) == 3
 
 
 def test_what_happens_in_a_batch_is_counted_across_epochs(measured: Measured) -> None:
