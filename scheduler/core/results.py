@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from slipstream.common.api.output_chunk import TokenLogprobs
 from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.errors import FutureMapError
@@ -17,6 +15,7 @@ from slipstream.common.worker.step import FenceName
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import numpy as np
     import torch
     from numpy.typing import NDArray
 
@@ -119,23 +118,26 @@ class ResultReader:
     ) -> tuple[NDArray[np.int32], NDArray[np.int64], tuple[int, ...]]:
         """Copies the rows of the step: the next step's result may overwrite the shared ones."""
         rows = step.yielding.rows
-        most = step.num_draft_tokens
         accepted = num_accepted.take(rows)
         not_finite: tuple[int, ...] = ()
-        # Without their sign, negative numbers are too large as well.
-        is_wrong = accepted.view(np.uint32) > most
-        if self._is_debug:
-            is_wrong |= seq_lens.take(rows) < 0
-        if len(is_wrong.nonzero()[0]):
-            lengths = seq_lens.take(rows)
-            is_not_finite = (accepted == NOT_FINITE) & (lengths >= 0)
-            not_finite = tuple(is_not_finite.nonzero()[0].tolist())
-            accepted[is_not_finite], is_wrong[is_not_finite] = 0, False
-            if is_wrong.any():
-                at = is_wrong.argmax()
-                found = f"length {lengths[at]} and {accepted[at]} accepted tokens"
-                raise FutureMapError(f"step {step.number}, slot {rows[at]}: {found} were never published")
+        if len(rows):
+            least, most = accepted.item(accepted.argmin()), accepted.item(accepted.argmax())
+            if least < 0 or most > step.num_draft_tokens or self._is_debug:
+                not_finite = self._not_finite(step, accepted, seq_lens.take(rows))
         return accepted, output_tokens.take(rows, 0), not_finite
+
+    def _not_finite(self, step: Step, accepted: NDArray[np.int32], lengths: NDArray[np.int64]) -> tuple[int, ...]:
+        """Returns the rows that are marked so, for which `accepted` becomes 0. Raises FutureMapError, see `resolve`."""
+        is_wrong = (accepted < 0) | (accepted > step.num_draft_tokens)
+        if self._is_debug:
+            is_wrong |= lengths < 0
+        is_not_finite = (accepted == NOT_FINITE) & (lengths >= 0)
+        accepted[is_not_finite], is_wrong[is_not_finite] = 0, False
+        if is_wrong.any():
+            at = is_wrong.argmax()
+            found = f"length {lengths[at]} and {accepted[at]} accepted tokens"
+            raise FutureMapError(f"step {step.number}, slot {step.yielding.slots[at]}: {found} were never published")
+        return tuple(is_not_finite.nonzero()[0].tolist())
 
 
 def _token_logprobs(
