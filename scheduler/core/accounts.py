@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 NUM_STOPS = 8
 """Stop tokens of a sequence that are compared at once; sequences with more are looked at one by one."""
 _NO_TOKEN = -1
+_ONE = np.ones((), np.int32)
 _NO_END = (1 << 31) - 1
 
+MOST_ENDED = 64
+"""Steps that are added up together at most."""
 GOES_ON, STOP, LENGTH = 0, 1, 2
 """How a row goes on, or why it ends."""
 
@@ -55,14 +58,18 @@ class _UnderWay(NamedTuple):
 class PendingLengths:
     """The lengths of the outputs of all slots, to which steps under way add."""
 
-    __slots__ = ("_known", "_under_way")
+    __slots__ = ("_ended", "_known", "_under_way")
 
     def __init__(self, num_slots: int) -> None:
         self._known = np.zeros(num_slots, np.int32)
+        """Without what is in `_ended`."""
+        self._ended: list[tuple[Ints, Counts]] = []
+        """Rows and tokens of the last steps: most steps need no length, so they are added up when one does."""
         self._under_way: deque[_UnderWay] = deque()
 
     def reset(self, slot: int, known: int) -> None:
         """Begins anew: no step under way counts for this slot's length."""
+        self._settle()
         self._known[slot] = known
         self._under_way = deque(step.without(slot) for step in self._under_way)
 
@@ -70,38 +77,46 @@ class PendingLengths:
         """Counts one more step under way, which adds 1 to `most_more` tokens to each of `rows`."""
         self._under_way.append(_UnderWay(rows, most_more))
 
-    def end(self, rows: Ints, found: Counts, most_more: Counts) -> Counts:
+    def end(self, rows: Ints, found: Counts) -> None:
         """Ends the oldest step under way for `rows`, those of its slots that still count: it added `found`.
 
-        `most_more`: as it was begun with, of these rows. Returns the lengths before it. Raises PendingLengthError, and
-        changes nothing, if no step was to change a row or `found` is out of bounds.
+        Raises PendingLengthError, and changes nothing, if no step was to change a row.
         """
         oldest = self._under_way[0].rows if self._under_way else rows[:0]
         if oldest is not rows and not (is_begun := np.isin(rows, oldest)).all():
             row = rows[is_begun.argmin()]
             raise PendingLengthError(f"a step added to the length of slot {row}, which no step was to change")
-        left = most_more - found
-        if len(found) and (found.item(found.argmin()) < 1 or left.item(left.argmin()) < 0):
-            at = ((found < 1) | (left < 0)).argmax()
-            raise PendingLengthError(f"a step added {found[at]} tokens to slot {rows[at]}, which are not in its bounds")
         self._under_way.popleft()
-        before = self._known[rows]
-        self._known[rows] = before + found
-        return before
+        self._ended.append((rows, found))
+        if len(self._ended) == MOST_ENDED:
+            self._settle()
+
+    def known(self, rows: Ints | int) -> Counts:
+        """The lengths without the steps under way."""
+        self._settle()
+        known: Counts = self._known[rows]
+        return known
 
     def most(self, rows: Ints | int) -> Counts:
         """Upper bounds once the steps under way are done."""
-        bounds: Counts = self._known[rows]
+        bounds = self.known(rows)
         for step in self._under_way:
             bounds = bounds + self._more(rows, step, step.most_more)
         return bounds
 
     def least(self, rows: Ints) -> Counts:
         """Lower bounds once the steps under way are done; the lengths themselves where none is."""
-        bounds: Counts = self._known[rows]
+        bounds = self.known(rows)
         for step in self._under_way:
             bounds = bounds + self._more(rows, step, np.ones_like(step.most_more))
         return bounds
+
+    def _settle(self) -> None:
+        # Steps of the same slots share one array of rows.
+        for _, steps in groupby(self._ended, lambda ended: id(ended[0])):
+            (rows, *_), found = zip(*steps, strict=True)
+            self._known[rows] += np.add.reduce(found)
+        self._ended.clear()
 
     def _more(self, rows: Ints | int, step: _UnderWay, more: Counts) -> Counts:
         """What a step adds to each of `rows`, if it adds `more` to its own."""
@@ -147,8 +162,6 @@ class _Columns(NamedTuple):
 
     slots: StepSlots
     rows: Ints
-    most_more: Counts
-    """Most tokens that the step brings to each."""
     is_speculating: Bools
     is_beyond_draft: Bools
     streams: Ints
@@ -221,7 +234,7 @@ class SlotAccounts:
     def take_in(self, step: Step, result: StepResult, is_current: Bools | None = None) -> TakenIn:
         """Takes in a step's tokens, cut where an output ends; rows that are not current are left out. None: all are.
 
-        Raises PendingLengthError, and takes in nothing, if a sequence has more than it can have.
+        Raises PendingLengthError, and takes in nothing, if no step was to bring it.
         """
         accepted, tokens, logprobs = result.num_accepted, result.tokens, result.logprobs
         if is_current is not None:
@@ -232,9 +245,10 @@ class SlotAccounts:
         if columns is None or columns.slots is not step.yielding or is_current is not None:
             columns = self._last_columns = self._columns_of(step, is_current)
             self._room = 0
-        found = accepted + 1
-        before = self.lengths.end(columns.rows, found, columns.most_more) if len(step.yielding.rows) else found
-        num_tokens, reasons = self._cut(columns, tokens, found, before)
+        found = accepted + _ONE
+        num_tokens, reasons = self._cut(columns, tokens, found)
+        if len(step.yielding.rows):
+            self.lengths.end(columns.rows, found)
         return TakenIn(
             rows=columns.rows,
             streams=columns.streams,
@@ -250,16 +264,14 @@ class SlotAccounts:
 
     def _columns_of(self, step: Step, is_current: Bools | None) -> _Columns:
         slots = step.yielding
-        rows, num_rows = slots.rows, len(slots.rows)
         # As of the step's making: what a sequence may accept can have changed since.
-        most_more = np.ones(num_rows, np.int32) if step.most_more is None else step.most_more
-        is_beyond = np.zeros(num_rows, np.bool_) if step.is_beyond_draft is None else step.is_beyond_draft
+        rows, most_more = slots.rows, step.most_more
+        is_beyond = np.zeros(len(rows), np.bool_) if step.is_beyond_draft is None else step.is_beyond_draft
         if is_current is not None:
             rows, most_more, is_beyond = rows[is_current], most_more[is_current], is_beyond[is_current]
         return _Columns(
             slots=slots,
             rows=rows,
-            most_more=most_more,
             is_speculating=most_more > 1,
             is_beyond_draft=is_beyond,
             streams=self._streams[rows],
@@ -268,14 +280,12 @@ class SlotAccounts:
             stops=tuple(self._stops[rows, at, None] for at in range(self._most_stops)),
         )
 
-    def _cut(
-        self, columns: _Columns, tokens: Ints, num_tokens: Counts, before: Counts
-    ) -> tuple[Counts, NDArray[np.int8]]:
-        """Returns the number of tokens up to the end of each output, which had `before`, and the reasons."""
+    def _cut(self, columns: _Columns, tokens: Ints, num_tokens: Counts) -> tuple[Counts, NDArray[np.int8]]:
+        """Returns the number of tokens up to the end of each output, and the reasons."""
         reasons = np.zeros(len(num_tokens), np.int8)
         # Most steps end nothing: what only an end needs is behind a look for one.
         if self._room <= tokens.shape[1]:
-            room = columns.max_new_tokens - before
+            room = columns.max_new_tokens - self.lengths.known(columns.rows)
             self._room = int(room.min(initial=_NO_END))
             is_full = num_tokens >= room
             reasons[is_full] = LENGTH

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from slipstream.scheduler.core.sequence import Sequence
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
 
-
 _NOT_FINITE = "the model's logits for this sequence are NaN or infinite, so it has no next token"
 _MANY = 1 << 30
 """Steps of no sequence that pages last."""
@@ -40,6 +39,8 @@ class _Decoding(NamedTuple):
     members: StepSlots
     most_more: Counts
     """Most tokens that a step brings to each."""
+    least_more: int
+    """The least of these."""
     num_draft_tokens: int
     """The K that it was made for."""
     num_drafted: int
@@ -140,10 +141,8 @@ class Batch:
         if not self._prompts.waiting and not decoding.members.slots:
             return None
         step = self._make_step(decoding, decodes_first=decodes_first)
-        rows = step.yielding.rows
-        if len(rows):
-            most_more = np.ones(len(rows), np.int32) if step.most_more is None else step.most_more
-            self.accounts.lengths.begin(rows, most_more)
+        if step.yielding.slots:
+            self.accounts.lengths.begin(step.yielding.rows, step.most_more)
         return step
 
     def _make_step(self, decoding: _Decoding, *, decodes_first: bool) -> Step:
@@ -168,7 +167,7 @@ class Batch:
         """A plain step of no sequence, which takes next to no time."""
         self.last_step += 1
         nothing = StepSlots.of(())
-        return Step(number=self.last_step, kind=StepKind.PLAIN, members=nothing, yielding=nothing)
+        return Step(self.last_step, StepKind.PLAIN, members=nothing, yielding=nothing, most_more=np.ones(0, np.int32))
 
     def is_decoding(self) -> bool:
         """True if a step that decodes would have members. They have the pages for it then."""
@@ -186,7 +185,7 @@ class Batch:
     def apply(self, step: Step, result: StepResult, published_ns: int | None = None) -> TakenIn:
         """Takes in the result of a step. Rows of sequences that are over are dropped.
 
-        Raises PendingLengthError, and takes in nothing, if it has more tokens of a sequence than there can be.
+        Raises PendingLengthError, and takes in nothing, if no step was to bring it.
         `published_ns`: when the result was on the host; None is now.
         """
         for at in result.not_finite:
@@ -256,14 +255,12 @@ class Batch:
         is_current: Bools = self.slots.generations[slots.rows] == slots.generations
         return None if is_current.all() else is_current
 
-    def _has_sure_end(self, decoding: _Decoding) -> bool:
-        self._room = self.accounts.least_room(decoding.members.rows)
-        return self._room <= 0
-
     def _decoding_with(self, num_draft_tokens: int) -> _Decoding:
         decoding = self._decoding
-        is_same = decoding is not None and decoding.num_draft_tokens == num_draft_tokens and self._num_in_reach > 0
-        if decoding is None or not is_same or (self._room <= 0 and self._has_sure_end(decoding)):
+        if decoding is not None and self._room <= 0:
+            self._room = self.accounts.least_room(decoding.members.rows)
+        is_over = self._room <= 0 or self._num_in_reach <= 0
+        if decoding is None or is_over or decoding.num_draft_tokens != num_draft_tokens:
             decoding = self._decoding = self._find_decoding(num_draft_tokens)
         while self._num_covered <= 0 and not self._has_pages(decoding):
             decoding = self._decoding = self._find_decoding(num_draft_tokens)
@@ -319,7 +316,8 @@ class Batch:
                 self._running[slot].prefix.draft = NO_DRAFT
         self._room = self._num_covered = 0
         is_beyond, top_logprobs = self._reach.is_beyond(rows), self._top_logprobs(rows)
-        return _Decoding(members, most + 1, num_draft_tokens, num_drafted, is_beyond, top_logprobs)
+        least_more = int(most.min(initial=num_drafted)) + 1
+        return _Decoding(members, most + 1, least_more, num_draft_tokens, num_drafted, is_beyond, top_logprobs)
 
     def _leave_draft(self, sequence: Sequence) -> None:
         """The draft has no room for a sequence that decodes from now on; for its pages so far it had."""
@@ -337,6 +335,7 @@ class Batch:
             kind=StepKind.PREFILL,
             members=prompts.members,
             yielding=prompts.ending,
+            most_more=np.ones(len(prompts.ending.slots), np.int32),
             top_logprobs=self._top_logprobs(prompts.ending.rows),
             chunks=prompts.chunks,
             num_prompt_tokens=prompts.num_tokens,
@@ -350,6 +349,7 @@ class Batch:
         return decode._replace(
             yielding=yielding,
             most_more=np.concatenate((decoding.most_more, np.ones(num_ending, np.int32))),
+            least_more=1 if num_ending else decoding.least_more,
             is_beyond_draft=None if is_beyond is None else np.pad(is_beyond, (0, num_ending)),
             top_logprobs=self._top_logprobs(yielding.rows),
             chunks=prompts.chunks,
@@ -388,6 +388,7 @@ class Batch:
             yielding=decoding.members,
             num_draft_tokens=decoding.num_drafted,
             most_more=decoding.most_more,
+            least_more=decoding.least_more,
             is_beyond_draft=decoding.is_beyond_draft,
             top_logprobs=decoding.top_logprobs,
             updates=self._page_lists.take_updates(),

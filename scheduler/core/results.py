@@ -73,8 +73,8 @@ class ResultReader:
     def resolve(self, step: Step, timeout_s: float, look: Look = ANY_TIME) -> StepResult | None:
         """Waits for the row; None if the time is over first.
 
-        Raises FutureMapError if the row was consumed before, if it cannot be a result or, in debug mode, if no step
-        published it.
+        Raises FutureMapError if the row was consumed before, if it cannot be the step's result, as it has more tokens
+        of a sequence than there can be, or, in debug mode, if no step published it.
         """
         if step.number <= self._last_consumed:
             raise FutureMapError(f"step {step.number} is consumed again, after step {self._last_consumed}")
@@ -122,13 +122,13 @@ class ResultReader:
         not_finite: tuple[int, ...] = ()
         if len(rows):
             least, most = accepted.item(accepted.argmin()), accepted.item(accepted.argmax())
-            if least < 0 or most > step.num_draft_tokens or self._is_debug:
+            if least < 0 or most >= step.least_more or self._is_debug:
                 not_finite = self._not_finite(step, accepted, seq_lens.take(rows))
         return accepted, output_tokens.take(rows, 0), not_finite
 
     def _not_finite(self, step: Step, accepted: NDArray[np.int32], lengths: NDArray[np.int64]) -> tuple[int, ...]:
         """Returns the rows that are marked so, for which `accepted` becomes 0. Raises FutureMapError, see `resolve`."""
-        is_wrong = (accepted < 0) | (accepted > step.num_draft_tokens)
+        is_wrong = (accepted < 0) | (accepted >= step.most_more)
         if self._is_debug:
             is_wrong |= lengths < 0
         is_not_finite = (accepted == NOT_FINITE) & (lengths >= 0)
@@ -136,7 +136,7 @@ class ResultReader:
         if is_wrong.any():
             at = is_wrong.argmax()
             found = f"length {lengths[at]} and {accepted[at]} accepted tokens"
-            raise FutureMapError(f"step {step.number}, slot {step.yielding.slots[at]}: {found} were never published")
+            raise FutureMapError(f"step {step.number}, slot {step.yielding.slots[at]}: {found} cannot be its result")
         return tuple(is_not_finite.nonzero()[0].tolist())
 
 

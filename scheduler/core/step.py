@@ -62,10 +62,12 @@ class Step(NamedTuple):
     """The slots that decode; in a prefill, those that take in prompts."""
     yielding: StepSlots
     """The slots that the step brings tokens for: those that decode first."""
+    most_more: NDArray[np.int32]
+    """The most tokens that it brings to each of `yielding`."""
+    least_more: int = 1
+    """The least of these."""
     num_draft_tokens: int = 0
     """K of the draft that takes part, in a decode step; else 0."""
-    most_more: NDArray[np.int32] | None = None
-    """The most tokens that it brings to each of `yielding`; None is one."""
     is_beyond_draft: NDArray[np.bool_] | None = None
     """For each of `yielding`, whether it is decoded plainly as it is too long for the draft; None if none is."""
     top_logprobs: Mapping[int, int] = MappingProxyType({})

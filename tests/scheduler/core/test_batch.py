@@ -302,22 +302,6 @@ def test_a_cancel_that_comes_too_late_changes_nothing() -> None:
     assert run.batch.outbox.take().deliveries() == []
 
 
-def test_too_many_tokens_for_one_request_end_no_other() -> None:
-    """Nothing of a step that fails is taken in."""
-    run = run_of()
-    short, bounded = make_job("short", (1,), 1 + 1), make_job("bounded", (2,), 9, max_draft_tokens=1)
-    run.jobs.add(short, bounded)
-    run.batch.admit(run.queue)
-    while (step := run.batch.next_step(run.batch.sizes.num_draft_tokens)) is not None and step.kind is StepKind.PREFILL:
-        run.apply(step, run.device.run(step))
-    assert step is not None
-    with pytest.raises(PendingLengthError, match="added 3 tokens to slot"):
-        run.batch.apply(step, result_of([[1, 1], [1, 1, 1]], 3))
-    assert run.batch.outbox.take().deliveries() == []
-    assert not short.is_over
-    assert not bounded.is_over
-
-
 def test_a_result_that_no_step_was_to_bring_is_an_error() -> None:
     run = run_of()
     run.jobs.add(make_job("job", (1,), 5))

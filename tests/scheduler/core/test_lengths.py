@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.common.errors import PendingLengthError
-from slipstream.scheduler.core.accounts import PendingLengths
+from slipstream.scheduler.core.accounts import MOST_ENDED, PendingLengths
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,29 +35,33 @@ def test_bounds_hold_until_the_length_is_known() -> None:
     lengths.begin(ROWS, counts(5, 1))
     lengths.begin(rows(3), counts(2))
     assert lengths.least(ROWS).tolist() == [1, 9]
-    assert lengths.end(ROWS, counts(3, 1), counts(5, 1)).tolist() == [0, 7]
+    assert lengths.known(ROWS).tolist() == [0, 7]
+    lengths.end(ROWS, counts(3, 1))
+    assert lengths.known(ROWS).tolist() == [3, 8]
     assert lengths.least(ROWS).tolist() == [3, 9]
-    lengths.end(rows(3), counts(2), counts(2))
+    lengths.end(rows(3), counts(2))
     assert lengths.least(ROWS).tolist() == [3, 10]
 
 
-@pytest.mark.parametrize("found", [0, 3, -1])
-def test_a_step_that_brings_what_it_cannot_bring_changes_nothing(found: int) -> None:
-    lengths = PendingLengths(4)
-    lengths.begin(ROWS, counts(2, 2))
-    with pytest.raises(PendingLengthError, match=f"added {found} tokens to slot 3"):
-        lengths.end(ROWS, counts(1, found), counts(2, 2))
-    lengths.end(ROWS, counts(1, 2), counts(2, 2))
-    assert lengths.least(ROWS).tolist() == [1, 2]
+def test_many_steps_are_added_up_whether_or_not_a_length_is_asked_for() -> None:
+    lengths, num_steps = PendingLengths(4), 3 * MOST_ENDED + 1
+    for step in range(num_steps):
+        of_step = ROWS if step % 3 else rows(3)
+        lengths.begin(of_step, counts(*[2] * len(of_step)))
+        lengths.end(of_step, counts(*[1] * len(of_step)))
+        if step == 5:
+            assert lengths.known(3) == 6
+    assert lengths.known(rows(0, 1, 3)).tolist() == [0, num_steps - (num_steps + 2) // 3, num_steps]
 
 
 def test_a_result_of_no_step_changes_nothing() -> None:
     lengths = PendingLengths(4)
     lengths.begin(rows(1), counts(2))
     with pytest.raises(PendingLengthError, match="slot 3, which no step was to change"):
-        lengths.end(ROWS, counts(1, 1), counts(2, 2))
+        lengths.end(ROWS, counts(1, 1))
     assert lengths.least(ROWS).tolist() == [1, 0]
-    assert lengths.end(rows(1), counts(2), counts(2)).tolist() == [0], "its step is still under way"
+    lengths.end(rows(1), counts(2))
+    assert lengths.known(ROWS).tolist() == [2, 0], "its step was still under way"
 
 
 def test_a_slot_begins_anew_with_the_next_sequence() -> None:
@@ -66,23 +70,21 @@ def test_a_slot_begins_anew_with_the_next_sequence() -> None:
     lengths.reset(1, 4)
     assert lengths.least(ROWS).tolist() == [4, 1]
     assert lengths.most(ROWS).tolist() == [4, 3]
-    assert lengths.end(rows(3), counts(3), counts(3)).tolist() == [0]
+    lengths.end(rows(3), counts(3))
     assert lengths.most(ROWS).tolist() == [4, 3]
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4), st.booleans()), max_size=30))
 def test_bounds_contain_every_outcome(steps: list[tuple[int, int, bool]]) -> None:
-    lengths, under_way, length = PendingLengths(2), deque[tuple[int, int]](), 0
+    lengths, under_way, length = PendingLengths(2), deque[int](), 0
     for most, fewer, is_ended in steps:
         lengths.begin(rows(1), counts(most))
         found = max(1, most - fewer)
-        under_way.append((most, found))
+        under_way.append(found)
         length += found
         if is_ended:
-            oldest, brought = under_way.popleft()
-            lengths.end(rows(1), counts(brought), counts(oldest))
+            lengths.end(rows(1), counts(under_way.popleft()))
         assert lengths.least(rows(1))[0] <= length
     while under_way:
-        oldest, brought = under_way.popleft()
-        lengths.end(rows(1), counts(brought), counts(oldest))
+        lengths.end(rows(1), counts(under_way.popleft()))
     assert lengths.least(rows(1)).tolist() == [length]

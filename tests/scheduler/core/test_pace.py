@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from slipstream.common.device.interface import ANY_TIME
@@ -23,9 +24,16 @@ def step_of(number: int, num_slots: int = 4, num_prompt_tokens: int = 0) -> Step
     slots = StepSlots.of([SlotLease(slot, 1) for slot in range(1, num_slots + 1)])
     chunk = PrefillChunk(slot=9, start=0, tokens=(1,) * num_prompt_tokens, is_last=True)
     chunks = (chunk,) if num_prompt_tokens else ()
-    kind = StepKind.PLAIN
-    step = Step(number, kind, members=slots, yielding=slots, chunks=chunks, num_prompt_tokens=num_prompt_tokens)
-    return step._replace(is_mixed=num_prompt_tokens > 0)
+    return Step(
+        number=number,
+        kind=StepKind.PLAIN,
+        members=slots,
+        yielding=slots,
+        most_more=np.ones(num_slots, np.int32),
+        chunks=chunks,
+        num_prompt_tokens=num_prompt_tokens,
+        is_mixed=num_prompt_tokens > 0,
+    )
 
 
 class Run:

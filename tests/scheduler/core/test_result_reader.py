@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,11 +56,20 @@ def shared() -> Iterator[Shared]:
     made.arena.close()
 
 
-def step_of(number: int, *slots: int, kind: StepKind = StepKind.DECODE) -> Step:
-    """A step that yields tokens for these slots."""
+def step_of(number: int, *slots: int, kind: StepKind = StepKind.DECODE, bounds: tuple[int, ...] = ()) -> Step:
+    """A step that yields tokens for these slots. `bounds`: the most draft tokens that each may accept; none is K."""
     members = StepSlots.of([SlotLease(slot, 1) for slot in slots])
     num_draft_tokens = SHAPE.num_draft_tokens if kind is StepKind.DECODE else 0
-    return Step(number=number, kind=kind, members=members, yielding=members, num_draft_tokens=num_draft_tokens)
+    most_more = np.array(bounds or [num_draft_tokens] * len(slots), np.int32) + 1
+    return Step(
+        number=number,
+        kind=kind,
+        members=members,
+        yielding=members,
+        most_more=most_more,
+        least_more=min(most_more, default=1),
+        num_draft_tokens=num_draft_tokens,
+    )
 
 
 def tokens_of(result: StepResult) -> list[list[int]]:
@@ -118,7 +128,7 @@ def test_a_step_is_consumed_once(shared: Shared) -> None:
 
 def test_a_row_that_the_step_did_not_publish_is_noticed(shared: Shared) -> None:
     shared.publish(1, [1], [0])
-    with pytest.raises(FutureMapError, match="step 1, slot 3: length -1 and 0 accepted tokens were never published"):
+    with pytest.raises(FutureMapError, match="step 1, slot 3: length -1 and 0 accepted tokens cannot be its result"):
         shared.reader.resolve(step_of(1, 1, 3), 5.0)
 
 
@@ -128,8 +138,16 @@ def test_a_row_that_the_step_did_not_publish_is_noticed(shared: Shared) -> None:
 def test_more_accepted_than_can_be_is_refused(shared: Shared, accepted: int, kind: StepKind) -> None:
     shared.publish(1, [1], [0])
     shared.arena.tensor(BufferName.NUM_ACCEPTED)[1, 1] = accepted
-    with pytest.raises(FutureMapError, match="never published"):
+    with pytest.raises(FutureMapError, match="cannot be its result"):
         shared.reader.resolve(step_of(1, 1, kind=kind), 5.0)
+
+
+def test_what_a_sequence_may_not_accept_is_refused(shared: Shared) -> None:
+    for number in (1, 2):
+        shared.publish(number, [1, 2, 3], [2, 1, 0])
+    assert shared.reader.resolve(step_of(1, 1, 2, 3, bounds=(2, 1, 0)), 5.0) is not None
+    with pytest.raises(FutureMapError, match="step 2, slot 2: length 20 and 1 accepted tokens cannot be its result"):
+        shared.reader.resolve(step_of(2, 1, 2, 3, bounds=(2, 0, 0)), 5.0)
 
 
 def test_rows_without_tokens_are_named(shared: Shared) -> None:

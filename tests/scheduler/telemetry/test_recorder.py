@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from slipstream.common.errors import UnavailableError
@@ -20,7 +21,7 @@ NOTHING = FenceOps()
 def send(recorder: StepRecorder, number: int, draft: FenceOps | None = NOTHING) -> None:
     """A step of two requests is sent."""
     members = StepSlots.of([SlotLease(1, 1), SlotLease(2, 1)])
-    step = Step(number=number, kind=StepKind.DECODE, members=members, yielding=members)
+    step = Step(number, StepKind.DECODE, members=members, yielding=members, most_more=np.ones(2, np.int32))
     recorder.sent(step, PlannedStep(draft, WAITS), 10 * number, 10 * number + 1)
 
 
@@ -72,6 +73,7 @@ class TestStepRecorder:
             kind=StepKind.DECODE,
             members=members,
             yielding=members,
+            most_more=np.ones(1, np.int32),
             chunks=(chunk,),
             num_prompt_tokens=3,
             is_mixed=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import pytest
 
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
@@ -15,7 +16,7 @@ from slipstream.common.worker.layout import RESULT_FENCES, BufferName, DraftShap
 from slipstream.common.worker.step import Role, StepKind
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.sequence import SlotLease
-from slipstream.scheduler.core.step import Step
+from slipstream.scheduler.core.step import Step, StepSlots
 from slipstream.scheduler.telemetry.step_metrics import (
     DRAFT_TO_VERIFY,
     VERIFY_TO_DRAFT,
@@ -48,7 +49,8 @@ LEASE = SlotLease(1, 1)
 
 def made_step(number: int, kind: StepKind = DECODE) -> Step:
     """A step of one slot."""
-    return Step(number=number, kind=kind, members=(LEASE,), yielding=(LEASE,))
+    slots = StepSlots.of([LEASE])
+    return Step(number, kind, members=slots, yielding=slots, most_more=np.ones(1, np.int32))
 
 
 class Stamps:
