@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -39,16 +38,19 @@ class OutputSink(Protocol):
 class Outgoing:
     """The output of a turn of the loop, as arrays. Messages are made of it off the loop's thread."""
 
+    __slots__ = ("aborted", "admitted", "cached_tokens", "refused", "taken_in", "taken_ns")
+
     def __init__(self) -> None:
         self.taken_in: tuple[tuple[TakenIn, int, int], ...] = ()
         """The outcome of a step, with what was drafted for each sequence and the time of its publication.
 
         In two parts if the step is mixed and has drafted: those that it drafted for, and the others.
         """
-        self.admitted: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        self.cached_tokens: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        self.aborted: defaultdict[int, list[int]] = defaultdict(list)
-        self.refused: defaultdict[int, list[Refusal]] = defaultdict(list)
+        # By stream.
+        self.admitted: dict[int, list[tuple[int, int]]] = {}
+        self.cached_tokens: dict[int, dict[int, int]] = {}
+        self.aborted: dict[int, list[int]] = {}
+        self.refused: dict[int, list[Refusal]] = {}
         self.taken_ns = 0
         """When it was taken out of the outbox; 0 if it is empty."""
 
@@ -116,19 +118,19 @@ class Outbox:
 
     def add_admitted(self, sequence: Sequence) -> None:
         """Adds the admission of a sequence, now."""
-        self._outgoing.admitted[sequence.stream].append((sequence.id, time.monotonic_ns()))
+        self._outgoing.admitted.setdefault(sequence.stream, []).append((sequence.id, time.monotonic_ns()))
 
     def add_cached(self, sequence: Sequence, num_tokens: int) -> None:
         """Adds the tokens of a sequence's prompt that the prefix cache had."""
-        self._outgoing.cached_tokens[sequence.stream][sequence.id] = num_tokens
+        self._outgoing.cached_tokens.setdefault(sequence.stream, {})[sequence.id] = num_tokens
 
     def add_aborted(self, sequence: Sequence) -> None:
         """Adds the end of a cancelled sequence, behind all output that it has."""
-        self._outgoing.aborted[sequence.stream].append(sequence.id)
+        self._outgoing.aborted.setdefault(sequence.stream, []).append(sequence.id)
 
     def add_refused(self, sequence: Sequence, error: SlipstreamError) -> None:
         """Adds the end of a sequence that cannot be run."""
-        self._outgoing.refused[sequence.stream].append(Refusal(sequence.id, error))
+        self._outgoing.refused.setdefault(sequence.stream, []).append(Refusal(sequence.id, error))
 
     def take(self) -> Outgoing:
         """Empties it."""
