@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 NUM_STOPS = 8
 """Stop tokens of a sequence that are compared at once; sequences with more are looked at one by one."""
 _NO_TOKEN = -1
-_ONE = np.ones((), np.int32)
 _NO_END = (1 << 31) - 1
 
 MOST_ENDED = 64
@@ -137,7 +136,7 @@ class TakenIn(NamedTuple):
     ids: NDArray[np.uint64]
     num_tokens: Counts
     """New tokens, cut where the output ends."""
-    num_accepted: Counts
+    num_accepted: NDArray[np.uint32]
     """Accepted draft tokens, before the cut."""
     reasons: NDArray[np.int8]
     """GOES_ON, STOP or LENGTH."""
@@ -169,6 +168,8 @@ class _Columns(NamedTuple):
     max_new_tokens: Counts
     stops: tuple[Ints, ...]
     """[rows, 1] each, as many as one of all sequences has had stop tokens."""
+    goes_on: NDArray[np.int8]
+    """The reasons of a step in which none ends."""
 
 
 class SlotAccounts:
@@ -236,16 +237,15 @@ class SlotAccounts:
 
         Raises PendingLengthError, and takes in nothing, if no step was to bring it.
         """
-        accepted, tokens, logprobs = result.num_accepted, result.tokens, result.logprobs
+        accepted, found, tokens, logprobs = result.num_accepted, result.num_tokens, result.tokens, result.logprobs
         if is_current is not None:
-            accepted, tokens = accepted[is_current], tokens[is_current]
+            accepted, found, tokens = accepted[is_current], found[is_current], tokens[is_current]
             places = is_current.cumsum() - 1
             logprobs = {int(places[at]): likely for at, likely in logprobs.items() if is_current[at]}
         columns = self._last_columns
         if columns is None or columns.slots is not step.yielding or is_current is not None:
             columns = self._last_columns = self._columns_of(step, is_current)
             self._room = 0
-        found = accepted + _ONE
         num_tokens, reasons = self._cut(columns, tokens, found)
         if len(step.yielding.rows):
             self.lengths.end(columns.rows, found)
@@ -278,18 +278,20 @@ class SlotAccounts:
             ids=self._ids[rows],
             max_new_tokens=self._max_new_tokens[rows],
             stops=tuple(self._stops[rows, at, None] for at in range(self._most_stops)),
+            goes_on=np.zeros(len(rows), np.int8),
         )
 
     def _cut(self, columns: _Columns, tokens: Ints, num_tokens: Counts) -> tuple[Counts, NDArray[np.int8]]:
         """Returns the number of tokens up to the end of each output, and the reasons."""
-        reasons = np.zeros(len(num_tokens), np.int8)
         # Most steps end nothing: what only an end needs is behind a look for one.
+        reasons = columns.goes_on
         if self._room <= tokens.shape[1]:
             room = columns.max_new_tokens - self.lengths.known(columns.rows)
             self._room = int(room.min(initial=_NO_END))
             is_full = num_tokens >= room
-            reasons[is_full] = LENGTH
-            num_tokens = np.minimum(num_tokens, room)
+            if np.count_nonzero(is_full):
+                reasons = is_full * np.int8(LENGTH)
+                num_tokens = np.minimum(num_tokens, room)
         self._room -= tokens.shape[1]
         if columns.stops or self._many_stops:
             is_stop = self._is_stop(columns, tokens)
@@ -297,7 +299,7 @@ class SlotAccounts:
                 is_stop &= self._places[: tokens.shape[1]] < num_tokens[:, None]
                 ends = is_stop.any(axis=1)
                 num_tokens[ends] = is_stop[ends].argmax(axis=1) + 1
-                reasons[ends] = STOP
+                reasons = np.where(ends, np.int8(STOP), reasons)
         return num_tokens, reasons
 
     def _is_stop(self, columns: _Columns, tokens: Ints) -> Bools:

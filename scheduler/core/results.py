@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from slipstream.common.api.output_chunk import TokenLogprobs
 from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.errors import FutureMapError
@@ -15,7 +17,6 @@ from slipstream.common.worker.step import FenceName
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import numpy as np
     import torch
     from numpy.typing import NDArray
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.core.step import Step
 
 _PUBLISHED = (BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS)
+_ACCEPTED = _PUBLISHED.index(BufferName.NUM_ACCEPTED)
 _STAMPS = (BufferName.VERIFY_STAMPS, BufferName.DRAFT_STAMPS)
 _LOGPROBS = (BufferName.OUTPUT_LOGPROBS, BufferName.TOP_TOKENS, BufferName.TOP_LOGPROBS)
 
@@ -36,8 +38,10 @@ _NO_LOGPROBS: Mapping[int, tuple[TokenLogprobs, ...]] = MappingProxyType({})
 class StepResult(NamedTuple):
     """The result of a step, on the host: one row for each of the step's `yielding`, in order."""
 
-    num_accepted: NDArray[np.int32]
+    num_accepted: NDArray[np.uint32]
     """[rows]: accepted draft tokens."""
+    num_tokens: NDArray[np.int32]
+    """[rows]: tokens, one more than that."""
     tokens: NDArray[np.int64]
     """[rows, K + 1]: those, then the target's own; the rest of a row means nothing."""
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = _NO_LOGPROBS
@@ -62,6 +66,10 @@ class ResultReader:
         self._publish = arena.fence(FenceName.VERIFY_PUBLISH)
         # NumPy takes a few numbers in a fraction of PyTorch's time.
         published, stamps = ([arena.tensor(name).numpy() for name in names] for names in (_PUBLISHED, _STAMPS))
+        published[_ACCEPTED] = published[_ACCEPTED].view(np.uint32)
+        self._num_tokens = [np.arange(1, most + 1, dtype=np.int32) for most in range(shape.num_draft_tokens + 2)]
+        """By the most tokens that there may be: their number by that of the accepted ones. An index that is negative
+        counts as too large, as it has no sign."""
         self._ring_rows = [
             (*(column[row] for column in published), *(s[row - 1] for s in stamps)) for row in range(self._ring)
         ]
@@ -87,13 +95,25 @@ class ResultReader:
             for name in (*_PUBLISHED, *(_LOGPROBS if step.top_logprobs else ())):
                 self._log.access(name, [row], is_write=False, step=step.number)
         seq_lens, accepted, output_tokens, verify_stamps, draft_stamps = self._ring_rows[row]
-        num_accepted, tokens, not_finite = self._rows(step, seq_lens, accepted, output_tokens)
+        # Copied: the next step's result may overwrite the shared ones.
+        rows = step.yielding.rows
+        num_accepted = accepted.take(rows)
+        not_finite: tuple[int, ...] = ()
+        if self._is_debug:
+            not_finite = self._not_finite(step, num_accepted, seq_lens.take(rows))
+        try:
+            # The bounds are looked at by the way: each other operation of NumPy takes as long as this one.
+            num_tokens = self._num_tokens[step.least_more].take(num_accepted)
+        except IndexError:
+            not_finite = self._not_finite(step, num_accepted, seq_lens.take(rows))
+            num_tokens = self._num_tokens[-1].take(num_accepted)
         return StepResult(
             num_accepted=num_accepted,
-            tokens=tokens,
+            num_tokens=num_tokens,
+            tokens=output_tokens.take(rows, 0),
             not_finite=not_finite,
             stamps_before=(tuple(verify_stamps.tolist()), tuple(draft_stamps.tolist())),
-            logprobs=self._logprobs_of(step, num_accepted) if step.top_logprobs else _NO_LOGPROBS,
+            logprobs=self._logprobs_of(step, num_tokens) if step.top_logprobs else _NO_LOGPROBS,
         )
 
     def ended_ns(self, number: int) -> int:
@@ -106,28 +126,12 @@ class ResultReader:
         """The last step that verify has published."""
         return self._publish.poll()
 
-    def _logprobs_of(self, step: Step, num_accepted: NDArray[np.int32]) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-        return _token_logprobs(step, num_accepted + 1, *self._logprobs[step.number % self._ring])
+    def _logprobs_of(self, step: Step, num_tokens: NDArray[np.int32]) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+        return _token_logprobs(step, num_tokens, *self._logprobs[step.number % self._ring])
 
-    def _rows(
-        self,
-        step: Step,
-        seq_lens: NDArray[np.int64],
-        num_accepted: NDArray[np.int32],
-        output_tokens: NDArray[np.int64],
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64], tuple[int, ...]]:
-        """Copies the rows of the step: the next step's result may overwrite the shared ones."""
-        rows = step.yielding.rows
-        accepted = num_accepted.take(rows)
-        not_finite: tuple[int, ...] = ()
-        if len(rows):
-            least, most = accepted.item(accepted.argmin()), accepted.item(accepted.argmax())
-            if least < 0 or most >= step.least_more or self._is_debug:
-                not_finite = self._not_finite(step, accepted, seq_lens.take(rows))
-        return accepted, output_tokens.take(rows, 0), not_finite
-
-    def _not_finite(self, step: Step, accepted: NDArray[np.int32], lengths: NDArray[np.int64]) -> tuple[int, ...]:
-        """Returns the rows that are marked so, for which `accepted` becomes 0. Raises FutureMapError, see `resolve`."""
+    def _not_finite(self, step: Step, found: NDArray[np.uint32], lengths: NDArray[np.int64]) -> tuple[int, ...]:
+        """Returns the rows that are marked so, for which `found` becomes 0. Raises FutureMapError, see `resolve`."""
+        accepted = found.view(np.int32)
         is_wrong = (accepted < 0) | (accepted >= step.most_more)
         if self._is_debug:
             is_wrong |= lengths < 0
@@ -135,8 +139,8 @@ class ResultReader:
         accepted[is_not_finite], is_wrong[is_not_finite] = 0, False
         if is_wrong.any():
             at = is_wrong.argmax()
-            found = f"length {lengths[at]} and {accepted[at]} accepted tokens"
-            raise FutureMapError(f"step {step.number}, slot {step.yielding.slots[at]}: {found} cannot be its result")
+            what = f"length {lengths[at]} and {accepted[at]} accepted tokens"
+            raise FutureMapError(f"step {step.number}, slot {step.yielding.slots[at]}: {what} cannot be its result")
         return tuple(is_not_finite.nonzero()[0].tolist())
 
 

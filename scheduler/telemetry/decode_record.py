@@ -30,7 +30,7 @@ class DecodedStep(NamedTuple):
     gap_ns: int
     """Since the step before."""
     num_sequences: int
-    num_accepted: NDArray[np.int32]
+    num_accepted: NDArray[np.uint32]
     """[num_sequences] draft tokens."""
     is_speculating: NDArray[np.bool_]
     """[num_sequences] True where they were drafted for the sequence."""

@@ -167,7 +167,7 @@ class StepMetrics:
         self._decoded = dict.fromkeys(MODES, 0)
         self._timings: deque[tuple[float, Callable[[], StepTiming]]] = deque()
         """Not counted yet, each with the time when it was observed."""
-        self._drafted: deque[tuple[NDArray[np.int32], NDArray[np.bool_], int]] = deque()
+        self._drafted: deque[tuple[NDArray[np.uint32], NDArray[np.bool_], int]] = deque()
         """Not counted yet."""
         self._counted: defaultdict[str, float] = defaultdict(float)
         """What the metrics have by now, by site and by mode."""
@@ -223,7 +223,7 @@ class StepMetrics:
         self._decoded[mode] += 1
 
     def drafted(
-        self, num_accepted: NDArray[np.int32], is_speculating: NDArray[np.bool_], num_draft_tokens: int
+        self, num_accepted: NDArray[np.uint32], is_speculating: NDArray[np.bool_], num_draft_tokens: int
     ) -> None:
         """Counts the drafts of a step: of those sequences that speculate, the accepted tokens of each, and K."""
         self._drafted.append((num_accepted, is_speculating, num_draft_tokens))
@@ -289,7 +289,7 @@ class StepMetrics:
                 counters[key].inc(nanoseconds * NS)
         self._efficiency.forget()
 
-    def _count_drafts(self, num_accepted: NDArray[np.int32], num_draft_tokens: int) -> None:
+    def _count_drafts(self, num_accepted: NDArray[np.uint32], num_draft_tokens: int) -> None:
         if not len(num_accepted):
             return
         # Drafts with at least 0, 1, … accepted tokens.

@@ -190,8 +190,8 @@ class Device:
 def result_of(outputs: list[list[int]], width: int) -> StepResult:
     """A step's result: for each row its tokens."""
     tokens = np.array([output + [-1] * (width - len(output)) for output in outputs], np.int64)
-    num_accepted = np.array([len(output) - 1 for output in outputs], np.int32)
-    return StepResult(num_accepted, tokens.reshape(len(outputs), width))
+    num_tokens = np.array([len(output) for output in outputs], np.int32)
+    return StepResult((num_tokens - 1).astype(np.uint32), num_tokens, tokens.reshape(len(outputs), width))
 
 
 class Run:

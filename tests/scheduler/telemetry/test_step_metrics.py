@@ -62,9 +62,9 @@ class Measured:
         }
 
 
-def drafts(*num_accepted: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+def drafts(*num_accepted: int) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
     """The rows of a step, of which the last one does not speculate."""
-    return np.array([*num_accepted, 0], np.int32), np.array([True] * len(num_accepted) + [False])
+    return np.array([*num_accepted, 0], np.uint32), np.array([True] * len(num_accepted) + [False])
 
 
 @pytest.fixture
