@@ -2,8 +2,8 @@
 
 Every operation is over all rows of a step at once, so that its time hardly grows with their number. It is the same few
 operations of NumPy in each step, of arrays of one type: the loop's thread sleeps between steps, so that their code
-comes from memory. Reductions, conversions and what takes numbers of Python beside an array take several times as much
-of it as the others, `argmin` and `argmax` less.
+comes from memory. Reductions, conversions and operations of an array and a number take several times as much of it as
+the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The work that a draft was given, how far it is, and how long a step waits for it."""
+"""The part of a draft in the steps: the work that it was given, how far it is, how long a step waits for it."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def wait_for_expected(is_done: Callable[[], bool], deadline: float, look: Look) 
     if (early_s := min(look.first_s, deadline) - time.monotonic()) > 0:
         sleep_precisely(early_s)
     begun = 0.0
-    # Few calls, as a step's thread comes here once a step with cold caches, and as a rule it is done by now.
+    # Without more calls than that: as a rule it is done by now, and all that follows the sleep comes from memory.
     while not is_done():
         now = time.monotonic()
         if now >= deadline:
