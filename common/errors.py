@@ -21,7 +21,7 @@
     ├── ManifestError               a layout of shared memory cannot be trusted
     ├── OrderingError               the order of the steps, ours to guarantee, does not hold
     │   ├── PendingLengthError      a length that only the device knows was used as a number
-    │   └── FutureMapError          a row was read before it was published, or twice
+    │   └── FutureMapError          a row was read before it was published, or twice, or cannot be
     └── InternalError               a service failed; only its log has the reason
 
 `status.py` maps them to gRPC status codes by one table.
@@ -175,11 +175,11 @@ class OrderingError(SlipstreamError):
 
 
 class PendingLengthError(OrderingError):
-    """A length that only the device knows yet was used as a number."""
+    """A length that only the device knows yet was used as a number, or changed by a step that is not its own."""
 
 
 class FutureMapError(OrderingError):
-    """A row of the FutureMap was consumed before it was published, or twice."""
+    """A row of the FutureMap was consumed before it was published, or twice, or cannot be the step's result."""
 
 
 class InternalError(SlipstreamError):

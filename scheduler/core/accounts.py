@@ -36,7 +36,7 @@ _NO_TOKEN = -1
 _NO_END = (1 << 31) - 1
 
 MOST_ENDED = 64
-"""Steps that are added up together at most."""
+"""At most so many steps are added up together."""
 GOES_ON, STOP, LENGTH = 0, 1, 2
 """How a row goes on, or why it ends."""
 
@@ -79,7 +79,8 @@ class PendingLengths:
     def end(self, rows: Ints, found: Counts) -> None:
         """Ends the oldest step under way for `rows`, those of its slots that still count: it added `found`.
 
-        Raises PendingLengthError, and changes nothing, if no step was to change a row.
+        Both are kept, so they must not change. Raises PendingLengthError, and changes nothing, if it was not to change
+        one of them.
         """
         oldest = self._under_way[0].rows if self._under_way else rows[:0]
         if oldest is not rows and not (is_begun := np.isin(rows, oldest)).all():
@@ -235,7 +236,7 @@ class SlotAccounts:
     def take_in(self, step: Step, result: StepResult, is_current: Bools | None = None) -> TakenIn:
         """Takes in a step's tokens, cut where an output ends; rows that are not current are left out. None: all are.
 
-        Raises PendingLengthError, and takes in nothing, if no step was to bring it.
+        Raises PendingLengthError if no step under way was to bring it.
         """
         accepted, found, tokens, logprobs = result.num_accepted, result.num_tokens, result.tokens, result.logprobs
         if is_current is not None:
@@ -269,6 +270,8 @@ class SlotAccounts:
         is_beyond = np.zeros(len(rows), np.bool_) if step.is_beyond_draft is None else step.is_beyond_draft
         if is_current is not None:
             rows, most_more, is_beyond = rows[is_current], most_more[is_current], is_beyond[is_current]
+        goes_on = np.zeros(len(rows), np.int8)
+        goes_on.setflags(write=False)
         return _Columns(
             slots=slots,
             rows=rows,
@@ -278,7 +281,7 @@ class SlotAccounts:
             ids=self._ids[rows],
             max_new_tokens=self._max_new_tokens[rows],
             stops=tuple(self._stops[rows, at, None] for at in range(self._most_stops)),
-            goes_on=np.zeros(len(rows), np.int8),
+            goes_on=goes_on,
         )
 
     def _cut(self, columns: _Columns, tokens: Ints, num_tokens: Counts) -> tuple[Counts, NDArray[np.int8]]:
@@ -298,6 +301,7 @@ class SlotAccounts:
             if np.count_nonzero(is_stop):
                 is_stop &= self._places[: tokens.shape[1]] < num_tokens[:, None]
                 ends = is_stop.any(axis=1)
+                num_tokens = num_tokens.copy()
                 num_tokens[ends] = is_stop[ends].argmax(axis=1) + 1
                 reasons = np.where(ends, np.int8(STOP), reasons)
         return num_tokens, reasons

@@ -39,8 +39,8 @@ class _Decoding(NamedTuple):
     members: StepSlots
     most_more: Counts
     """Most tokens that a step brings to each."""
-    least_more: int
-    """The least of these."""
+    is_bounded: bool
+    """True if some of these are less than K + 1."""
     num_draft_tokens: int
     """The K that it was made for."""
     num_drafted: int
@@ -138,7 +138,7 @@ class Batch:
                 sequence.prefix.draft = NO_DRAFT
             self._reach.change(draft, self._running.values())
         decoding = self._decoding_with(num_draft_tokens)
-        if not self._prompts.waiting and not decoding.members.slots:
+        if not self._prompts.sequences and not decoding.members.slots:
             return None
         step = self._make_step(decoding, decodes_first=decodes_first)
         if step.yielding.slots:
@@ -149,7 +149,7 @@ class Batch:
         num_decoded = len(decoding.members.slots) * (decoding.num_drafted + 1)
         self.last_step += 1
         has_turn = decodes_first or (self._is_decodes_turn and not self.sizes.mixes)
-        if not self._prompts.waiting or (num_decoded and has_turn):
+        if not self._prompts.sequences or (num_decoded and has_turn):
             self._is_decodes_turn = False
             return self._decode_step(decoding)
         self._is_decodes_turn = True
@@ -185,7 +185,7 @@ class Batch:
     def apply(self, step: Step, result: StepResult, published_ns: int | None = None) -> TakenIn:
         """Takes in the result of a step. Rows of sequences that are over are dropped.
 
-        Raises PendingLengthError, and takes in nothing, if no step was to bring it.
+        Raises PendingLengthError, and takes in nothing, if no step under way was to bring it.
         `published_ns`: when the result was on the host; None is now.
         """
         for at in result.not_finite:
@@ -316,8 +316,8 @@ class Batch:
                 self._running[slot].prefix.draft = NO_DRAFT
         self._room = self._num_covered = 0
         is_beyond, top_logprobs = self._reach.is_beyond(rows), self._top_logprobs(rows)
-        least_more = int(most.min(initial=num_drafted)) + 1
-        return _Decoding(members, most + 1, least_more, num_draft_tokens, num_drafted, is_beyond, top_logprobs)
+        is_bounded = bool((most < num_drafted).any())
+        return _Decoding(members, most + 1, is_bounded, num_draft_tokens, num_drafted, is_beyond, top_logprobs)
 
     def _leave_draft(self, sequence: Sequence) -> None:
         """The draft has no room for a sequence that decodes from now on; for its pages so far it had."""
@@ -349,7 +349,7 @@ class Batch:
         return decode._replace(
             yielding=yielding,
             most_more=np.concatenate((decoding.most_more, np.ones(num_ending, np.int32))),
-            least_more=1 if num_ending else decoding.least_more,
+            is_bounded=decoding.is_bounded or (decoding.num_drafted > 0 and num_ending > 0),
             is_beyond_draft=None if is_beyond is None else np.pad(is_beyond, (0, num_ending)),
             top_logprobs=self._top_logprobs(yielding.rows),
             chunks=prompts.chunks,
@@ -388,7 +388,7 @@ class Batch:
             yielding=decoding.members,
             num_draft_tokens=decoding.num_drafted,
             most_more=decoding.most_more,
-            least_more=decoding.least_more,
+            is_bounded=decoding.is_bounded,
             is_beyond_draft=decoding.is_beyond_draft,
             top_logprobs=decoding.top_logprobs,
             updates=self._page_lists.take_updates(),

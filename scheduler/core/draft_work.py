@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
 
 NO_PART = Part()
-"""There is no draft."""
+"""No draft takes part."""
 
 
 class _Command(NamedTuple):
@@ -37,7 +37,10 @@ class _Command(NamedTuple):
 
 
 class DraftWork:
-    """The commands of one attachment that are not done, and what is known of those that are. Belongs to the loop."""
+    """One attachment's part in the steps, its commands that are not done, and what is known of those that are.
+
+    Belongs to the loop.
+    """
 
     def __init__(self, attachment: DraftAttachment) -> None:
         self.attachment = attachment
@@ -56,7 +59,7 @@ class DraftWork:
         self.last_command = 0
         """Number of the last command."""
         self.awaited = 0
-        """The last value of the fence that verify was sent a wait for."""
+        """The last value of the fence that verify was sent a wait for. They only grow."""
         self.is_lost = False
         self.has_drafted = False
         """True once a command that brings no tokens is done."""

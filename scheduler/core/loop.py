@@ -206,11 +206,11 @@ class StepLoop:
         outgoing = self._batch.outbox.take()
         if outgoing.taken_ns:
             self._put(outgoing)
+        self._batch.grow_ahead()
         if self._consumed is None:
             return
         consumed, self._consumed = self._consumed, None
         self._note(*consumed)
-        self._batch.grow_ahead()
         self._num_untidied += 1
         if self._num_untidied == TIDY_STEPS:
             self._num_untidied = 0

@@ -55,24 +55,24 @@ class Prompts:
         self._pages = pages
         self._committed = committed
         self._on_looked_up = on_looked_up
-        self.waiting: list[Sequence] = []
-        """The sequences."""
+        self.sequences: list[Sequence] = []
+        """Those that were not sent in full, by turn."""
         self._num_taken = 0
         """Tokens of prompts that were taken in so far."""
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         """A sequence has a slot. `num_tokens`: about how many the cache does not have; it is looked at again later."""
         sequence.turn = -sequence.spec.priority, self._num_taken + num_tokens
-        insort(self.waiting, sequence, key=attrgetter("turn"))
+        insort(self.sequences, sequence, key=attrgetter("turn"))
 
     def discard(self, sequence: Sequence) -> None:
         """A sequence gives its slot back."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
+        if sequence in self.sequences:
+            self.sequences.remove(sequence)
 
     def exceed(self, num_tokens: int) -> bool:
         """Returns whether more tokens than that wait. Counts tokens that the prefix cache may have, too."""
-        for sequence in self.waiting:
+        for sequence in self.sequences:
             num_tokens -= len(sequence.tokens) - sequence.num_prefilled
             if num_tokens < 0:
                 return True
@@ -87,7 +87,7 @@ class Prompts:
         chunks, updates, num_taken = [], [], self._num_taken
         members: list[Sequence] = []
         filling: set[bytes] = set()  # by those that go before
-        for sequence in self.waiting:
+        for sequence in self.sequences:
             if room == 0:
                 break
             if not sequence.num_prefilled:
@@ -109,7 +109,7 @@ class Prompts:
             tokens = self._committed.row(sequence.lease.slot)
             num_settled = sequence.num_prefilled - max(1, sequence.prefix.draft.tokens_ahead)
             self._pages.keep(sequence.prefix, sequence.pages, tokens, num_settled)
-        self.waiting = [sequence for sequence in self.waiting if sequence.is_prefilling]
+        self.sequences = [sequence for sequence in self.sequences if sequence.is_prefilling]
         return TakenPrompts(
             members=StepSlots.of(sequence.lease for sequence in members),
             ending=StepSlots.of(sequence.lease for sequence in members if not sequence.is_prefilling),

@@ -67,9 +67,8 @@ class ResultReader:
         # NumPy takes a few numbers in a fraction of PyTorch's time.
         published, stamps = ([arena.tensor(name).numpy() for name in names] for names in (_PUBLISHED, _STAMPS))
         published[_ACCEPTED] = published[_ACCEPTED].view(np.uint32)
-        self._num_tokens = [np.arange(1, most + 1, dtype=np.int32) for most in range(shape.num_draft_tokens + 2)]
-        """By the most tokens that there may be: their number by that of the accepted ones. An index that is negative
-        counts as too large, as it has no sign."""
+        self._num_tokens = [np.arange(1, most + 2, dtype=np.int32) for most in range(shape.num_draft_tokens + 1)]
+        """By K: the number of tokens by that of the accepted ones. Without a sign, negative ones are too large."""
         self._ring_rows = [
             (*(column[row] for column in published), *(s[row - 1] for s in stamps)) for row in range(self._ring)
         ]
@@ -96,17 +95,18 @@ class ResultReader:
                 self._log.access(name, [row], is_write=False, step=step.number)
         seq_lens, accepted, output_tokens, verify_stamps, draft_stamps = self._ring_rows[row]
         # Copied: the next step's result may overwrite the shared ones.
-        rows = step.yielding.rows
+        rows, to_num_tokens = step.yielding.rows, self._num_tokens[step.num_draft_tokens]
         num_accepted = accepted.take(rows)
         not_finite: tuple[int, ...] = ()
-        if self._is_debug:
-            not_finite = self._not_finite(step, num_accepted, seq_lens.take(rows))
         try:
-            # The bounds are looked at by the way: each other operation of NumPy takes as long as this one.
-            num_tokens = self._num_tokens[step.least_more].take(num_accepted)
+            # Checks the bounds as well: an operation of NumPy of its own would take as long again.
+            num_tokens = to_num_tokens.take(num_accepted)
+            is_good = not step.is_bounded or not np.count_nonzero(num_tokens > step.most_more)
         except IndexError:
-            not_finite = self._not_finite(step, num_accepted, seq_lens.take(rows))
-            num_tokens = self._num_tokens[-1].take(num_accepted)
+            is_good = False
+        if not is_good or self._is_debug:
+            not_finite = self._check_rows(step, num_accepted, seq_lens.take(rows))
+            num_tokens = to_num_tokens.take(num_accepted)
         return StepResult(
             num_accepted=num_accepted,
             num_tokens=num_tokens,
@@ -129,9 +129,9 @@ class ResultReader:
     def _logprobs_of(self, step: Step, num_tokens: NDArray[np.int32]) -> Mapping[int, tuple[TokenLogprobs, ...]]:
         return _token_logprobs(step, num_tokens, *self._logprobs[step.number % self._ring])
 
-    def _not_finite(self, step: Step, found: NDArray[np.uint32], lengths: NDArray[np.int64]) -> tuple[int, ...]:
-        """Returns the rows that are marked so, for which `found` becomes 0. Raises FutureMapError, see `resolve`."""
-        accepted = found.view(np.int32)
+    def _check_rows(self, step: Step, num_accepted: NDArray[np.uint32], lengths: NDArray[np.int64]) -> tuple[int, ...]:
+        """Returns the rows that are marked as not finite, whose numbers become 0. Raises FutureMapError of others."""
+        accepted = num_accepted.view(np.int32)
         is_wrong = (accepted < 0) | (accepted >= step.most_more)
         if self._is_debug:
             is_wrong |= lengths < 0

@@ -37,17 +37,19 @@ class SlotAllocator:
         """`num_slots`: row 0 included."""
         self.num_slots = num_slots - 1
         """Slots in all."""
-        self.num_free = num_slots - 1
-        """Free slots."""
         self._free = list(range(num_slots - 1, PADDING_SLOT, -1))
         self.generations: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         """[num_slots]: the generation of the lease of each slot; of a free slot, one that no lease has."""
+
+    @property
+    def num_free(self) -> int:
+        """Free slots."""
+        return len(self._free)
 
     def allocate(self) -> SlotLease:
         """Takes a slot; there must be a free one."""
         assert self._free, "a free slot was seen before"
         slot = self._free.pop()
-        self.num_free -= 1
         self.generations[slot] += 1
         return SlotLease(slot, int(self.generations[slot]))
 
@@ -56,7 +58,6 @@ class SlotAllocator:
         assert self.is_current(lease), f"slot {lease.slot}: generation {lease.generation} is over"
         self.generations[lease.slot] += 1
         self._free.append(lease.slot)
-        self.num_free += 1
 
     def is_current(self, lease: SlotLease) -> bool:
         """True while the sequence that was given this lease has the slot."""

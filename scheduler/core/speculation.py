@@ -86,7 +86,7 @@ class Speculation:
         self._joining: Joining | None = None
         self._leaving: list[DraftWork] = []
         self._known: tuple[DraftWork, ...] = ()
-        """All of them."""
+        """The active, resting, joining and leaving ones, until they are let go."""
         self._consumed = 0
         self._messages: deque[tuple[DraftAttachment, LossCause | None]] = deque()
 

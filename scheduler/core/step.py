@@ -64,8 +64,8 @@ class Step(NamedTuple):
     """The slots that the step brings tokens for: those that decode first."""
     most_more: NDArray[np.int32]
     """The most tokens that it brings to each of `yielding`."""
-    least_more: int = 1
-    """The least of these."""
+    is_bounded: bool = False
+    """True if some of these are less than K + 1."""
     num_draft_tokens: int = 0
     """K of the draft that takes part, in a decode step; else 0."""
     is_beyond_draft: NDArray[np.bool_] | None = None

@@ -77,7 +77,8 @@ class DraftedRun(Run):
 
     def turn(self) -> bool:
         """See `Run.turn`."""
-        self.batch.cancel(self.queue.take_cancelled())
+        if self.queue.cancelled:
+            self.batch.cancel(self.queue.take_cancelled())
         self.batch.admit(self.queue)
         part = self.speculation.next_part(self.plan.step, len(self.in_flight))
         step, attachment = None, None

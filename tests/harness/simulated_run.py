@@ -104,6 +104,7 @@ class Device:
         """Runs a step and returns its result."""
         assert step.ordered.drafted == self.last_step + 1
         self.last_step = step.number
+        self._check_sums(step)
         for update in step.updates:
             self._update(update)
         decoding = () if step.kind is StepKind.PREFILL else step.members.slots
@@ -115,7 +116,15 @@ class Device:
         outputs = [self._output(slot, self.random.randint(0, bound) + 1) for slot, bound in bounds.items()]
         if step.chunks:
             outputs += self._prefill(step)
+        assert all(len(output) <= most for output, most in zip(outputs, step.most_more.tolist(), strict=True))
         return result_of(outputs, self.sizes.num_draft_tokens + 1)
+
+    @staticmethod
+    def _check_sums(step: Step) -> None:
+        """What a step says of itself is what it has."""
+        assert step.is_bounded == any(most <= step.num_draft_tokens for most in step.most_more.tolist())
+        assert step.num_prompt_tokens == sum(len(chunk.tokens) for chunk in step.chunks)
+        assert step.is_mixed == (bool(step.chunks) and step.kind is not StepKind.PREFILL)
 
     def _update(self, update: SlotUpdate) -> None:
         if update.sampling is not None:
@@ -209,7 +218,8 @@ class Run:
 
     def turn(self) -> bool:
         """One turn of the loop; False when there is nothing to do."""
-        self.batch.cancel(self.queue.take_cancelled())
+        if self.queue.cancelled:
+            self.batch.cancel(self.queue.take_cancelled())
         self.batch.admit(self.queue)
         self._check_pages()
         step = self.batch.next_step(self.batch.sizes.num_draft_tokens)

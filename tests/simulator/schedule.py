@@ -243,7 +243,7 @@ class Schedule:
             and batch.pages.num_free == batch.pages.num_pages
             and not batch.pages._references
             and not batch._page_lists._unsent
-            and not len(batch._prompts)
+            and not batch._prompts.sequences
             and not batch._preempted
             and not batch.accounts.lengths._under_way
             and Schedule._has_draft(scheduler.session.drafts)

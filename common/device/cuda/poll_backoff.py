@@ -80,7 +80,7 @@ def wait_for_expected(is_done: Callable[[], bool], deadline: float, look: Look) 
     if (early_s := min(look.first_s, deadline) - time.monotonic()) > 0:
         sleep_precisely(early_s)
     begun = 0.0
-    # Without more calls than that: as a rule it is done by now, and all that follows the sleep comes from memory.
+    # Calls no helper: the code that follows the sleep comes from memory, and as a rule it is done by now.
     while not is_done():
         now = time.monotonic()
         if now >= deadline:

@@ -15,6 +15,7 @@ from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.worker.layout import ring_rows
 from slipstream.common.worker.step import StepCommand, StepKind
 from slipstream.scheduler.core.draft_work import DraftWork
+from slipstream.scheduler.core.loop import TIDY_STEPS
 from slipstream.scheduler.core.results import ResultReader
 from slipstream.scheduler.core.speculation import FIRST_STEP_TIMEOUT_S
 from tests.harness.dummy_epoch import make_epoch, make_job, workers
@@ -22,6 +23,7 @@ from tests.harness.leaks import nothing_left
 from tests.harness.workers import VOCAB_SIZE
 
 if TYPE_CHECKING:
+    from slipstream.scheduler.core.accounts import TakenIn
     from tests.harness.counted_jobs import Job
     from tests.harness.local_epoch import LocalEpoch
 
@@ -65,6 +67,24 @@ def test_steps_that_wait_for_draft_ask_for_its_progress_no_more(monkeypatch: pyt
         num_steps = epoch.epoch.batch.last_step
         assert num_steps > 60
         assert len(looks) < num_steps / 4, "only a result that is late is a reason to look"
+
+
+def test_what_waits_to_be_counted_and_written_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a scrape, and though nobody asks for the tokens."""
+    waiting: list[int] = []
+    with workers() as both:
+        epoch = make_epoch(both, draft_timeout_ms=20_000.0)
+        metrics, committed = epoch.metrics, epoch.epoch.batch.committed
+        add = committed.append
+
+        def append(taken_in: TakenIn) -> None:
+            add(taken_in)
+            waiting.append(max(map(len, (metrics._timings, metrics._drafted, committed._unwritten))))
+
+        monkeypatch.setattr(committed, "append", append)
+        epoch.run([make_job(max_new_tokens=200)])
+    assert len(waiting) > 2 * TIDY_STEPS
+    assert TIDY_STEPS <= max(waiting) <= TIDY_STEPS + 1
 
 
 def test_the_first_step_of_a_draft_may_be_acknowledged_later_than_others(monkeypatch: pytest.MonkeyPatch) -> None:

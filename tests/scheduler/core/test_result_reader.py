@@ -29,12 +29,12 @@ SHAPE = EpochShape(num_slots=5, run_ahead=1, num_draft_tokens=2, chunk_tokens=8)
 class Shared:
     """Verify's end and the scheduler's."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_debug: bool) -> None:
         device = HostDevice()
         self.arena = device.create_arena(SHAPE.specs(), RESULT_FENCES)
         buffers = {BufferName(spec.name): self.arena.tensor(spec.name) for spec in SHAPE.specs()}
-        self.verify = FutureMap(SHAPE, buffers, vocab_size=100, log=AccessLog(), is_debug=True)
-        self.reader = ResultReader(self.arena, SHAPE, AccessLog(), is_debug=True)
+        self.verify = FutureMap(SHAPE, buffers, vocab_size=100, log=AccessLog(), is_debug=is_debug)
+        self.reader = ResultReader(self.arena, SHAPE, AccessLog(), is_debug=is_debug)
 
     def publish(self, number: int, rows: list[int], accepted: list[int], logprobs: Logprobs | None = None) -> None:
         """As verify's stream does."""
@@ -48,10 +48,10 @@ class Shared:
         self.arena.fence(FenceName.VERIFY_PUBLISH).release(number)
 
 
-@pytest.fixture
-def shared() -> Iterator[Shared]:
-    """In debug mode."""
-    made = Shared()
+@pytest.fixture(params=[False, True], ids=["plain", "debug"])
+def shared(request: pytest.FixtureRequest) -> Iterator[Shared]:
+    """Without and with debug mode."""
+    made = Shared(is_debug=request.param)
     yield made
     made.arena.close()
 
@@ -67,7 +67,7 @@ def step_of(number: int, *slots: int, kind: StepKind = StepKind.DECODE, bounds: 
         members=members,
         yielding=members,
         most_more=most_more,
-        least_more=min(most_more, default=1),
+        is_bounded=bool(bounds),
         num_draft_tokens=num_draft_tokens,
     )
 
@@ -126,6 +126,7 @@ def test_a_step_is_consumed_once(shared: Shared) -> None:
             shared.reader.resolve(step_of(number, 1), 5.0)
 
 
+@pytest.mark.parametrize("shared", [True], indirect=True)
 def test_a_row_that_the_step_did_not_publish_is_noticed(shared: Shared) -> None:
     shared.publish(1, [1], [0])
     with pytest.raises(FutureMapError, match="step 1, slot 3: length -1 and 0 accepted tokens cannot be its result"):
@@ -156,6 +157,14 @@ def test_rows_without_tokens_are_named(shared: Shared) -> None:
     result = shared.reader.resolve(step_of(1, 3, 2, 1), 5.0)
     assert result is not None
     assert (result.not_finite, result.num_accepted.tolist()) == ((1,), [1, 0, 2])
+
+
+def test_rows_without_tokens_are_named_beside_bounded_ones(shared: Shared) -> None:
+    shared.publish(1, [1, 2, 3], [2, NOT_FINITE + 1, 0])
+    shared.arena.tensor(BufferName.NUM_ACCEPTED)[1, 2] = NOT_FINITE
+    result = shared.reader.resolve(step_of(1, 1, 2, 3, bounds=(2, 2, 0)), 5.0)
+    assert result is not None
+    assert (result.not_finite, result.num_accepted.tolist(), result.num_tokens.tolist()) == ((1,), [2, 0, 0], [3, 1, 1])
 
 
 def test_the_stamp_of_the_end_is_told_once_it_is_there(shared: Shared) -> None:

@@ -109,13 +109,15 @@ def test_drafts_by_position(measured: Measured) -> None:
     assert at == [2, 1, 0, None]
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 33])
-def test_a_scrape_has_every_step_whenever_it_comes(measured: Measured, num_steps: int) -> None:
+@pytest.mark.parametrize(("num_steps", "tidied_after"), [(1, 0), (1, 1), (5, 3)])
+def test_a_scrape_has_every_step_whenever_it_comes(measured: Measured, num_steps: int, tidied_after: int) -> None:
     timing = StepTiming(kind=StepKind.PLAIN, draft_ns=0, verify_ns=MS, wall_ns=MS, bubbles_ns={})
-    for _ in range(num_steps):
+    for step in range(1, num_steps + 1):
         measured.metrics.observe(lambda: timing)
         measured.metrics.drafted(*drafts(2, 0, 1), 3)
         measured.metrics.host_stalled(RESULT, 0.5)
+        if step == tidied_after:
+            measured.metrics.tidy()
     for _ in range(2):
         assert measured.value("step_seconds_count", phase="decode") == num_steps
         assert measured.drafting("accepted_tokens_total") == 3 * num_steps
