@@ -47,11 +47,15 @@ class PollBackoff:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = sleep_precisely,
         *,
+        min_sleep_s: float = MIN_SLEEP_S,
+        growth: float = GROWTH,
         spin_s: float = 0.0,
     ) -> None:
-        """`spin_s`: it does not sleep before so much time has passed."""
+        """`min_sleep_s`: length of the first sleep; none before `spin_s` has passed. `growth`: see `GROWTH`."""
         self._clock = clock
         self._sleep = sleep
+        self._min_sleep_s = min_sleep_s
+        self._growth = growth
         self._spin_s = spin_s
         self._started = clock()
 
@@ -68,7 +72,7 @@ class PollBackoff:
         now = self._clock()
         if now - self._started < self._spin_s:
             return
-        seconds = min(MAX_SLEEP_S, MIN_SLEEP_S + GROWTH * (now - self._started))
+        seconds = min(MAX_SLEEP_S, self._min_sleep_s + self._growth * (now - self._started))
         self._sleep(max(0.0, min(seconds, deadline - now)))
 
 
@@ -79,13 +83,8 @@ def wait_for_expected(is_done: Callable[[], bool], deadline: float, look: Look) 
     """
     if (early_s := min(look.first_s, deadline) - time.monotonic()) > 0:
         sleep_precisely(early_s)
-    begun = 0.0
-    # Calls no helper: the code that follows the sleep comes from memory, and as a rule it is done by now.
-    while not is_done():
-        now = time.monotonic()
-        if now >= deadline:
-            return False
-        begun = begun or now
-        first_s = max(MIN_SLEEP_S, MIN_SLEEP_PART * look.usual_s)
-        sleep_precisely(min(MAX_SLEEP_S, first_s + EXPECTED_GROWTH * (now - begun), deadline - now))
-    return True
+    if is_done():
+        return True  # as a rule
+    min_sleep_s = min(MAX_SLEEP_S, max(MIN_SLEEP_S, MIN_SLEEP_PART * look.usual_s))
+    backoff = PollBackoff(time.monotonic, sleep_precisely, min_sleep_s=min_sleep_s, growth=EXPECTED_GROWTH)
+    return backoff.wait(is_done, deadline)
