@@ -2,8 +2,7 @@
 
 Every operation is over all rows of a step at once, so that its time hardly grows with their number. It is the same few
 operations of NumPy in each step, of arrays of one type: the loop's thread sleeps between steps, so that their code
-comes from memory. Reductions, conversions and operations of an array and a number take several times as much of it as
-the others.
+comes from memory. Reductions and conversions take several times as much of it as the others.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ NUM_STOPS = 8
 _NO_TOKEN = -1
 _NO_END = (1 << 31) - 1
 
-MOST_ENDED = 64
-"""At most so many steps are added up together."""
 GOES_ON, STOP, LENGTH = 0, 1, 2
 """How a row goes on, or why it ends."""
 
@@ -63,12 +60,12 @@ class PendingLengths:
         self._known = np.zeros(num_slots, np.int32)
         """Without what is in `_ended`."""
         self._ended: list[tuple[Ints, Counts]] = []
-        """Rows and tokens of the last steps: most steps need no length, so they are added up when one does."""
+        """Rows and tokens of the last steps: most steps need no length, so they are added up when one is asked for."""
         self._under_way: deque[_UnderWay] = deque()
 
     def reset(self, slot: int, known: int) -> None:
         """Begins anew: no step under way counts for this slot's length."""
-        self._settle()
+        self.tidy()
         self._known[slot] = known
         self._under_way = deque(step.without(slot) for step in self._under_way)
 
@@ -88,12 +85,10 @@ class PendingLengths:
             raise PendingLengthError(f"a step added to the length of slot {row}, which no step was to change")
         self._under_way.popleft()
         self._ended.append((rows, found))
-        if len(self._ended) == MOST_ENDED:
-            self._settle()
 
     def known(self, rows: Ints | int) -> Counts:
         """The lengths without the steps under way."""
-        self._settle()
+        self.tidy()
         known: Counts = self._known[rows]
         return known
 
@@ -111,7 +106,8 @@ class PendingLengths:
             bounds = bounds + self._more(rows, step, np.ones_like(step.most_more))
         return bounds
 
-    def _settle(self) -> None:
+    def tidy(self) -> None:
+        """Adds up the tokens of the steps that have ended."""
         # Steps of the same slots share one array of rows.
         for _, steps in groupby(self._ended, lambda ended: id(ended[0])):
             (rows, *_), found = zip(*steps, strict=True)
@@ -270,7 +266,7 @@ class SlotAccounts:
         is_beyond = np.zeros(len(rows), np.bool_) if step.is_beyond_draft is None else step.is_beyond_draft
         if is_current is not None:
             rows, most_more, is_beyond = rows[is_current], most_more[is_current], is_beyond[is_current]
-        goes_on = np.zeros(len(rows), np.int8)
+        goes_on = np.full(len(rows), GOES_ON, np.int8)
         goes_on.setflags(write=False)
         return _Columns(
             slots=slots,
@@ -307,7 +303,7 @@ class SlotAccounts:
         return num_tokens, reasons
 
     def _is_stop(self, columns: _Columns, tokens: Ints) -> Bools:
-        """[rows, K + 1]."""
+        """[rows, K + 1]: True for the tokens that are stop tokens of their sequence."""
         is_stop = np.zeros(tokens.shape, np.bool_)
         for stops in columns.stops:
             is_stop |= tokens == stops
@@ -332,7 +328,7 @@ class CommittedTokens:
 
     def begin(self, slot: int, tokens: tuple[int, ...], most: int) -> None:
         """A sequence has the slot that comes with `tokens` and has up to `most` tokens at its end."""
-        self._write()
+        self.tidy()
         num_columns = self._tokens.shape[1]
         if most > num_columns:
             wider = np.zeros((len(self._lengths), max(most, 2 * num_columns)), np.int32)
@@ -349,12 +345,12 @@ class CommittedTokens:
 
     def num_tokens(self, slot: int) -> int:
         """How many tokens of the slot's sequence are known."""
-        self._write()
+        self.tidy()
         return int(self._lengths[slot])
 
     def row(self, slot: int) -> NDArray[np.int32]:
         """The tokens of the slot's sequence, with more behind them that mean nothing."""
-        self._write()
+        self.tidy()
         row: NDArray[np.int32] = self._tokens[slot]
         return row
 
@@ -364,9 +360,6 @@ class CommittedTokens:
 
     def tidy(self) -> None:
         """Writes the tokens that were added: to do so for many steps at once is cheaper than for each."""
-        self._write()
-
-    def _write(self) -> None:
         # Steps of the same slots share one array of rows.
         for _, steps in groupby(self._unwritten, lambda taken_in: id(taken_in.rows)):
             self._write_steps(list(steps))

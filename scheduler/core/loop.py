@@ -216,6 +216,7 @@ class StepLoop:
             self._num_untidied = 0
             self._metrics.tidy()
             self._batch.committed.tidy()
+            self._batch.accounts.lengths.tidy()
 
     def _send(self, step: Step, attachment: DraftAttachment | None) -> None:
         decided_ns = time.monotonic_ns()

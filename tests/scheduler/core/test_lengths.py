@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.common.errors import PendingLengthError
-from slipstream.scheduler.core.accounts import MOST_ENDED, PendingLengths
+from slipstream.scheduler.core.accounts import PendingLengths
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,13 +44,15 @@ def test_bounds_hold_until_the_length_is_known() -> None:
 
 
 def test_many_steps_are_added_up_whether_or_not_a_length_is_asked_for() -> None:
-    lengths, num_steps = PendingLengths(4), 3 * MOST_ENDED + 1
+    lengths, num_steps = PendingLengths(4), 193
     for step in range(num_steps):
         of_step = ROWS if step % 3 else rows(3)
         lengths.begin(of_step, counts(*[2] * len(of_step)))
         lengths.end(of_step, counts(*[1] * len(of_step)))
         if step == 5:
             assert lengths.known(3) == 6
+        if step == 100:
+            lengths.tidy()
     assert lengths.known(rows(0, 1, 3)).tolist() == [0, num_steps - (num_steps + 2) // 3, num_steps]
 
 

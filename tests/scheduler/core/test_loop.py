@@ -75,11 +75,11 @@ def test_what_waits_to_be_counted_and_written_does_not_grow(monkeypatch: pytest.
     with workers() as both:
         epoch = make_epoch(both, draft_timeout_ms=20_000.0)
         metrics, committed = epoch.metrics, epoch.epoch.batch.committed
-        add = committed.append
+        add, lengths = committed.append, epoch.epoch.batch.accounts.lengths
 
         def append(taken_in: TakenIn) -> None:
             add(taken_in)
-            waiting.append(max(map(len, (metrics._timings, metrics._drafted, committed._unwritten))))
+            waiting.append(max(map(len, (metrics._timings, metrics._drafted, committed._unwritten, lengths._ended))))
 
         monkeypatch.setattr(committed, "append", append)
         epoch.run([make_job(max_new_tokens=200)])
