@@ -309,18 +309,14 @@ def _robustness_sections() -> list[str]:
 
 def _delivery_section() -> list[str]:
     found = load("delivery_h200")
-    slow_host = (
-        "The same on another virtual machine of that kind, at a time when its cores were slower "
-        "([JSON](../benchmarks/results/delivery_h200_slow_host.json)). What else runs on a host counts for more here "
-        "than anywhere else: these figures are those of many short turns with cold caches."
-    )
+    other = "The same on another machine of that kind ([JSON](../benchmarks/results/delivery_h200_other_host.json)):"
     words = (
         "Shape of Llama-3.1-8B with random weights, EAGLE-3 head, K = 4, accept length 3.5 by chance. Clients are "
         "processes of their own on the same host, a connection a stream. From when a step's result is on the host to "
         "a client's receipt of its tokens; CPU time a decode step of the thread that decides the steps, and of the "
         "processes."
     )
-    more = _delivery_table(found), text(slow_host), _delivery_table(load("delivery_h200_slow_host"))
+    more = _delivery_table(found), text(other), _delivery_table(load("delivery_h200_other_host"))
     return section("From a step to its clients", "delivery", "delivery_h200", found[0]["host"], words, *more)
 
 
