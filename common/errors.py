@@ -21,7 +21,7 @@
     ├── ManifestError               a layout of shared memory cannot be trusted
     ├── OrderingError               the order of the steps, ours to guarantee, does not hold
     │   ├── PendingLengthError      a length that only the device knows was used as a number
-    │   └── FutureMapError          a row was read before it was published, or twice, or cannot be
+    │   └── FutureMapError          a row was read too early or twice, or cannot be its step's result
     └── InternalError               a service failed; only its log has the reason
 
 `status.py` maps them to gRPC status codes by one table.

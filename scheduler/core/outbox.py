@@ -54,9 +54,6 @@ class Outgoing:
         self.taken_ns = 0
         """When it was taken out of the outbox; 0 if it is empty."""
 
-    def __bool__(self) -> bool:
-        return bool(self.taken_in or self.admitted or self.cached_tokens or self.aborted or self.refused)
-
     def deliveries(self) -> list[Delivery]:
         """Returns the messages of all streams, in order. Called once."""
         deliveries = list(self._of_step())
@@ -135,7 +132,7 @@ class Outbox:
     def take(self) -> Outgoing:
         """Empties it."""
         outgoing = self._outgoing
-        if outgoing:
+        if outgoing.taken_in or outgoing.admitted or outgoing.cached_tokens or outgoing.aborted or outgoing.refused:
             outgoing.taken_ns = time.monotonic_ns()
             self._outgoing = Outgoing()
         return outgoing

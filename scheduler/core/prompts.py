@@ -56,7 +56,7 @@ class Prompts:
         self._committed = committed
         self._on_looked_up = on_looked_up
         self.sequences: list[Sequence] = []
-        """Those that were not sent in full, by turn."""
+        """The running sequences of whose tokens some were not sent, in the order of `Sequence.turn`."""
         self._num_taken = 0
         """Tokens of prompts that were taken in so far."""
 

@@ -104,7 +104,7 @@ class Device:
         """Runs a step and returns its result."""
         assert step.ordered.drafted == self.last_step + 1
         self.last_step = step.number
-        self._check_sums(step)
+        self._check_fields(step)
         for update in step.updates:
             self._update(update)
         decoding = () if step.kind is StepKind.PREFILL else step.members.slots
@@ -120,8 +120,8 @@ class Device:
         return result_of(outputs, self.sizes.num_draft_tokens + 1)
 
     @staticmethod
-    def _check_sums(step: Step) -> None:
-        """What a step says of itself is what it has."""
+    def _check_fields(step: Step) -> None:
+        """Checks the fields of a step that follow from its other fields."""
         assert step.is_bounded == any(most <= step.num_draft_tokens for most in step.most_more.tolist())
         assert step.num_prompt_tokens == sum(len(chunk.tokens) for chunk in step.chunks)
         assert step.is_mixed == (bool(step.chunks) and step.kind is not StepKind.PREFILL)
