@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 LEAST_PROMPTS = 4
 """One in so many tokens of a step is for prompts, however many sequences decode."""
-SMALL_STEPS, LEAST_SMALL = 2, 1024
+SMALL_STEPS, LEAST_SMALL = 3, 1024
 """If SMALL_STEPS small steps take in all prompts that wait, steps are small: they have half of the tokens, at least
 LEAST_SMALL. With fewer a token takes longer on a GPU."""
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from slipstream.scheduler.core.step import Step, StepSlots
 
-HOLD_SHARE, LEAD_S = 0.75, 0.006
+HOLD_SHARE, LEAD_S = 0.75, 0.0035
 """Part of a step's time in which the next one is held back, and the least time that its commands have after that."""
 MOST_HOLD_S = 0.04
 """The most of that time, in which the workers are not looked at: a draft that hangs is found so much later at most."""

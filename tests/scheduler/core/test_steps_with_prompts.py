@@ -52,11 +52,12 @@ def test_steps_decode_and_take_in_prompts_up_to_a_number_of_tokens() -> None:
 
 
 def test_a_few_prompts_come_in_by_small_steps_and_many_by_large_ones() -> None:
-    """The stream decodes 3 tokens of 1,024, or of 2,048 while more waits than two small steps take in."""
+    """The stream decodes 3 tokens of 1,024, or of 2,048 while more waits than three small steps take in."""
     sizes = replace(SMALL, num_slots=8, num_pages=3000, chunk_tokens=2048)
     assert [count for _, count in _steps_beside_a_stream(sizes, 1500)] == [1021, 479]
-    assert [count for _, count in _steps_beside_a_stream(sizes, 3000)] == [2045, 955]
-    assert [count for _, count in _steps_beside_a_stream(sizes, 500, 500, 500, 600)] == [2045, 55]
+    assert [count for _, count in _steps_beside_a_stream(sizes, 3000)] == [1021, 1021, 958]
+    assert [count for _, count in _steps_beside_a_stream(sizes, 4000)] == [2045, 1021, 934]
+    assert [count for _, count in _steps_beside_a_stream(sizes, 900, 800, 700, 700)] == [2045, 1015, 40]
     assert sizes.room_in_small_step(0) == sizes.room_for_prompts(0) == 2048
     assert replace(sizes, chunk_tokens=8192).room_in_small_step(3) == 4093
     for few in (replace(sizes, chunk_tokens=512), replace(sizes, mixes=False)):
