@@ -46,7 +46,7 @@ def table() -> str:
     pair = _pairs(kernels)[0]
     steps = [m for m in _of(kernels, *pair, "run_ahead", 1) if m.mps and m.fence == "timeline"]
     rows.append(
-        f"step, dummy kernels of {pair[0]:g} + {pair[1]:g} ms; baseline: their length"
+        f"step, dummy kernels of {pair[0]:g} + {pair[1]:g} ms; baseline: their sum"
         f" | {median(m.step_ms for m in steps):.2f} ms | {sum(pair):.2f} ms | {median(m.ratio for m in steps):.3f}"
     )
     speeds = {r["way"]: r["tokens_per_second"] for r in load("peers_h200") if r["case"] == SHAPE_8B}

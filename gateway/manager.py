@@ -24,16 +24,17 @@ from slipstream.gateway.job_stream import BROKEN_OUTPUT, JobReader
 from slipstream.gateway.journal import JobJournal
 from slipstream.gateway.keys import TokenQuota, current_owner
 from slipstream.gateway.request_metrics import DEADLINE, DISCONNECTED, REFUSED
+from slipstream.gateway.sample import RunningSequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from slipstream.common.api.output_chunk import FinishReason
-    from slipstream.common.api.sequence import StepOutput
+    from slipstream.common.api.sequence import SequenceSpec, StepOutput
     from slipstream.gateway.job import JobStore
     from slipstream.gateway.journal_file import JournalFile
     from slipstream.gateway.request_metrics import RequestMetrics
-    from slipstream.gateway.sample import RunningSequence, Sample
+    from slipstream.gateway.sample import Sample
     from slipstream.gateway.scheduler_link import SchedulerLink
     from slipstream.gateway.served_model import ServedModel
     from slipstream.gateway.validation import CheckedRequest
@@ -138,7 +139,9 @@ class JobManager:
         return job
 
     def _go_on(self, job: Job, model: ServedModel) -> None:
-        self.check_room()
+        begins = [sample.spec for sample in job.samples if not sample.is_whole]
+        others = [found for found in self._alive.values() if found[0] is not job]
+        self._check_bounds(job.owner, begins, others)
         # What the scheduler still sends for the sequences before is of no interest.
         self._cancel_sequences(job)
         for sequence in job.sequences:
@@ -157,14 +160,15 @@ class JobManager:
             self._update([job], time.monotonic())
 
     def create(self, request: CheckedRequest, model: ServedModel) -> Job:
-        """Makes the job of a request, unless `find` finds it. Raises what `find` and `SchedulerLink.submit` do."""
+        """Makes the job of a request, unless `find` finds it. Raises what `find`, `TokenQuota.check` and
+        `check_room` do."""
         found = self.find(request.job_id, request.digest, model)
         if found is not None:
             return found
         owner = current_owner()
-        with self.counting_refusals():
-            self._quota.check(owner, request.samples, self._alive.values())
-            sequences = self._link.submit(*request.samples)
+        self._check_bounds(owner, request.samples, self._alive.values())
+        sequences = tuple(map(RunningSequence, request.samples))
+        self._link.add(*sequences)
         before = self._store.get(owner, request.job_id)
         attempt = max(time.time_ns() // 1000, 0 if before is None else before.attempt + 1)
         job = Job(request, sequences, model, number=next(self._numbers), attempt=attempt, owner=owner)
@@ -183,10 +187,15 @@ class JobManager:
             self._metrics.lost(REFUSED)
             raise
 
-    def check_room(self) -> None:
+    def check_room(self, num_samples: int = 1) -> None:
         """Raises the error that `create` would raise because the queue is full or closed."""
         with self.counting_refusals():
-            self._link.check_room()
+            self._link.check_room(num_samples)
+
+    def _check_bounds(self, owner: str, samples: Sequence[SequenceSpec], alive: Iterable[tuple[Job, Sample]]) -> None:
+        """Raises the error for samples that its owner, or the queue, has no room for beside those `alive`."""
+        self._quota.check(owner, samples, alive)
+        self.check_room(len(samples))
 
     def get(self, job_id: str) -> Job:
         """The job of this id. Raises NotFoundError, and UnavailableError while jobs come back from the journal."""
@@ -213,8 +222,8 @@ class JobManager:
             self._cancel_sequences(job)
 
     def detach(self, job: Job) -> None:
-        """Lets a job go on without a caller."""
-        if not job.is_detached:
+        """Lets a job go on without a caller. No effect if it is over."""
+        if not job.is_over and not job.is_detached:
             job.is_detached = True
             self.journal.accept(job)
 

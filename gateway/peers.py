@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, Self
 import grpc.aio
 
 from slipstream.common.api.server_state import ServiceState
-from slipstream.common.errors import RETRY_AFTER_MS, ConnectionLostError, InvalidArgumentError, UnavailableError
+from slipstream.common.errors import (
+    RETRY_AFTER_MS,
+    ConnectionLostError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    UnavailableError,
+)
 from slipstream.common.messages import decode, encode
 from slipstream.common.rpc.interceptor import ServerInterceptor, replaced
 from slipstream.common.rpc.status import error_from_rpc
@@ -109,7 +115,10 @@ class Peers:
             metadata = (CLIENT_KEY, ""), (OWNER_KEY, current_owner())
             answer = await stub.ListHomeJobs(request, timeout=_TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as error:
-            raise lost_peer(index, error) or error_from_rpc(error) from None
+            found = error_from_rpc(error)
+            # The deadline is not the client's.
+            is_late = isinstance(found, DeadlineExceededError)
+            raise (_not_there(index) if is_late else lost_peer(index, error) or found) from None
         return list(zip(answer.numbers, answer.jobs, strict=True))
 
 
@@ -148,7 +157,11 @@ def lost_peer(index: int, error: grpc.RpcError) -> UnavailableError | None:
     """The error for a client if a gateway did not answer; None if it did answer, with an error of its own."""
     if not isinstance(error_from_rpc(error), ConnectionLostError):
         return None
-    return UnavailableError(f"{gateway_name(index)}, which keeps the job, is not there", retry_after_ms=RETRY_AFTER_MS)
+    return _not_there(index)
+
+
+def _not_there(index: int) -> UnavailableError:
+    return UnavailableError(f"{gateway_name(index)}, which keeps jobs, is not there", retry_after_ms=RETRY_AFTER_MS)
 
 
 class FromPeers(ServerInterceptor):

@@ -186,11 +186,16 @@ class Sample:
             error = None
         self._finish(error)
 
+    @property
+    def is_whole(self) -> bool:
+        """True if the same request would bring no more output."""
+        has_end = self.output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        return self.error is None and (has_end or (self.usage is None and self.output.is_cut))
+
     def go_on(self, detokenizer: Detokenizer, *, key: int) -> RunningSequence | None:
         """Begins again from the output kept, unless the output is whole. Returns the sequence to run."""
-        if self.usage is None and self.output.is_cut:
+        if self.is_whole:
             self.end(FinishReason.ABORT, None)
-        if self.error is None and self.output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             return None
         self.error = self.usage = None
         self.output.reopen(detokenizer)

@@ -23,14 +23,13 @@ from slipstream.common.errors import (
 )
 from slipstream.common.fail_points import failing_before
 from slipstream.common.rpc.loop_turns import SLICE_S
-from slipstream.gateway.sample import RunningSequence
 from slipstream.gateway.scheduler_stream import RECONNECT_S, SchedulerConnection, SchedulerGoneError
 from slipstream.protos import scheduler_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from slipstream.common.api.sequence import SequenceSpec
+    from slipstream.gateway.sample import RunningSequence
     from slipstream.gateway.scheduler_stream import Connection, RunStream
     from slipstream.gateway.served_model import ServedModel
 
@@ -158,13 +157,6 @@ class SchedulerLink:
         assert self.description is not None, "a model comes with a description"
         return self.description
 
-    def submit(self, *specs: SequenceSpec) -> tuple[RunningSequence, ...]:
-        """Submits new sequences, all or none. Raises ResourceExhaustedError if the queue is full, and `shut`'s."""
-        self.check_room(len(specs))
-        sequences = tuple(RunningSequence(spec) for spec in specs)
-        self.add(*sequences)
-        return sequences
-
     def add(self, *sequences: RunningSequence) -> None:
         """Adds sequences that may have output already, without a look at the queue's bound."""
         for sequence in sequences:
@@ -178,7 +170,7 @@ class SchedulerLink:
             self._watch_outage()
 
     def check_room(self, num_sequences: int = 1) -> None:
-        """Raises the error that `submit` would raise for so many sequences now."""
+        """Raises ResourceExhaustedError if the queue has no room for so many more, and the error of `shut`."""
         if self._shut is not None:
             raise self._shut.again()
         if self.num_waiting + num_sequences > self._capacity:

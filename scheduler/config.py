@@ -110,7 +110,7 @@ class SchedulerConfig(ServingSettings, heading="Scheduler"):
         help="Sequences held at most, waiting and running, of all gateways together; more are refused.",
         unit="N",
         low=1,
-        high=2**20,
+        high=2**21,
     )
     num_draft_tokens: int | None = setting(
         None,

@@ -39,10 +39,10 @@ class ServerState:
     context_tokens: int
     """Prompt and output together have at most this many."""
     algorithm: str
-    """ "standalone", or "none" when nothing drafts."""
+    """ "standalone", "eagle3", "eagle", "mtp", "ngram" or a drafter's own word; "none" when nothing drafts."""
     num_draft_tokens: int
     run_ahead: int
-    """Steps that are sent before the result of the first of them is known."""
+    """Steps that are sent before the result of the first of them is known, less one."""
     num_slots: int
     """Requests that run at the same time."""
     page_tokens: int

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
@@ -84,7 +83,7 @@ class DraftServicer(pb_grpc.WorkerServicer):
             for command in requests:
                 self._enqueue(epoch, command, context)
                 if command.acknowledge:
-                    yield pb.StepAck(epoch=command.epoch, step=command.step, enqueued_ns=time.monotonic_ns())
+                    yield pb.StepAck(epoch=command.epoch, step=command.step)
         finally:
             epoch.abandon()
             with self._lock:

@@ -92,9 +92,9 @@ class DecodeRecord:
         """Steps that were added so far."""
         return self._num_added
 
-    def last(self, attachment: int, num_steps: int, *, since: int = 0) -> list[DecodedStep]:
-        """The last steps of a draft, or plain ones for 0; `since`: the position from which on they count."""
-        return self._added_since(since, attachment)[-num_steps:] if num_steps else []
+    def last(self, attachment: int, num_steps: int) -> list[DecodedStep]:
+        """The last steps of a draft, or plain ones for 0."""
+        return self._added_since(0, attachment)[-num_steps:] if num_steps else []
 
     def first(self, attachment: int, num_steps: int, *, since: int) -> list[DecodedStep]:
         """The first steps of a draft, or plain ones for 0, from this position on."""

@@ -87,7 +87,7 @@ DECODE_STEPS = counter(
 )
 RESTS = counter(
     "slipstream_draft_rests_total",
-    "Rests of the draft, by cause: slower, as plain steps are faster; probe, to measure plain steps, which were not.",
+    "Rests of the draft, by cause: slower, as plain steps are faster; probe, to measure plain steps, which were slow.",
     "cause",
 )
 NOT_FINITE = counter(

@@ -37,6 +37,7 @@ DESCRIBE_S = 1.0
 """An epoch is opened without the description of a draft that does not answer within this time."""
 FIRST_TRY_S = 3.0
 """An epoch that is open waits so long for its draft; one that needs longer joins beside the steps."""
+_VERIFY_LOST = "verify was lost meanwhile"
 LOOK_S = 0.05
 
 
@@ -270,7 +271,7 @@ class DraftSession:
     def attach(self, epoch: Epoch, target: DraftTarget) -> Held:
         link = self._make_link(target.address)
         try:
-            with self._breakable(link):
+            with self._breakable(link, epoch):
                 attachment = self._attached(epoch, target, link)
         except BaseException:
             link.detach(drain=False)
@@ -279,7 +280,7 @@ class DraftSession:
         with self._changed:
             self._held[attachment.number] = held
             if self._epoch is not epoch:
-                raise UnavailableError("verify was lost meanwhile")
+                raise UnavailableError(_VERIFY_LOST)
             epoch.speculation.offer(attachment)
             self._update_status()
         self._wake()
@@ -324,9 +325,12 @@ class DraftSession:
         self._retired.add(attachment)
 
     @contextmanager
-    def _breakable(self, link: Link) -> Iterator[None]:
-        """`leave` ends a call of the link meanwhile."""
-        self._link_in_use = link
+    def _breakable(self, link: Link, epoch: Epoch | None = None) -> Iterator[None]:
+        """`leave` ends a call of the link meanwhile. Raises UnavailableError if it came before, for an epoch's link."""
+        with self._changed:
+            if epoch is not None and self._epoch is not epoch:
+                raise UnavailableError(_VERIFY_LOST)
+            self._link_in_use = link
         try:
             yield
         finally:

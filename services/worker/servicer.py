@@ -204,7 +204,7 @@ class WorkerServicer(pb_grpc.WorkerServicer):
 
 
 def _acknowledgement(command: StepCommand) -> pb.StepAck:
-    return pb.StepAck(epoch=command.epoch, step=command.step, enqueued_ns=time.monotonic_ns())
+    return pb.StepAck(epoch=command.epoch, step=command.step)
 
 
 def _advance(work: Generator[None, None, None]) -> bool:

@@ -112,6 +112,7 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
         models=MODELS,
         state_dir=tmp_path,
         slots=5,
+        queue=20_000,
         threads=2,
         device="cuda",
         fence="event",
@@ -144,12 +145,15 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
     assert "--threads 2" in draft
     assert "--threads 2" in verify
     assert f"--verify unix:{tmp_path}/sockets/verify.sock" in scheduler
-    assert f"--draft unix:{tmp_path}/sockets/draft.sock --num-draft-tokens 3" in scheduler
+    assert f"--draft unix:{tmp_path}/sockets/draft.sock " in scheduler
+    assert "--num-draft-tokens 3" in scheduler
     assert f"--listen unix:{tmp_path}/sockets/scheduler.sock" in scheduler
     assert "--listen 0.0.0.0:1234" in gateway
     assert "--insecure-public" in gateway
     assert f"--scheduler unix:{tmp_path}/sockets/scheduler.sock" in gateway
     assert "--slots 5" in scheduler
+    assert "--max-sequences 20010" in scheduler, "what waits at the gateway has room"
+    assert "--queue 20000" in gateway
     assert "--device cuda --fence event" in scheduler
     assert "--device cuda" in draft
     assert all("--dtype float16 --load-format dummy" in worker for worker in (draft, verify))

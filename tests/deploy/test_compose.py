@@ -114,6 +114,7 @@ def test_the_scheduler_finds_its_workers(project: dict[str, Any], variant: str) 
     assert config.verify == options("verify", project)["listen"]
     assert config.draft == options("draft", project)["listen"]
     assert found["log_format"] in FORMATS
+    assert _seconds(project["services"]["scheduler"]["stop_grace_period"]) > config.grace_s
 
 
 def test_the_gateway_finds_its_scheduler(project: dict[str, Any]) -> None:

@@ -79,6 +79,24 @@ async def until_served(address: str) -> None:
             pass
 
 
+def test_a_stop_while_a_trio_is_about_to_start_again_ends_all(tmp_path: Path) -> None:
+    """The stand-in for a trio ends at once when it is started first, and else stays."""
+    trio = f"mkdir {tmp_path}/begun 2> /dev/null && exit 1; exec sleep 60"
+    programs = {"slipstream": trio, "smg": "exec sleep 60"}
+    for name, lines in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{lines}\n")
+        (tmp_path / name).chmod(0o700)
+    settings = {name.upper(): str(tmp_path / name) for name in programs} | {"STATE_DIR": str(tmp_path), "TRIOS": "1"}
+    with subprocess.Popen([SERVE], env=os.environ | settings, stderr=subprocess.PIPE, text=True) as script:
+        try:
+            assert script.stderr is not None
+            assert "trio 0 ended and is started again" in script.stderr.readline()
+            script.terminate()
+            assert script.wait(20) == 0
+        finally:
+            script.kill()
+
+
 class Load:
     """Clients that send one request after the other."""
 

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import sqlite3
 import threading
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -261,6 +262,9 @@ async def test_a_full_disk_fails_jobs_that_can_go_on_later(path: Path) -> None:
         database.execute("PRAGMA query_only = ON").fetchall()
         with pytest.raises(UnavailableError, match="journal of jobs cannot be written"):
             await client.create_job(PROMPT, job_id="other", max_new_tokens=100)
+        # The commits that the failure brought on fail, too, and would end what is accepted meanwhile.
+        for _ in range(2):
+            await server.manager.settled()
         database.execute("PRAGMA query_only = OFF").fetchall()
         database.execute("PRAGMA max_page_count = 1000000").fetchall()
         await client.create_job(PROMPT, job_id="mine", max_new_tokens=3000)
@@ -322,6 +326,19 @@ async def test_the_journal_forgets_with_the_store(path: Path) -> None:
     async with generation_server(journal=left) as server, AsyncClient(server.address) as client:
         page = await client.list_jobs()
         assert [job.job_id for job in page.jobs] == ["job-7", "job-6", "job-5"]
+
+
+async def test_a_job_that_has_ended_is_not_written_again(path: Path) -> None:
+    def records() -> list[tuple[bytes]]:
+        with closing(sqlite3.connect(killed(path))) as database:
+            return database.execute("SELECT record FROM jobs").fetchall()
+
+    async with generation_server(journal=path) as server, AsyncClient(server.address) as client:
+        await collect(client.generate(PROMPT, job_id="mine", max_new_tokens=5))
+        await server.manager.journal.flush()
+        before = records()
+        assert (await client.create_job(PROMPT, job_id="mine", max_new_tokens=5)).state is JobState.ENDED
+        assert records() == before
 
 
 async def test_a_sequence_whose_end_is_lost_with_a_commit_is_forgotten(path: Path) -> None:

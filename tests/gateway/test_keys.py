@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from slipstream.client import AsyncClient, Client
 from slipstream.client.connection import API_KEY_VARIABLE
+from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import (
     ConfigError,
     InvalidArgumentError,
@@ -24,12 +25,14 @@ from slipstream.common.errors import (
 )
 from slipstream.common.rpc.interceptor import replaced
 from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota, current_owner
-from tests.harness.generation_server import generation_server, tokens_of
+from tests.harness.example_states import TOKENS_PER_STEP
+from tests.harness.generation_server import generation_server, state_of, tokens_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator
     from pathlib import Path
 
+    from slipstream.common.api.output_chunk import OutputChunk
     from tests.harness.generation_server import GenerationServer
 
 ANN, BOB = "ann-0123456789abcdef", "bob-0123456789abcdef"
@@ -268,6 +271,34 @@ async def test_tokens_in_flight_are_bounded_by_key(path: Path) -> None:
         await ann.create_job([2], max_new_tokens=59)
         with pytest.raises(InvalidArgumentError, match=r"^sampling_params\.max_new_tokens: got '101 tokens"):
             await bob.create_job([2], max_new_tokens=100)
+
+
+async def test_a_job_that_goes_on_is_bounded_as_a_new_one(path: Path) -> None:
+    keys = (KeyInterceptor(KeyFile(path)),)
+    async with (
+        generation_server(interceptors=keys, quota=TokenQuota(100)) as server,
+        AsyncClient(server.address, api_key=ANN) as ann,
+    ):
+        server.loop.pause_tokens = TOKENS_PER_STEP
+
+        def call(job_id: str) -> AsyncGenerator[OutputChunk]:
+            return ann.generate([2], max_new_tokens=59, job_id=job_id)
+
+        async def leave(job_id: str) -> None:
+            async with aclosing(call(job_id)) as chunks:
+                await anext(chunks)
+            await state_of(ann, job_id, JobState.ENDED)
+
+        await leave("a")
+        await leave("b")
+        async with aclosing(call("a")) as chunks:
+            await anext(chunks)
+            with pytest.raises(ResourceExhaustedError, match="60 tokens in flight; 60 more exceed 100"):
+                await anext(call("b"))
+        await state_of(ann, "a", JobState.ENDED)
+        await leave("b")
+        # The queue had room.
+        assert server.registry.get_sample_value("slipstream_requests_total", {"outcome": "refused"}) == 0
 
 
 async def test_a_key_sees_its_own_jobs_alone(path: Path) -> None:

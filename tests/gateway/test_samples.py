@@ -89,6 +89,24 @@ async def test_all_find_room_in_the_queue_or_none() -> None:
         assert tokens_of(await collect(client.watch_job("waits"))) == [5] * 9
 
 
+async def test_samples_that_go_on_find_room_in_the_queue_or_none_does() -> None:
+    async with generation_server(capacity=4, slots=1) as server, AsyncClient(server.address) as client:
+        server.loop.may_step.clear()
+        await client.create_job([5], job_id="runs", max_new_tokens=3)
+        await state_of(client, "runs", JobState.RUNNING)
+        left = asyncio.create_task(collect(client.generate([5], job_id="left", n=3, max_new_tokens=3)))
+        await until(lambda: server.link.num_waiting == 3)
+        left.cancel()
+        await state_of(client, "left", JobState.ENDED)
+        await client.create_job([5], job_id="waits", n=2, max_new_tokens=3)
+        with pytest.raises(ResourceExhaustedError, match="too full for 3 more: 2 outputs are waiting"):
+            await collect(client.generate([5], job_id="left", n=3, max_new_tokens=3))
+        assert server.link.num_waiting == 2
+        server.loop.may_step.set()
+        assert tokens_of(await collect(client.watch_job("waits"))) == [5] * 6
+        assert tokens_of(await collect(client.generate([5], job_id="left", n=3, max_new_tokens=3))) == [5] * 9
+
+
 async def test_a_cancel_ends_all(server: GenerationServer, client: AsyncClient) -> None:
     server.loop.pause_tokens = TOKENS_PER_STEP
     chunks = client.generate([5, 6], job_id="mine", n=3, max_new_tokens=9)

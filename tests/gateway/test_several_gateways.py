@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
@@ -276,6 +278,19 @@ async def test_a_gateway_dies_and_comes_back(gateways: GatewayProcesses, clients
     await gateways.serve(1)
     assert (await clients[1].get_job(lost)).num_tokens == 15
     assert all(service.pid for service in (await clients[0].server_info()).services)
+
+
+async def test_lists_are_unavailable_while_a_gateway_does_not_answer(
+    gateways: GatewayProcesses, clients: list[AsyncClient]
+) -> None:
+    os.kill(gateways.pid(1), signal.SIGSTOP)
+    try:
+        with pytest.raises(UnavailableError, match="gateway-1") as caught:
+            await clients[0].list_jobs()
+    finally:
+        os.kill(gateways.pid(1), signal.SIGCONT)
+    assert caught.value.retry_after_ms
+    assert (await clients[0].list_jobs()).jobs
 
 
 async def test_gateways_share_a_port_and_end_together(tmp_path: Path) -> None:

@@ -146,7 +146,8 @@ class Drafts:
         self.epoch = cast("Epoch", SimpleNamespace(**parts, link=verify or FakeLink(VERIFY)))
 
     def attach(self) -> None:
-        """One try."""
+        """One try, in an epoch that is open."""
+        self.session.enter(self.epoch, lambda: True)
         self.session.attach(self.epoch, DraftTarget(ADDRESS, 2))
 
 
@@ -156,6 +157,17 @@ def test_a_number_that_no_epoch_has_is_refused_and_not_counted_on_from() -> None
     with pytest.raises(FailedPreconditionError, match="last_epoch of the draft service"):
         drafts.attach()
     assert drafts.numbers.above(0) == 1
+    assert link.num_detached == 1
+
+
+def test_a_try_that_begins_when_the_epoch_has_ended_asks_no_draft() -> None:
+    link = FakeLink(DRAFT)
+    link.answers.clear()
+    drafts = Drafts(link)
+    drafts.session.enter(drafts.epoch, lambda: True)
+    drafts.session.leave()
+    with pytest.raises(UnavailableError, match="verify was lost meanwhile"):
+        drafts.session.attach(drafts.epoch, DraftTarget(ADDRESS, 2))
     assert link.num_detached == 1
 
 
