@@ -105,8 +105,8 @@ def _text(chunks: list[OutputChunk]) -> str:
 
 def _report(chunks: list[OutputChunk]) -> dict[str, object]:
     """Text, tokens, end and usage of one sample."""
-    last, usage = chunks[-1], chunks[-1].usage
-    assert usage is not None, "the last chunk has the usage"
+    # Behind it, the job's end may come by itself.
+    last, usage = next((chunk, chunk.usage) for chunk in reversed(chunks) if chunk.usage is not None)
     report: dict[str, object] = {
         "job_id": last.job_id,
         "sample_index": last.sample_index,

@@ -240,7 +240,7 @@ def can_go_on_after(error: SlipstreamError) -> bool:
         case UnavailableError():
             return error.retry_after_ms is not None
         case ResourceExhaustedError():
-            # A client that did not read for a while is cut off. A full queue names a time.
+            # A client that did not read for a while is cut off. A full queue names a time, a message too large none.
             return error.retry_after_ms == 0
         case _:
             return False

@@ -82,7 +82,8 @@ class AlreadyExistsError(SlipstreamError):
 class ResourceExhaustedError(SlipstreamError):
     """A bound is reached; the same call may succeed later."""
 
-    def __init__(self, message: str, *, retry_after_ms: int) -> None:
+    def __init__(self, message: str, *, retry_after_ms: int | None) -> None:
+        """`retry_after_ms`: when the same call may succeed; None if it is not known that it ever does."""
         self.retry_after_ms = retry_after_ms
         super().__init__(message)
 

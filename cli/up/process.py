@@ -132,13 +132,17 @@ class ServiceProcess:
         if status is None:
             return "is running"
         if status < 0:
-            return f"was killed by {signal.Signals(-status).name}"
+            names = {each.value: each.name for each in signal.Signals}
+            return f"was killed by {names.get(-status, f'signal {-status}')}"
         return f"ended with exit status {status}"
 
     def last_log_lines(self, count: int = 20) -> str:
         """The end of its log, indented; says so when there is none."""
-        with self.command.log_path.open(encoding="utf-8", errors="replace") as log:
-            lines = deque(log, maxlen=count)
+        try:
+            with self.command.log_path.open(encoding="utf-8", errors="replace") as log:
+                lines = deque(log, maxlen=count)
+        except OSError as error:
+            return f"  (its log cannot be read: {error})"
         return "".join(f"  {line.rstrip()}\n" for line in lines).rstrip("\n") or "  (it logged nothing)"
 
     def remove_socket(self) -> None:

@@ -26,6 +26,8 @@ _BYTES_IN_A_PIECE = 2**18
 """Both are counted in a fraction of a millisecond."""
 _CONTINUED = bytes(range(128, 256))
 """Bytes of a number other than its last."""
+_MOST_VARINT_BYTES = 10
+"""Of 64 bits."""
 _VARINT, _FIXED_64, _DELIMITED, _FIXED_32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED_64: 8, _FIXED_32: 4}
 _NOT_PACKED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
@@ -59,9 +61,7 @@ def _pieces(request: bytes, kind: Descriptor) -> Iterator[int]:
                 key, place = _varint(request, place)
                 wire_type = key & 7
                 if wire_type == _VARINT:
-                    while request[place] > 127:
-                        place += 1
-                    place += 1
+                    _, place = _varint(request, place)
                 elif wire_type == _DELIMITED:
                     length, place = _varint(request, place)
                     field = fields.get(key >> 3)
@@ -80,20 +80,17 @@ def _pieces(request: bytes, kind: Descriptor) -> Iterator[int]:
 
 
 def _varint(request: bytes, place: int) -> tuple[int, int]:
-    """The number at a place, and the place behind it."""
+    """The number at a place, and the place behind it. Raises IndexError if there is none."""
     value = request[place]
-    place += 1
     if value < 128:
-        return value, place
+        return value, place + 1
     value &= 127
-    shift = 7
-    while True:
-        byte = request[place]
-        place += 1
-        value |= (byte & 127) << shift
+    for length in range(1, _MOST_VARINT_BYTES):
+        byte = request[place + length]
+        value |= (byte & 127) << 7 * length
         if byte < 128:
-            return value, place
-        shift += 7
+            return value, place + length + 1
+    raise IndexError("the number has no end")
 
 
 def _check_numbers(request: bytes, begin: int, end: int, name: str) -> Iterator[None]:

@@ -130,14 +130,10 @@ def _build(kind: type[errors.SlipstreamError], message: str, status: status_pb2.
         if not request.field_violations:
             return kind.described("request", message)
         return kind.described(request.field_violations[0].field, request.field_violations[0].description)
-    if issubclass(kind, errors.ResourceExhaustedError):
+    if issubclass(kind, errors.ResourceExhaustedError | errors.UnavailableError):
         retry = error_details_pb2.RetryInfo()
-        _unpack(status, retry)
-        return kind(message, retry_after_ms=retry.retry_delay.ToMilliseconds())
-    if issubclass(kind, errors.UnavailableError):
-        retry = error_details_pb2.RetryInfo()
-        is_safe = _unpack(status, retry)
-        return kind(message, retry_after_ms=retry.retry_delay.ToMilliseconds() if is_safe else None)
+        has_time = _unpack(status, retry)
+        return kind(message, retry_after_ms=retry.retry_delay.ToMilliseconds() if has_time else None)
     if issubclass(kind, errors.MismatchError):
         failure = error_details_pb2.PreconditionFailure()
         _unpack(status, failure)

@@ -36,6 +36,8 @@ OPTIONS = (
     # The scheduler pings every 2 seconds, for which gRPC closes the connection by default.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.keepalive_permit_without_calls", 1),
+    # By default 4 MiB, and a command names all pages of the sequences that begin with it.
+    ("grpc.max_receive_message_length", 64 * 2**20),
 )
 
 

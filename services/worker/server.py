@@ -20,7 +20,7 @@ from slipstream.common.rpc.metrics import BUILD_INFO, RpcMetrics, make_registry,
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
 from slipstream.common.worker.access_log import StreamName, make_log_directory, open_access_log
-from slipstream.common.worker.command_socket import CommandReceiver
+from slipstream.common.worker.command_socket import MAX_COMMAND_BYTES, CommandReceiver
 from slipstream.protos import trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.worker.device_thread import DeviceThread
@@ -81,7 +81,12 @@ async def run_worker(
             acknowledge_done=config.acknowledge_done,
             on_command=collection.worked,
         )
-        server = GrpcServer(listener, metrics=RpcMetrics(registry), find_fault=servicer.find_fault)
+        server = GrpcServer(
+            listener,
+            metrics=RpcMetrics(registry),
+            find_fault=servicer.find_fault,
+            max_receive_bytes=MAX_COMMAND_BYTES,
+        )
         server.add_service("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, servicer)
         recorder = RecorderServicer(engine.recorder, device)
         server.add_service(RECORDER, trace_pb2_grpc.add_RecorderServicer_to_server, recorder)

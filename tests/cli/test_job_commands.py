@@ -9,9 +9,11 @@ from contextlib import closing
 
 import pytest
 
+from slipstream.cli.generate import _report
 from slipstream.client import Client
 from slipstream.common.api.job_info import JobState
-from slipstream.common.api.output_chunk import FinishReason
+from slipstream.common.api.output_chunk import FinishReason, OutputChunk
+from tests.harness.example_states import USAGE
 from tests.harness.running import Running, slipstream, until
 
 pytestmark = pytest.mark.timeout(60)
@@ -25,6 +27,13 @@ def create(server: str, *options: str) -> str:
     created = slipstream("generate", "--server", server, "--detach", "--job-id", name, *options, "class Queue:")
     assert (created.returncode, created.stdout) == (0, f"{name}\n")
     return name
+
+
+def test_a_sample_is_reported_though_the_end_of_the_job_follows_it() -> None:
+    end = OutputChunk(job_id="a", token_offset=0, token_ids=(5,), finish_reason=FinishReason.LENGTH, usage=USAGE)
+    report = _report([end, OutputChunk(job_id="a", token_offset=1, job_usage=USAGE)])
+    assert (report["finish_reason"], report["token_ids"]) == (FinishReason.LENGTH, [5])
+    assert report["completion_tokens"] == USAGE.completion_tokens
 
 
 def test_a_detached_job_is_watched_from_any_token_on(server: str) -> None:

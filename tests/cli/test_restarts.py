@@ -96,6 +96,30 @@ async def test_the_deaths_of_a_group_are_counted_together(fake_service: MakeComm
 
 
 @pytest.mark.usefixtures("short_pauses")
+async def test_a_death_by_a_signal_without_a_name_is_one_as_any(
+    fake_service: MakeCommand, caplog: pytest.LogCaptureFixture
+) -> None:
+    states = States()
+    async with supervisor_of(on_change=states) as supervisor:
+        supervisor.start(replace(fake_service("gateway"), restarts=True))
+        await supervisor.wait_ready()
+        watching = asyncio.ensure_future(supervisor.watch())
+        os.kill(supervisor.pid("gateway"), signal.SIGRTMIN + 1)
+        await until(lambda: states.num("gateway") == 2)
+        assert f"gateway was killed by signal {signal.SIGRTMIN + 1} and is started again" in caplog.text
+        watching.cancel()
+
+
+async def test_a_service_without_a_log_ends_as_any(fake_service: MakeCommand, tmp_path: Path) -> None:
+    command = replace(fake_service("gateway"), argv=("/bin/sh", "-c", f"rm {tmp_path}/gateway.log; exit 7"))
+    async with supervisor_of() as supervisor:
+        supervisor.start(command)
+        with pytest.raises(
+            UnavailableError, match=r"ended with exit status 7 before it was ready;(?s:.*)cannot be read"
+        ):
+            await supervisor.wait_ready()
+
+
 async def test_a_service_that_dies_too_often_is_not_started_again(fake_service: MakeCommand, tmp_path: Path) -> None:
     command = fake_service("gateway")
     dying = replace(command, argv=(*command.argv, "--die-when", str(tmp_path / "broken")), restarts=True)

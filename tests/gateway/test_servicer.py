@@ -151,6 +151,17 @@ async def test_a_text_far_too_long_is_refused_by_its_characters(server: Generati
     assert caught.value.field == "text"
 
 
+async def test_a_message_too_large_is_not_sent_again(client: AsyncClient) -> None:
+    await client.server_info()  # reached, so that it is tried for long
+    text = "a" * 2**22
+    async with asyncio.timeout(30):
+        with pytest.raises(ResourceExhaustedError, match="larger than max") as caught:
+            await client.create_job(text)
+        assert caught.value.retry_after_ms is None
+        with pytest.raises(ResourceExhaustedError, match="larger than max"):
+            await collect(client.generate(text))
+
+
 async def test_a_long_text_is_tokenised_beside_the_event_loop(server: GenerationServer, client: AsyncClient) -> None:
     held = server.model.tokenizer = HeldTokenizer(server.model.tokenizer)
     refused = asyncio.ensure_future(collect(client.generate("Hello world " * 1_500)))

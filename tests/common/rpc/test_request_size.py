@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,20 @@ async def test_a_large_request_in_which_all_can_be_honoured_passes() -> None:
         generation_pb2.GenerateRequest(input_ids=generation_pb2.TokenIds(ids=[150_000] * MAX_NUMBERS)),
     ):
         await check_num_fields(request.SerializeToString(), KIND, LoopTurns())
+
+
+@pytest.mark.parametrize("begin", [b"", b"\x08", b"\x12"], ids=["key", "number", "length"])
+async def test_a_number_without_an_end_is_not_followed(begin: bytes) -> None:
+    class Counted(bytes):
+        num_read = 0
+
+        def __getitem__(self, place: Any) -> Any:
+            self.num_read += 1
+            return super().__getitem__(place)
+
+    request = Counted(begin + b"\xff" * MIB)
+    await check_num_fields(request, KIND, LoopTurns())
+    assert request.num_read < 20
 
 
 @pytest.mark.parametrize("cut", [1, 2, 5000, 9000])

@@ -37,6 +37,7 @@ EXAMPLES: list[errors.SlipstreamError] = [
     errors.PendingLengthError("not known yet"),
     errors.FutureMapError("twice"),
     errors.InternalError("an internal error"),
+    errors.ResourceExhaustedError("too large", retry_after_ms=None),
     errors.SlipstreamError("something"),
 ]
 

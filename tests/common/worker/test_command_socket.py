@@ -98,7 +98,7 @@ async def test_only_commands_of_short_steps_are_urgent(
 async def test_commands_of_all_sizes_arrive_in_order(
     is_read_by_a_thread: bool, receiver: CommandReceiver, tmp_path: Path
 ) -> None:
-    sizes = [1, 3, 70_000, 2, 400_000, 0]
+    sizes = [1, 3, 70_000, 2, 1_600_000, 0]
     commands = [replace(decode(step), slots=tuple(range(size))) for step, size in enumerate(sizes)]
     with DeviceThread() as thread:
         async with epoch_of(receiver, thread.serve if is_read_by_a_thread else serve_on_event_loop) as taken:
