@@ -84,6 +84,8 @@ def train(student: Llama, tokens: list[int], course: Course, rate: float) -> lis
 
     The overlap, sum of min(p, q), is about the chance that a token of the draft is accepted.
     """
+    if len(tokens) < 3 * LENGTH:
+        raise SystemExit(f"{len(tokens)} tokens of traffic, of at least {3 * LENGTH}: set a larger --num-prompts")
     teacher = checkpoint.load_for_training(target_dir()).eval().requires_grad_(False)
     stream = torch.tensor(tokens, dtype=torch.int32)
     batches = Windows(stream, length=LENGTH, batch=min(BATCH, len(tokens) // LENGTH - 2), seed=0).batches()

@@ -204,6 +204,10 @@ class ModelConfig:
             raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
         head_dim = _head_dim(fields, num_heads)
         max_positions = fields.count("max_position_embeddings", high=MAX_CONTEXT_TOKENS)
+        if fields.get("dual_chunk_attention_config"):
+            # Behind these the model was trained with other distances, which are not computed.
+            dual = fields.sub("dual_chunk_attention_config")
+            max_positions = min(max_positions, dual.count("original_max_position_embeddings", high=MAX_CONTEXT_TOKENS))
         rope = RopeConfig.from_fields(
             fields, head_dim=head_dim, rope_types=family.rope_types, may_be_partial=family.may_rotate_partially
         )

@@ -160,6 +160,8 @@ def _layer(fields: ConfigFields) -> ModelConfig:
     layer = ModelConfig.from_fields(fields, _LAYER_ARCHITECTURE)
     if layer.num_layers != 1:
         raise fields.error("num_hidden_layers", "1")
+    if layer.fp8 is not None:
+        raise fields.error("quantization_config", "none, with a draft head")
     return layer
 
 

@@ -48,7 +48,11 @@ class RopeConfig:
     ) -> RopeConfig:
         """Reads it from `config.json`. Raises `CheckpointError` for what is not among `rope_types`, and bad values."""
         # Older files have `rope_scaling`, which goes first in transformers, too, and the other fields beside it.
-        given = fields.sub("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
+        source = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+        given = fields.sub(source)
+        for name in fields.get(source) or ():
+            if isinstance(given.get(name), dict):
+                raise given.error(name, "the same fields for all layers")
         name = "rope_type" if given.get("rope_type") is not None else "type"
         rope_type = "default" if given.get(name) is None else given.get(name)
         if isinstance(rope_type, str):

@@ -89,6 +89,12 @@ def test_end_tokens(tmp_path: Path, config_id: object, generation: object, expec
     assert ModelConfig.from_directory(tmp_path).eos_token_ids == expected
 
 
+def test_where_dual_chunk_attention_would_begin_a_text_ends(tmp_path: Path) -> None:
+    dual = {"chunk_size": 16, "local_size": 4, "original_max_position_embeddings": 32}
+    path = write_config(tmp_path, {"dual_chunk_attention_config": dual})
+    assert ModelConfig.from_directory(path).max_position_embeddings == 32
+
+
 def test_end_token_that_is_none(tmp_path: Path) -> None:
     write_json(write_config(tmp_path, {}) / "generation_config.json", {"eos_token_id": ["</s>"]})
     assert config_error(tmp_path) == (
@@ -150,6 +156,16 @@ LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "hi
         (
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}},
             "rope_parameters.factor: got 0, supported: a positive number",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            "rope_parameters.full_attention: got {'rope_theta': 10000.0, 'rope_type': 'default'}, "
+            "supported: the same fields for all layers",
+        ),
+        (
+            {"dual_chunk_attention_config": {"chunk_size": 8}},
+            "dual_chunk_attention_config.original_max_position_embeddings: got None, "
+            "supported: an integer from 1 to 16777216",
         ),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', supported: 'silu'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: got 0, supported: an integer from 1 to 1024"),

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from slipstream.services.models.heads import DraftHead
 
 CPU = torch.device("cpu")
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 HEADS, KV_HEADS, SIZE = LLAMA["num_attention_heads"], LLAMA["num_key_value_heads"], LLAMA["head_dim"]
 HIDDEN, EPS = LLAMA["hidden_size"], LLAMA["rms_norm_eps"]
 
@@ -272,6 +273,7 @@ def test_null_is_the_size_of_the_layer(tmp_path: Path) -> None:
         ({"draft_vocab_size": 0}, "draft_vocab_size: got 0"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"eagle_aux_hidden_state_layer_ids: got \[1, 2\]"),
         ({"quantization_config": {}, "model_type": "qwen3"}, "model_type: got 'qwen3'"),
+        ({"quantization_config": FP8}, "quantization_config: got .*, supported: none, with a draft head"),
     ],
 )
 def test_an_invalid_head_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
