@@ -92,10 +92,8 @@ class Vocabulary:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The tokenizer's text of the tokens, without special tokens."""
-        text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return _text_by(self._tokenizer.decode, list(token_ids), **options)
 
     def piece(self, token_id: int) -> str | None:
         """The token as the decoder sees it; None if it is special or does not exist."""
@@ -124,8 +122,7 @@ class Vocabulary:
         """The text of pieces at the beginning."""
         assert self._backend is not None, "pieces are a tokenizer backend's"
         decoder = self._backend.decoder
-        text: str = " ".join(pieces) if decoder is None else decoder.decode(pieces)
-        return text
+        return " ".join(pieces) if decoder is None else _text_by(decoder.decode, pieces)
 
     def join_behind(self, pieces: list[str]) -> str:
         """The text that pieces add behind other pieces."""
@@ -236,6 +233,16 @@ class WindowDetokenizer:
 
     def finish(self) -> str:
         return self._decode(self._window)[len(self._sent) :]
+
+
+def _text_by(decode: Callable[..., str], tokens: list[Any], **options: bool) -> str:
+    """Calls a tokenizer. A panic of its backend, which is no Exception, becomes one: it is one output's error."""
+    try:
+        return decode(tokens, **options)
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as panic:
+        raise ValueError(f"the tokenizer cannot decode {tokens}: {panic}") from panic
 
 
 def _push_each(detokenizer: Detokenizer, token_ids: Sequence[int]) -> tuple[str, list[int]]:

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from slipstream.common.errors import UnavailableError
 from slipstream.common.rpc.interceptor import ServerInterceptor, replaced
 from slipstream.common.rpc.loop_turns import LoopTurns
 from slipstream.common.rpc.request_size import MIN_COUNTED_BYTES, check_num_fields
@@ -63,10 +64,17 @@ class Forwarding(ServerInterceptor):
                     return await handle(request, context)
                 if len(request) >= MIN_COUNTED_BYTES:
                     await check_num_fields(request, _NAMED_JOBS, self._turns)
-                homes, answer = self._homes(method, request), None
-                for index in homes - {self._peers.home.index}:
-                    answer = await self._forwarded(index, forward(index, method, request, context), context)
-                return await handle(request, context) if self._peers.home.index in homes else answer
+                homes, home = self._homes(method, request), self._peers.home.index
+                answer = await handle(request, context) if home in homes else None
+                gone: UnavailableError | None = None
+                for index in homes - {home}:
+                    try:
+                        answer = await self._forwarded(index, forward(index, method, request, context), context)
+                    except UnavailableError as error:
+                        gone = error  # the others hear of their jobs nevertheless
+                if gone is not None:
+                    raise gone
+                return answer
 
             return call
 

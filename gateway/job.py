@@ -111,8 +111,8 @@ class Job:
 
     @property
     def can_go_on(self) -> bool:
-        """True if the same request would run on: its caller went away, or the job failed."""
-        return self.left_as is not None or self.error is not None
+        """True if the same request would run on: its caller went away, or the job failed. Not if it was cancelled."""
+        return self.error is not None or (self.left_as is not None and not self.is_cancelled)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -153,11 +153,17 @@ class Job:
         self.number = number
         self.left_as = self.failure = None
         self.is_over = self.is_cancelled = False
-        return [
+        begun = [
             (sample, sequence)
             for index, sample in enumerate(self.samples)
             if (sequence := sample.go_on(new_detokenizer(), key=_key(number, index))) is not None
         ]
+        if self.error is None:
+            return begun
+        # What one of them has cannot become text: a job fails with any of its samples.
+        for sample, _ in begun:
+            sample.end(FinishReason.ABORT, None)
+        return []
 
     def update(self, metrics: RequestMetrics, now: float, turns: LoopTurns) -> int:
         """Measures the tokens added since the last call, and returns their number; ends the job with its last sample.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.errors import DeadlineExceededError, InternalError, InvalidArgumentError, ResourceExhaustedError
+from slipstream.gateway.sample import BROKEN_OUTPUT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 
     Write = Callable[[Any], Awaitable[None]]
     Encode = Callable[[OutputChunk], Iterable[Message]]
-
-
-BROKEN_OUTPUT = "the output could not be taken in; the server's log has more"
 
 
 class JobReader:

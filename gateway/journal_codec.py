@@ -130,7 +130,7 @@ def add_rows(row: bytes, jobs: Mapping[int, Job]) -> None:
     for key, num_tokens, num_accepted, reason, is_beyond_draft in zip(*columns, is_beyond, strict=True):
         start, end = end, end + num_tokens
         if (sample := _sample(jobs, key)) is not None:
-            sample.add(
+            sample.add_again(
                 step.tokens[start:end],
                 num_accepted,
                 step.logprobs.get(key, ()),

@@ -20,11 +20,11 @@ from slipstream.common.errors import (
 from slipstream.common.rpc.loop_turns import LoopTurns
 from slipstream.gateway.home import ALONE, Home
 from slipstream.gateway.job import Job
-from slipstream.gateway.job_stream import BROKEN_OUTPUT, JobReader
+from slipstream.gateway.job_stream import JobReader
 from slipstream.gateway.journal import JobJournal
 from slipstream.gateway.keys import TokenQuota, current_owner
 from slipstream.gateway.request_metrics import DEADLINE, DISCONNECTED, REFUSED
-from slipstream.gateway.sample import RunningSequence
+from slipstream.gateway.sample import BROKEN_OUTPUT, RunningSequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -254,7 +254,7 @@ class JobManager:
     def leave(self, job: Job, time_left_s: float | None) -> None:
         """Called when a Generate call ends, `time_left_s` before its deadline. Cancels the job if no caller remains."""
         job.num_callers -= 1
-        if job.is_over or job.error is not None or job.is_detached or job.num_callers:
+        if job.is_over or job.error is not None or job.is_cancelled or job.is_detached or job.num_callers:
             return
         is_late = time_left_s is not None and time_left_s <= DEADLINE_SLACK_S
         job.left_as = DEADLINE if is_late else DISCONNECTED

@@ -5,14 +5,16 @@ Whatever happens to the scheduler, the sequence can be submitted again with the 
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.common.api.job_info import SampleInfo
 from slipstream.common.api.output_chunk import FinishReason, Usage, mean_accept_length
+from slipstream.common.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from slipstream.gateway.request_metrics import RequestMetrics
     from slipstream.gateway.sample_output import OutputColumns, SampleOutput
     from slipstream.protos import scheduler_pb2
+
+BROKEN_OUTPUT = "the output could not be taken in; the server's log has more"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -177,6 +182,13 @@ class Sample:
             return False
         return output.is_cut and not was_cut
 
+    def add_again(self, *output: Any, **more: Any) -> None:
+        """The same from the journal: output that cannot be turned into text fails the sample."""
+        try:
+            self.add(*output, **more)
+        except Exception:
+            self._break()
+
     def end(self, reason: FinishReason | None, error: SlipstreamError | None) -> None:
         """Ends the sample where it is, with a reason or an error; output that still comes is ignored."""
         if self.usage is not None:
@@ -198,7 +210,11 @@ class Sample:
             self.end(FinishReason.ABORT, None)
             return None
         self.error = self.usage = None
-        self.output.reopen(detokenizer)
+        try:
+            self.output.reopen(detokenizer)
+        except Exception:
+            self._break()
+            return None
         self.stats.finished_at = None
         self.sequence = RunningSequence(
             self.spec, arrived_at=self.arrived_at, output=self.output.token_ids, stats=self.stats, key=key
@@ -207,8 +223,11 @@ class Sample:
 
     def restore(self, columns: OutputColumns, usage: Usage | None, error: SlipstreamError | None) -> None:
         """Takes over what was kept of it. `usage` is set if it is over."""
-        self.output.restore(columns)
-        self.usage, self.error = usage, error
+        try:
+            self.output.restore(columns)
+        except Exception:
+            self._break()
+        self.usage, self.error = usage or self.usage, error or self.error
         if usage is not None:
             self.output.finish(usage)
 
@@ -247,6 +266,11 @@ class Sample:
             matched_stop=self.output.matched_stop,
             usage=self.usage,
         )
+
+    def _break(self) -> None:
+        """Fails it, as the tokens that were kept cannot become text. Called where that is raised."""
+        logger.exception("the output that was kept cannot become text", extra={"job": self.spec.job_id})
+        self.end(None, InternalError(BROKEN_OUTPUT))
 
     def _finish(self, error: SlipstreamError | None) -> None:
         self.error = error

@@ -27,6 +27,16 @@ MAX_ID = 370
 """Some ids are no tokens, as with a model whose vocabulary is padded."""
 
 
+def test_a_panic_of_the_tokenizer_is_an_error() -> None:
+    tokenizer = make_tokenizer("panics")
+    vocabulary = Vocabulary(tokenizer)
+    space = tokenizer.convert_tokens_to_ids("▁")
+    with pytest.raises(ValueError, match="the tokenizer cannot decode"):
+        vocabulary.new_detokenizer().push_all([space])
+    with pytest.raises(ValueError, match="the tokenizer cannot decode"):
+        vocabulary.join(["▁"])
+
+
 def parts(vocabulary: Vocabulary, ids: Sequence[int]) -> list[str]:
     """Returns the text sent after each token, and at the end."""
     detokenizer = vocabulary.new_detokenizer()

@@ -18,13 +18,16 @@ from slipstream.common.errors import (
     NotFoundError,
     UnavailableError,
 )
+from slipstream.gateway.keys import current_owner
 from slipstream.gateway.sample_output import SampleOutput
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.generation_server import TTL_S, collect, generation_server, state_of, tokens_of
 from tests.harness.scripted_scheduler import EOS_ID
 from tests.harness.tokenizers_by_kind import break_first_detokenizer
+from tests.harness.waiting import until
 
 if TYPE_CHECKING:
+    from slipstream.common.api.output_chunk import OutputChunk
     from tests.harness.generation_server import GenerationServer
 
 
@@ -137,6 +140,52 @@ async def test_a_created_job_is_cancelled_by_its_name(server: GenerationServer, 
     await client.cancel_job("mine")
     again = await collect(client.watch_job("mine"))
     assert (tokens_of(again), again[-1].finish_reason) == ([5, 6, 5], "abort")
+
+
+async def test_a_job_that_was_cancelled_does_not_go_on(
+    server: GenerationServer, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller leaves before the scheduler has aborted it, and comes back."""
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    with monkeypatch.context() as held_back:
+        held_back.setattr(server.link, "cancel", lambda _: None)
+        async with aclosing(client.generate([5], job_id="mine", max_new_tokens=9)) as chunks:
+            await anext(chunks)
+            await client.cancel_job("mine")
+        job = server.store.get(current_owner(), "mine")
+        assert job is not None
+        await until(lambda: not job.num_callers)
+    for sequence in job.sequences:
+        server.link.cancel(sequence)
+    await state_of(client, "mine", JobState.ENDED)
+    server.loop.pause_tokens = None
+    again = await collect(client.generate([5], job_id="mine", max_new_tokens=9))
+    assert (again[-1].finish_reason, tokens_of(again)) == ("abort", [5] * TOKENS_PER_STEP)
+
+
+async def test_a_job_that_cannot_go_on_is_over(
+    server: GenerationServer, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has cannot become text when its caller comes back."""
+
+    def fail(*_: object) -> None:
+        raise OverflowError("no token has this number")
+
+    async def call() -> list[OutputChunk]:
+        return await collect(client.generate([5], n=2, stop=["#"], job_id="mine", max_new_tokens=90))
+
+    server.loop.error = UnavailableError("verify is gone")
+    with pytest.raises(UnavailableError):
+        await call()
+    server.loop.error = None
+    with monkeypatch.context() as broken:
+        broken.setattr(SampleOutput, "reopen", fail)
+        for _ in range(2):
+            with pytest.raises(InternalError, match="could not be taken in"):
+                await call()
+            assert (await client.get_job("mine")).is_over
+            assert server.manager.num_jobs == 0
+    assert len(tokens_of(await call())) == 180
 
 
 async def test_unknown_jobs(server: GenerationServer, client: AsyncClient) -> None:

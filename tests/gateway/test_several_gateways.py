@@ -268,6 +268,15 @@ async def test_a_gateway_dies_and_comes_back(gateways: GatewayProcesses, clients
     assert caught.value.retry_after_ms
     with pytest.raises(UnavailableError, match="gateway-1"):
         await clients[2].list_jobs()
+    ended = [gateways.job_of(index, "aborted") for index in (0, 2)]
+    for job_id in ended:
+        await clients[0].create_job(PROMPT, job_id=job_id, max_new_tokens=15)
+    async with grpc.aio.insecure_channel(gateways.addresses[0]) as channel:
+        request = vllm_engine_pb2.AbortRequest(request_ids=[lost, *ended])
+        with pytest.raises(grpc.aio.AioRpcError, match="gateway-1"):
+            await vllm_engine_pb2_grpc.VllmEngineStub(channel).Abort(request)
+    for job_id in ended:
+        await cancelled(gateways, job_id)
     assert [service.pid for service in (await clients[0].server_info()).services].count(0) == 1
     gateways.scheduler.pause_tokens = None
     assert tokens_of(await collect(clients[0].watch_job(kept))) == expected(15)

@@ -30,6 +30,8 @@ _PIECE_DECODERS: dict[str, Any] = {
     "none": None,
 }
 KINDS = ("byte level", *_PIECE_DECODERS)
+_PIECE_DECODERS["panics"] = decoders.Sequence([*_LLAMA, decoders.Strip(" ", 1, 1)])
+"""Of a space alone it strips more than there is."""
 EXACT_KINDS = tuple(kind for kind in KINDS if kind not in ("suffix", "strip"))
 """Kinds whose text is known token by token; the others are decoded in a window."""
 
