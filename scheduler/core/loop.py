@@ -59,6 +59,8 @@ class LoopSettings:
     ring: int
     step_timeout_s: float
     """A step that takes longer means that verify hangs."""
+    lead_s: float
+    """See `Pace`."""
 
 
 class _Sent(NamedTuple):
@@ -130,7 +132,7 @@ class StepLoop:
         self._in_flight: deque[_Sent] = deque()
         self._landed_ns = 0
         """When the last result came."""
-        self._pace = Pace(results.ended_ns)
+        self._pace = Pace(results.ended_ns, settings.lead_s)
         self._consumed: _Consumed | None = None
         """The outcome of the last result, not handed out yet."""
         self._num_untidied = 0

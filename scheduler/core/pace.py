@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
     from slipstream.scheduler.core.step import Step, StepSlots
 
-HOLD_SHARE, LEAD_S = 0.75, 0.0035
-"""Part of a step's time in which the next one is held back, and the least time that its commands have after that."""
+HOLD_SHARE = 0.75
+"""Part of a step's time in which the next one is held back."""
+GPU_LEAD_S, CPU_LEAD_S = 0.0035, 0.006
+"""The least time that its commands have after that: on a CPU more, where the step has the cores that they need."""
 MOST_HOLD_S = 0.04
 """The most of that time, in which the workers are not looked at: a draft that hangs is found so much later at most."""
 PACE_STEPS, LAST_STEPS = 8, 5
@@ -38,15 +40,16 @@ and its own."""
 class SizePace:
     """The last steps of a size."""
 
-    __slots__ = ("_num_looks", "gaps_s", "seconds", "varies")
+    __slots__ = ("_lead_s", "_num_looks", "gaps_s", "seconds", "varies")
 
-    def __init__(self, *, varies: bool) -> None:
+    def __init__(self, lead_s: float, *, varies: bool) -> None:
         """`varies`: True for steps that take in prompts, whose times differ more within a size."""
         self.gaps_s: deque[float] = deque(maxlen=PACE_STEPS)
         """From one result to the next, as they were seen."""
         self.seconds: deque[float] = deque(maxlen=LAST_STEPS)
         """From one end to the next, by verify's stamps."""
         self.varies = varies
+        self._lead_s = lead_s
         self._num_looks = 0
 
     @property
@@ -55,7 +58,7 @@ class SizePace:
         if len(self.gaps_s) < PACE_STEPS:
             return 0.0
         least = min(self.gaps_s)
-        return min(HOLD_SHARE * least, least - LEAD_S, MOST_HOLD_S)
+        return min(HOLD_SHARE * least, least - self._lead_s, MOST_HOLD_S)
 
     def look(self, since_s: float) -> Look:
         """When to look if the step before was seen, or this one sent, at `since_s`."""
@@ -88,9 +91,13 @@ class _Seen(NamedTuple):
 class Pace:
     """Belongs to the loop's thread."""
 
-    def __init__(self, ended_ns: Callable[[int], int]) -> None:
-        """`ended_ns`: returns verify's stamp at the end of a step whose result was seen; 0 if it is not there yet."""
+    def __init__(self, ended_ns: Callable[[int], int], lead_s: float) -> None:
+        """`ended_ns`: returns verify's stamp at the end of a step whose result was seen; 0 if it is not there yet.
+
+        `lead_s`: a step is held back until so long before it is needed at most.
+        """
         self._ended_ns = ended_ns
+        self._lead_s = lead_s
         self._sizes: dict[tuple[int, ...], SizePace] = {}
         self._last_found: tuple[StepSlots, int, SizePace] | None = None
         """Members, K and size of the last step without prompts: as a rule the next one's, too."""
@@ -110,7 +117,7 @@ class Pace:
         key = (num_draft_tokens, _about(len(members.slots)), _about(step.num_prompt_tokens))
         found = self._sizes.get(key)
         if found is None:
-            found = self._sizes[key] = SizePace(varies=bool(step.chunks))
+            found = self._sizes[key] = SizePace(self._lead_s, varies=bool(step.chunks))
         if not step.chunks:
             self._last_found = members, num_draft_tokens, found
         return found

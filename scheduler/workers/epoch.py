@@ -17,6 +17,7 @@ from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
 from slipstream.scheduler.core.batch import Batch
 from slipstream.scheduler.core.draft_policy import DraftPolicy
 from slipstream.scheduler.core.loop import LoopSettings, StepLoop
+from slipstream.scheduler.core.pace import CPU_LEAD_S, GPU_LEAD_S
 from slipstream.scheduler.core.results import ResultReader
 from slipstream.scheduler.core.speculation import Speculation
 from slipstream.scheduler.telemetry.decode_record import DecodeRecord
@@ -219,6 +220,7 @@ class Epoch:
             run_ahead=config.run_ahead,
             ring=self._shape.ring,
             step_timeout_s=config.step_timeout_s,
+            lead_s=CPU_LEAD_S if self._device.identity == "cpu" else GPU_LEAD_S,
         )
         results = ResultReader(arena, self._shape, log, is_debug=config.debug)
         loop = StepLoop(

@@ -9,7 +9,16 @@ import pytest
 
 from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.worker.step import PrefillChunk, StepKind
-from slipstream.scheduler.core.pace import EARLY_S, LAST_STEPS, LATE_PART, PACE_STEPS, UNSURE_PART, Pace
+from slipstream.scheduler.core.pace import (
+    CPU_LEAD_S,
+    EARLY_S,
+    GPU_LEAD_S,
+    LAST_STEPS,
+    LATE_PART,
+    PACE_STEPS,
+    UNSURE_PART,
+    Pace,
+)
 from slipstream.scheduler.core.sequence import SlotLease
 from slipstream.scheduler.core.step import Step, StepSlots
 
@@ -39,10 +48,10 @@ def step_of(number: int, num_slots: int = 4, num_prompt_tokens: int = 0) -> Step
 class Run:
     """Steps one behind the other, each sent while the one before is under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, lead_s: float = CPU_LEAD_S) -> None:
         self.ends_ns: dict[int, int] = {0: 0}
         """By step, of the device."""
-        self.pace = Pace(lambda number: self.ends_ns.get(number, 0))
+        self.pace = Pace(lambda number: self.ends_ns.get(number, 0), lead_s)
         self.number = 0
         self.end_ns = 10**9
         """When the last step ended, by the host's clock."""
@@ -146,3 +155,11 @@ def test_the_next_step_is_held_back_by_the_shortest_of_many() -> None:
         run.do(40_000_000 + 1_000_000 * number)
     assert run.pace.of(step_of(9)).hold_s == pytest.approx(0.75 * 0.040, rel=0.01)
     assert LAST_STEPS < PACE_STEPS
+
+
+@pytest.mark.parametrize("lead_s", [GPU_LEAD_S, CPU_LEAD_S])
+def test_commands_of_a_short_step_have_the_lead_at_least(lead_s: float) -> None:
+    run = Run(lead_s)
+    for _ in range(PACE_STEPS):
+        run.do(8_000_000)
+    assert run.pace.of(step_of(9)).hold_s == pytest.approx(0.008 - lead_s, abs=1e-4)
