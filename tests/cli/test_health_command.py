@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -79,6 +80,7 @@ def test_kills_a_process_that_is_stopped_and_no_other(
     with subprocess.Popen(command.argv, stdout=subprocess.DEVNULL) as stopped:
         asyncio.run(status.wait_until_serving(command.address))
         stopped.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
         with pytest.raises(UnavailableError, match=f"does not answer: its process {stopped.pid} was killed"):
             asyncio.run(check_or_kill(command.address))
         assert stopped.wait(5) == -signal.SIGKILL
