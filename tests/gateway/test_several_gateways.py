@@ -293,7 +293,7 @@ async def test_lists_are_unavailable_while_a_gateway_does_not_answer(
     gateways: GatewayProcesses, clients: list[AsyncClient]
 ) -> None:
     os.kill(gateways.pid(1), signal.SIGSTOP)
-    os.waitid(os.P_PID, gateways.pid(1), os.WSTOPPED | os.WNOWAIT)
+    await asyncio.to_thread(os.waitid, os.P_PID, gateways.pid(1), os.WSTOPPED | os.WNOWAIT)
     try:
         with pytest.raises(UnavailableError, match="gateway-1") as caught:
             await clients[0].list_jobs()
