@@ -130,15 +130,16 @@ def add_rows(row: bytes, jobs: Mapping[int, Job]) -> None:
     for key, num_tokens, num_accepted, reason, is_beyond_draft in zip(*columns, is_beyond, strict=True):
         start, end = end, end + num_tokens
         if (sample := _sample(jobs, key)) is not None:
-            sample.add_again(
-                step.tokens[start:end],
-                num_accepted,
-                step.logprobs.get(key, ()),
-                reason,
-                num_draft_tokens=step.num_draft_tokens,
-                published_ns=step.published_ns - _UNIX_EPOCH_NS,
-                is_beyond_draft=is_beyond_draft,
-            )
+            with sample.failing_alone():
+                sample.add(
+                    step.tokens[start:end],
+                    num_accepted,
+                    step.logprobs.get(key, ()),
+                    reason,
+                    num_draft_tokens=step.num_draft_tokens,
+                    published_ns=step.published_ns - _UNIX_EPOCH_NS,
+                    is_beyond_draft=is_beyond_draft,
+                )
 
 
 def _sample(jobs: Mapping[int, Job], key: int) -> Sample | None:

@@ -160,8 +160,10 @@ class JobManager:
             self._update([job], time.monotonic())
 
     def create(self, request: CheckedRequest, model: ServedModel) -> Job:
-        """Makes the job of a request, unless `find` finds it. Raises what `find`, `TokenQuota.check` and
-        `check_room` do."""
+        """Makes the job of a request, unless `find` finds it.
+
+        Raises what `find`, `TokenQuota.check` and `check_room` do.
+        """
         found = self.find(request.job_id, request.digest, model)
         if found is not None:
             return found

@@ -116,9 +116,9 @@ class Peers:
             answer = await stub.ListHomeJobs(request, timeout=_TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as error:
             found = error_from_rpc(error)
-            # The deadline is not the client's.
-            is_late = isinstance(found, DeadlineExceededError)
-            raise (_not_there(index) if is_late else lost_peer(index, error) or found) from None
+            # The deadline is this gateway's, not the client's.
+            is_away = isinstance(found, ConnectionLostError | DeadlineExceededError)
+            raise (_not_there(index) if is_away else found) from None
         return list(zip(answer.numbers, answer.jobs, strict=True))
 
 

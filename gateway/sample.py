@@ -8,16 +8,17 @@ from __future__ import annotations
 import logging
 import time
 from array import array
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slipstream.common.api.job_info import SampleInfo
 from slipstream.common.api.output_chunk import FinishReason, Usage, mean_accept_length
 from slipstream.common.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from slipstream.common.api.output_chunk import TokenLogprobs
     from slipstream.common.api.sequence import SequenceSpec
@@ -182,13 +183,6 @@ class Sample:
             return False
         return output.is_cut and not was_cut
 
-    def add_again(self, *output: Any, **more: Any) -> None:
-        """The same from the journal: output that cannot be turned into text fails the sample."""
-        try:
-            self.add(*output, **more)
-        except Exception:
-            self._break()
-
     def end(self, reason: FinishReason | None, error: SlipstreamError | None) -> None:
         """Ends the sample where it is, with a reason or an error; output that still comes is ignored."""
         if self.usage is not None:
@@ -210,10 +204,9 @@ class Sample:
             self.end(FinishReason.ABORT, None)
             return None
         self.error = self.usage = None
-        try:
+        with self.failing_alone():
             self.output.reopen(detokenizer)
-        except Exception:
-            self._break()
+        if self.usage is not None:
             return None
         self.stats.finished_at = None
         self.sequence = RunningSequence(
@@ -223,10 +216,8 @@ class Sample:
 
     def restore(self, columns: OutputColumns, usage: Usage | None, error: SlipstreamError | None) -> None:
         """Takes over what was kept of it. `usage` is set if it is over."""
-        try:
+        with self.failing_alone():
             self.output.restore(columns)
-        except Exception:
-            self._break()
         self.usage, self.error = usage or self.usage, error or self.error
         if usage is not None:
             self.output.finish(usage)
@@ -267,10 +258,14 @@ class Sample:
             usage=self.usage,
         )
 
-    def _break(self) -> None:
-        """Fails it, as the tokens that were kept cannot become text. Called where that is raised."""
-        logger.exception("the output that was kept cannot become text", extra={"job": self.spec.job_id})
-        self.end(None, InternalError(BROKEN_OUTPUT))
+    @contextmanager
+    def failing_alone(self) -> Iterator[None]:
+        """Fails it, and nothing else, if the output that was kept cannot become text in the context."""
+        try:
+            yield
+        except Exception:
+            logger.exception("the output that was kept cannot become text", extra={"job": self.spec.job_id})
+            self.end(None, InternalError(BROKEN_OUTPUT))
 
     def _finish(self, error: SlipstreamError | None) -> None:
         self.error = error

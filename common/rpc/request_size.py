@@ -27,7 +27,7 @@ _BYTES_IN_A_PIECE = 2**18
 _CONTINUED = bytes(range(128, 256))
 """Bytes of a number other than its last."""
 _MOST_VARINT_BYTES = 10
-"""Of 64 bits."""
+"""A number of 64 bits has no more."""
 _VARINT, _FIXED_64, _DELIMITED, _FIXED_32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED_64: 8, _FIXED_32: 4}
 _NOT_PACKED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)

@@ -37,8 +37,8 @@ DESCRIBE_S = 1.0
 """An epoch is opened without the description of a draft that does not answer within this time."""
 FIRST_TRY_S = 3.0
 """An epoch that is open waits so long for its draft; one that needs longer joins beside the steps."""
-_VERIFY_LOST = "verify was lost meanwhile"
 LOOK_S = 0.05
+_VERIFY_LOST = "verify was lost meanwhile"
 
 
 class DraftSession:

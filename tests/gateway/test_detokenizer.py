@@ -18,7 +18,7 @@ from slipstream.gateway.detokenizer import (
     WindowDetokenizer,
 )
 from tests.harness.sampling import examples
-from tests.harness.tokenizers_by_kind import EXACT_KINDS, KINDS, TEXT, make_tokenizer
+from tests.harness.tokenizers_by_kind import EXACT_KINDS, KINDS, PANICS, TEXT, make_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ MAX_ID = 370
 
 
 def test_a_panic_of_the_tokenizer_is_an_error() -> None:
-    tokenizer = make_tokenizer("panics")
+    tokenizer = make_tokenizer(PANICS)
     vocabulary = Vocabulary(tokenizer)
     space = tokenizer.convert_tokens_to_ids("▁")
     with pytest.raises(ValueError, match="the tokenizer cannot decode"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sqlite3
 import threading
 from contextlib import closing
@@ -13,11 +12,10 @@ import pytest
 
 from slipstream.client import AsyncClient
 from slipstream.common.api.job_info import JobState
-from slipstream.common.errors import InternalError, NotFoundError, ResourceExhaustedError, UnavailableError
+from slipstream.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from slipstream.gateway.journal_file import JournalFile
-from slipstream.gateway.sample_output import SampleOutput
 from slipstream.protos import generation_pb2, generation_pb2_grpc
-from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of
+from tests.harness.generation_server import collect, generation_server, killed, state_of, text_of, tokens_of
 from tests.harness.scripted_scheduler import ScriptedScheduler
 from tests.harness.waiting import until
 
@@ -45,14 +43,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
 def path(tmp_path: Path) -> Path:
     """Of the journal."""
     return tmp_path / "journal.sqlite3"
-
-
-def killed(path: Path) -> Path:
-    """The journal as a kill at this moment leaves it."""
-    left = path.with_name(f"{path.stem}-left.sqlite3")
-    for suffix in ("", "-wal"):
-        shutil.copyfile(f"{path}{suffix}", f"{left}{suffix}")
-    return left
 
 
 def job_id(name: str) -> str:
@@ -327,35 +317,6 @@ async def test_the_journal_forgets_with_the_store(path: Path) -> None:
     async with generation_server(journal=left) as server, AsyncClient(server.address) as client:
         page = await client.list_jobs()
         assert [job.job_id for job in page.jobs] == ["job-7", "job-6", "job-5"]
-
-
-@pytest.mark.parametrize("is_over", [True, False])
-async def test_output_that_cannot_become_text_fails_its_own_job_at_the_start(
-    is_over: bool, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with generation_server(journal=path) as server, AsyncClient(server.address) as client:
-        server.loop.pause_tokens = None if is_over else PAUSE
-        for name in ("broken", "whole"):
-            await client.create_job(PROMPT, job_id=name, max_new_tokens=20, stop=["#"])
-        while not all(job.is_over or job.num_tokens >= PAUSE for job in (await client.list_jobs()).jobs):
-            pass
-        await server.manager.journal.flush()
-        left = killed(path)
-    detokenize = SampleOutput.detokenize
-
-    def break_one(output: SampleOutput, end: int) -> None:
-        if output._job_id == "broken":
-            raise OverflowError("no token has this number")
-        detokenize(output, end)
-
-    monkeypatch.setattr(SampleOutput, "detokenize", break_one)
-    async with generation_server(journal=left) as server, AsyncClient(server.address) as client:
-        assert tokens_of(await collect(client.watch_job("whole"))) == (PROMPT * 20)[:20]
-        with pytest.raises(InternalError, match="could not be taken in"):
-            await collect(client.watch_job("broken"))
-        broken = await client.get_job("broken")
-        assert (broken.is_over, "could not be taken in" in broken.error) == (True, True)
-        assert server.manager.num_jobs == 0
 
 
 async def test_a_job_that_has_ended_is_not_written_again(path: Path) -> None:

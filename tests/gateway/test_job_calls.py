@@ -166,7 +166,7 @@ async def test_a_job_that_was_cancelled_does_not_go_on(
 async def test_a_job_that_cannot_go_on_is_over(
     server: GenerationServer, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has cannot become text when its caller comes back."""
+    """Its output so far cannot become text when its caller comes back."""
 
     def fail(*_: object) -> None:
         raise OverflowError("no token has this number")

@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from slipstream.client import AsyncClient
 from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.api.sequence import SamplingParams, SequenceSpec, StepOutput
+from slipstream.common.errors import InternalError
 from slipstream.gateway.job import Job
 from slipstream.gateway.journal import JobJournal
 from slipstream.gateway.journal_codec import output_of, record_of, rows_of
 from slipstream.gateway.journal_file import Accepted, JournalFile, JournalMode
 from slipstream.gateway.sample import RunningSequence
+from slipstream.gateway.sample_output import SampleOutput
 from slipstream.gateway.validation import CheckedRequest
 from slipstream.protos import journal_pb2
-from tests.harness.generation_server import model_of
+from tests.harness.generation_server import collect, generation_server, killed, model_of, tokens_of
 from tests.harness.scripted_scheduler import DESCRIPTION
 
 if TYPE_CHECKING:
@@ -50,3 +53,33 @@ async def test_a_job_ends_as_cancelled_only_if_a_client_cancelled_it(tmp_path: P
     assert restored.can_go_on != is_cancelled
     assert restored.samples[0].stats.tokens_beyond_draft == 1
     assert journal_pb2.JournaledOutput.FromString(output_of(restored)).samples[0].tokens_beyond_draft == 1
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+async def test_output_that_cannot_become_text_fails_its_own_job_at_the_start(
+    is_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal.sqlite3"
+    async with generation_server(journal=path) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = None if is_over else 9
+        for name in ("broken", "whole"):
+            await client.create_job([70, 71], job_id=name, max_new_tokens=20, stop=["#"])
+        while not all(job.is_over or (not is_over and job.num_tokens >= 9) for job in (await client.list_jobs()).jobs):
+            pass
+        await server.manager.journal.flush()
+        left = killed(path)
+    detokenize = SampleOutput.detokenize
+
+    def break_one(output: SampleOutput, end: int) -> None:
+        if output._job_id == "broken":
+            raise OverflowError("no token has this number")
+        detokenize(output, end)
+
+    monkeypatch.setattr(SampleOutput, "detokenize", break_one)
+    async with generation_server(journal=left) as server, AsyncClient(server.address) as client:
+        assert tokens_of(await collect(client.watch_job("whole"))) == [70, 71] * 10
+        with pytest.raises(InternalError, match="could not be taken in"):
+            await collect(client.watch_job("broken"))
+        broken = await client.get_job("broken")
+        assert (broken.is_over, "could not be taken in" in broken.error) == (True, True)
+        assert server.manager.num_jobs == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -203,3 +204,11 @@ async def state_of(client: AsyncClient, job_id: str, state: JobState) -> JobInfo
         while (info := await client.get_job(job_id)).state is not state:
             pass
     return info
+
+
+def killed(path: Path) -> Path:
+    """The journal as a kill at this moment leaves it."""
+    left = path.with_name(f"{path.stem}-left.sqlite3")
+    for suffix in ("", "-wal"):
+        shutil.copyfile(f"{path}{suffix}", f"{left}{suffix}")
+    return left

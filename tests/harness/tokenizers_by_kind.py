@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 TEXT = "Hello world, how are you? 你好世界 👩‍👩‍👧 é ñ a\u0308e\u0301 ไทย  double  spaces\n\nnew\tline don't ▁x"
 
+PANICS = "panics"
 _LLAMA = (decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse())
 _PIECE_DECODERS: dict[str, Any] = {
     "llama": decoders.Sequence([*_LLAMA, decoders.Strip(" ", 1, 0)]),
@@ -28,10 +29,10 @@ _PIECE_DECODERS: dict[str, Any] = {
     "suffix": decoders.BPEDecoder(),
     "strip": decoders.Sequence([*_LLAMA, decoders.Strip(" ", 2, 0)]),
     "none": None,
+    # To strip more of a single space than there is makes the library panic.
+    PANICS: decoders.Sequence([*_LLAMA, decoders.Strip(" ", 1, 1)]),
 }
-KINDS = ("byte level", *_PIECE_DECODERS)
-_PIECE_DECODERS["panics"] = decoders.Sequence([*_LLAMA, decoders.Strip(" ", 1, 1)])
-"""Of a space alone it strips more than there is."""
+KINDS = ("byte level", *(kind for kind in _PIECE_DECODERS if kind != PANICS))
 EXACT_KINDS = tuple(kind for kind in KINDS if kind not in ("suffix", "strip"))
 """Kinds whose text is known token by token; the others are decoded in a window."""
 
