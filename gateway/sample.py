@@ -199,19 +199,17 @@ class Sample:
         return self.error is None and (has_end or (self.usage is None and self.output.is_cut))
 
     def go_on(self, detokenizer: Detokenizer, *, key: int) -> RunningSequence | None:
-        """Begins again from the output kept, unless the output is whole. Returns the sequence to run."""
+        """Begins again from the output kept, unless the output is whole, or broken. Returns the sequence."""
         if self.is_whole:
             self.end(FinishReason.ABORT, None)
             return None
-        self.error = self.usage = None
+        self.error = self.usage = self.sequence = None
         with self.failing_alone():
             self.output.reopen(detokenizer)
-        if self.usage is not None:
-            return None
-        self.stats.finished_at = None
-        self.sequence = RunningSequence(
-            self.spec, arrived_at=self.arrived_at, output=self.output.token_ids, stats=self.stats, key=key
-        )
+            self.stats.finished_at = None
+            self.sequence = RunningSequence(
+                self.spec, arrived_at=self.arrived_at, output=self.output.token_ids, stats=self.stats, key=key
+            )
         return self.sequence
 
     def restore(self, columns: OutputColumns, usage: Usage | None, error: SlipstreamError | None) -> None:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 ENDING = ".commands"
 """The socket's path is that of the worker's own socket, with this behind it."""
 MAX_COMMAND_BYTES = 64 * 2**20
-"""The largest command, also by gRPC. Few have more than some KiB, but one names all pages of the sequences that begin."""
+"""The largest command, also by gRPC. Few have more than some KiB, but one names all pages of what begins with it."""
 SEND_TIMEOUT_S = 5.0
 """A worker that has room for no command for so long is lost."""
 SHORT_STEP_S = 0.003
