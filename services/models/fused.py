@@ -13,6 +13,7 @@ from slipstream.services.models.kernels.block_ops import add_rms_norm, embed_and
 from slipstream.services.models.kernels.paged_attention import JoinedAttention, PagedAttention, paged_attention
 from slipstream.services.models.kernels.products import Scaled, add_product, has_few_rows, linear, product
 from slipstream.services.models.kernels.rotation import rotation_of
+from slipstream.services.models.kernels.tiled_products import added_product, gated_product, suits_tiles
 
 if TYPE_CHECKING:
     from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV
@@ -83,8 +84,22 @@ def run_layer(
     if has_few_rows(x):
         x, scaled = add_product(x, mixed, layer.output, layer.mlp_norm)
         return add_product(x, product(scaled, layer.gate_up, is_gated=True), layer.down, norm)
-    x, normed = add_rms_norm(x, linear(mixed, layer.output), layer.mlp_norm.weight, layer.mlp_norm.eps)
-    return add_rms_norm(x, linear(swiglu(linear(normed, layer.gate_up)), layer.down), norm.weight, norm.eps)
+    x, normed = _add_and_norm(x, mixed, layer.output, layer.mlp_norm)
+    if suits_tiles(normed, layer.gate_up, is_gated=True):
+        gated = gated_product(normed, layer.gate_up)
+    else:
+        gated = swiglu(linear(normed, layer.gate_up))
+    return _add_and_norm(x, gated, layer.down, norm)
+
+
+def _add_and_norm(
+    residual: torch.Tensor, x: torch.Tensor, layer: Linear, norm: RMSNorm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes `residual + layer(x)`, [N, hidden_size], N above `MOST_ROWS`, and its norm."""
+    if suits_tiles(x, layer):
+        summed = added_product(residual, x, layer)
+        return summed, rms_norm(summed, norm.weight, norm.eps)
+    return add_rms_norm(residual, linear(x, layer), norm.weight, norm.eps)
 
 
 class FusedHead(DraftHead):

@@ -19,6 +19,7 @@ TESTS = {
     "rotate_and_keep": ("rotation",),
     "block_ops": ("block_ops",),
     "products": ("products",),
+    "tiled_products": ("tiled_products",),
     "fp8": ("fp8",),
     "sampling": ("sampling_kernels", "filter_kernels"),
     "suffix_ring": ("suffix_ring",),

@@ -16,7 +16,7 @@ from slipstream.services.models.decoder import Decoder, Linear
 from slipstream.services.models.fused import FusedDecoder, fused_head
 from slipstream.services.models.head_checkpoint import load_head
 from slipstream.services.models.heads import Eagle3Head, EagleHead
-from slipstream.services.models.kernels import products
+from slipstream.services.models.kernels import products, tiled_products
 from slipstream.services.models.kernels.paged_attention import paged_attention
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.harness.eagle3_checkpoints import ALGORITHMS, LAYOUTS, MODULES, write_head
@@ -89,17 +89,20 @@ def _unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Linear, "pack", lambda self: None)
 
 
-@pytest.fixture(params=[True, False], ids=["few rows", "many rows"])
-def has_few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either way of multiplying, in float32, where numbers tell, and FP8 weights stay what they are."""
-    monkeypatch.setattr(products, "_DTYPES", (torch.float32,))
+# On a GPU tiles of float32 would not fit.
+@pytest.fixture(params=["few rows", "many rows", *([] if torch.cuda.is_available() else ["tiles"])])
+def products_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ways of multiplying, in float32, where numbers tell, and FP8 weights stay what they are."""
+    for module in (products, tiled_products):
+        monkeypatch.setattr(module, "_DTYPES", (torch.float32,))
     monkeypatch.setattr(decoder, "keeps_fp8", lambda device, dtype, **_: True)
-    if not request.param:
+    if request.param != "few rows":
         monkeypatch.setattr(products, "MOST_ROWS", 0)
+    monkeypatch.setattr(tiled_products, "_tiles_at_once", lambda device: int(request.param == "tiles"))
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.usefixtures("has_few_rows")
+@pytest.mark.usefixtures("products_of")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fused_decoder_has_the_decoders_numbers(name: str, tmp_path: Path, device: torch.device) -> None:
     path = write_checkpoint(tmp_path, seed=1, **MODELS[name])
@@ -124,7 +127,7 @@ def test_a_fused_decoder_has_the_decoders_numbers(name: str, tmp_path: Path, dev
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.usefixtures("has_few_rows")
+@pytest.mark.usefixtures("products_of")
 @pytest.mark.parametrize("layout", [*LAYOUTS, MODULES])
 def test_a_fused_head_has_the_heads_numbers(layout: str, tmp_path: Path, device: torch.device) -> None:
     path = write_head(tmp_path, layout=layout)
@@ -148,7 +151,7 @@ def test_a_fused_head_has_the_heads_numbers(layout: str, tmp_path: Path, device:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.usefixtures("has_few_rows")
+@pytest.mark.usefixtures("products_of")
 @pytest.mark.parametrize("is_joined", [False, True])
 @pytest.mark.parametrize("outputs", [(), (3, 4, 0, 0)])
 def test_of_the_last_layer_some_outputs_are_computed_and_all_keys(
@@ -212,7 +215,7 @@ def test_padding_among_the_outputs_attends_to_nothing(is_joined: bool, tmp_path:
     assert [bool(row.any()) for row in output[first:]] == [True, False, True, False]
 
 
-@pytest.mark.usefixtures("has_few_rows")
+@pytest.mark.usefixtures("products_of")
 @pytest.mark.parametrize("layout", [*LAYOUTS, MODULES])
 def test_a_head_may_make_keys_alone(layout: str, tmp_path: Path, device: torch.device) -> None:
     path = write_head(tmp_path, layout=layout)
