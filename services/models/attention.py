@@ -24,6 +24,8 @@ class RaggedRows:
     """[N] int64: the row of each token."""
     begins: torch.Tensor
     """[B + 1] int64: the place of each row's first token, and where the last row ends, which is N without padding."""
+    num_keys: tuple[int, ...] | None = None
+    """Keys that each row's last token sees at most, where the host knows them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

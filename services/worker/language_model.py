@@ -306,7 +306,7 @@ class LanguageModel:
                 torch.cat((rows, chunks.slots)),
                 torch.cat((tokens.flatten(), chunks.tokens)),
                 torch.cat((positions.flatten(), chunks.positions)),
-                replace(chunks.ragged, lengths=None, begins=begins),
+                replace(chunks.ragged, lengths=None, num_keys=None, begins=begins),
             )
             output = self._graphs.run(joined, aux_layers)
         if output is None:

@@ -191,6 +191,7 @@ class FlatChunks:
     def of(cls, chunks: Sequence[PrefillChunk], staging: Staging) -> FlatChunks:
         """Lays them out on the host."""
         lengths = tuple(len(chunk.tokens) for chunk in chunks)
+        num_keys = tuple(chunk.start + len(chunk.tokens) for chunk in chunks)
         counts, starts = torch.tensor(lengths), torch.tensor([chunk.start for chunk in chunks])
         begins = torch.zeros(len(chunks) + 1, dtype=torch.int64)
         torch.cumsum(counts, 0, out=begins[1:])
@@ -200,5 +201,5 @@ class FlatChunks:
             slots=staging.put_integers([chunk.slot for chunk in chunks]),
             tokens=staging.put_integers([token for chunk in chunks for token in chunk.tokens]),
             positions=staging.put(positions),
-            ragged=RaggedRows(lengths, staging.put(rows), staging.put(begins)),
+            ragged=RaggedRows(lengths, staging.put(rows), staging.put(begins), num_keys),
         )

@@ -165,10 +165,12 @@ class RaggedPlan:
         tokens: int,
         spare: int,
     ) -> RaggedPlan:
-        """Plans tiles of `tokens`, and `spare` programs (of each key head) to share the keys of long ones.
+        """Plans tiles of `tokens`, and `spare` programs (of each key head) to share the keys of long ones, if any are.
 
         In a graph there are as many items as there may be, the last of which do nothing.
         """
+        if _are_short(ragged, tokens, spare):
+            spare = 0
         if ragged.lengths is None:
             num_tiles = len(ragged.rows) // tokens + min(len(limits), len(ragged.rows))
         else:
@@ -196,3 +198,12 @@ class RaggedPlan:
                 num_warps=4,
             )
         return cls(items, split_tiles, 2 * spare)
+
+
+def _are_short(ragged: RaggedRows, tokens: int, spare: int) -> bool:
+    """Returns whether `plan_kernel` would split no tile; False where the host cannot know it."""
+    if ragged.lengths is None or ragged.num_keys is None:
+        return False
+    rows = list(zip(ragged.lengths, ragged.num_keys, strict=True))
+    all_keys = sum(-(-length // tokens) * keys for length, keys in rows)
+    return all(keys * spare <= max(all_keys, _LEAST_KEYS * spare) for _, keys in rows)

@@ -57,7 +57,8 @@ class PagedAttention:
             is_long = is_invariant or _are_long(batch.ragged)
             self._tile = _tile_of_ragged(self._group, config.head_dim, element_size, is_long=is_long)
             self._plan = self._make_plan(batch.ragged, is_invariant=is_invariant)
-            self._is_split = self._plan.num_places > 0
+            self._is_split = not is_invariant
+            self._has_splits = self._plan.num_places > 0
             num_partials = self._plan.num_places * config.num_kv_heads * self._tile.block_m
             self._grid: tuple[int, ...] = (config.num_kv_heads, self._plan.items.shape[1])
         else:
@@ -65,10 +66,10 @@ class PagedAttention:
             self._tile = _tile(self._width * self._group, config.head_dim, element_size)
             self._num_query_blocks = -(-self._width * self._group // self._tile.block_m)
             self._num_splits = 1 if is_invariant else self._choose_splits(num_rows)
-            self._is_split = self._num_splits > 1
+            self._is_split = self._has_splits = self._num_splits > 1
             num_partials = self._num_tokens * config.num_heads * self._num_splits
             self._grid = (config.num_kv_heads, self._num_query_blocks * self._num_splits, num_rows)
-        num_partials = num_partials if self._is_split else 1
+        num_partials = num_partials if self._has_splits else 1
         self._partial_output = self._limits.new_empty(num_partials, config.head_dim, dtype=torch.float32)
         self._partial_lse = self._limits.new_empty(num_partials, dtype=torch.float32)
 
@@ -140,7 +141,7 @@ class PagedAttention:
             num_warps=self._tile.num_warps,
             num_stages=self._tile.num_stages,
         )
-        if self._is_split:
+        if self._has_splits:
             self._combine(output)
 
     def _choose_splits(self, num_rows: int) -> int:

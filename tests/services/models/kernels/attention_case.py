@@ -111,12 +111,13 @@ class AttentionCase:
         batch, device = self.batch, self.qkv.device
         is_taken = torch.arange(batch.tokens.shape[1], device=device) < torch.tensor(widths, device=device)[:, None]
         begins = torch.tensor([0, *accumulate(widths)], device=device)
+        num_keys = tuple(int(row[width - 1]) + 1 for row, width in zip(batch.positions, widths, strict=True))
         flat = replace(
             batch,
             tokens=batch.tokens[is_taken],
             positions=batch.positions[is_taken],
             is_valid=batch.is_valid[is_taken],
-            ragged=RaggedRows(tuple(widths), is_taken.nonzero()[:, 0], begins),
+            ragged=RaggedRows(tuple(widths), is_taken.nonzero()[:, 0], begins, num_keys),
         )
         return AttentionCase(self.config, self.cache, flat, self.qkv[is_taken.flatten()])
 

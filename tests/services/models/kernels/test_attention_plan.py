@@ -14,14 +14,24 @@ TILE, CAPACITY = 32, 40_000
 
 
 def plan_of(
-    lengths: list[int], contexts: list[int], device: torch.device, *, spare: int, padding: int | None = None
+    lengths: list[int],
+    contexts: list[int],
+    device: torch.device,
+    *,
+    spare: int,
+    padding: int | None = None,
+    knows_keys: bool = False,
 ) -> RaggedPlan:
     """Plans rows of `lengths` behind `contexts`; with `padding` tokens behind them as a graph does."""
     begins = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     positions = torch.cat([torch.arange(length) + start for length, start in zip(lengths, contexts, strict=True)])
     positions = torch.cat((positions, torch.full((padding or 0,), 2**62)))
-    ragged = RaggedRows(tuple(lengths) if padding is None else None, torch.zeros_like(positions), begins.to(device))
-    ragged = RaggedRows(ragged.lengths, ragged.rows.to(device), ragged.begins)
+    ragged = RaggedRows(
+        tuple(lengths) if padding is None else None,
+        torch.zeros_like(positions).to(device),
+        begins.to(device),
+        tuple(length + start for length, start in zip(lengths, contexts, strict=True)) if knows_keys else None,
+    )
     limits = torch.full((len(lengths),), CAPACITY, device=device)
     return RaggedPlan.of(ragged, positions.to(device), limits, capacity=CAPACITY, tokens=TILE, spare=spare)
 
@@ -62,6 +72,20 @@ def test_random_rows(seed: int, device: torch.device) -> None:
     assert all(places[begin, split] == first + split for begin, _, count, first in listed for split in range(count))
     assert len(set(places.values())) == len(places) == sum(several.values())
     assert all(0 <= place < plan.num_places for place in places.values())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_where_the_host_knows_that_none_is_shared_there_is_no_room_for_it(seed: int, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 300, (8,), generator=generator).tolist()
+    contexts = torch.randint(0, (10, 300, 2000)[seed % 3], (8,), generator=generator).tolist()
+    plan, informed = (plan_of(lengths, contexts, device, spare=20, knows_keys=knows) for knows in (False, True))
+    if plan.split_tiles[2].any():
+        assert torch.equal(informed.items, plan.items)
+        assert torch.equal(informed.split_tiles[2], plan.split_tiles[2])
+    else:
+        assert torch.equal(informed.items, plan.items[:, :-20])
+        assert informed.num_places == 0
 
 
 def test_long_rows_are_shared_by_as_many_programs_as_are_spare(device: torch.device) -> None:
