@@ -78,7 +78,7 @@ def test_random_rows(seed: int, device: torch.device) -> None:
 def test_where_the_host_knows_that_none_is_shared_there_is_no_room_for_it(seed: int, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 300, (8,), generator=generator).tolist()
-    contexts = torch.randint(0, (10, 300, 2000)[seed % 3], (8,), generator=generator).tolist()
+    contexts = torch.randint(0, (10, 300, 9000)[seed % 3], (8,), generator=generator).tolist()
     plan, informed = (plan_of(lengths, contexts, device, spare=20, knows_keys=knows) for knows in (False, True))
     if plan.split_tiles[2].any():
         assert torch.equal(informed.items, plan.items)
