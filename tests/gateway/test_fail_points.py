@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,7 @@ async def outputs_despite(faults: PlantedFaults, action: str, gateways: GatewayP
         ]
         await until(lambda: faults.have_failed)
         if action == "stop":
+            await asyncio.to_thread(os.waitid, os.P_PID, gateways.pid(0), os.WSTOPPED | os.WNOWAIT)
             gateways.send_signal(0, signal.SIGCONT)
         else:
             if action == "hang":
