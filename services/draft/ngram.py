@@ -112,6 +112,10 @@ def _suffix_cache(num_tokens: int, num_slots: int, bounds: tuple[int, int], devi
     return SuffixCache(num_tokens, num_slots, bounds, device)
 
 
+_MOST_COLUMNS = 2**24
+"""Tokens of all sequences that are looked at together: each takes 7 bytes for as long."""
+
+
 def look_up(history: torch.Tensor, ends: torch.Tensor, num_tokens: int, *, shortest: int, longest: int) -> Guesses:
     """Guesses the `num_tokens` tokens behind B sequences.
 
@@ -122,6 +126,10 @@ def look_up(history: torch.Tensor, ends: torch.Tensor, num_tokens: int, *, short
     Which kernels run depends on shapes alone.
     """
     width, device = history.shape[1], history.device
+    if len(history) > (most_rows := max(1, _MOST_COLUMNS // width)):
+        split = zip(torch.split(history, most_rows), torch.split(ends, most_rows), strict=True)
+        parts = [look_up(*part, num_tokens, shortest=shortest, longest=longest) for part in split]
+        return Guesses(*(torch.cat(values) for values in zip(*parts, strict=True)))
     ends = ends.clamp(max=width - 1)[:, None]
     suffix = history.gather(1, (ends - torch.arange(longest, device=device)).clamp(min=0))
     columns = torch.arange(width, dtype=torch.int32, device=device)

@@ -61,6 +61,16 @@ def test_the_longest_match_counts_and_of_equal_ones_the_last() -> None:
     assert guess(2, 2, "ababab") == "aba"
 
 
+def test_many_long_rows_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    history = torch.randint(0, 3, (11, 40), dtype=torch.int32, generator=generator)
+    ends = torch.randint(0, 40, (11,), generator=generator)
+    together = look_up(history, ends, 5, shortest=1, longest=4)
+    monkeypatch.setattr("slipstream.services.draft.ngram._MOST_COLUMNS", 100)
+    in_parts = look_up(history, ends, 5, shortest=1, longest=4)
+    assert all(torch.equal(part, whole) for part, whole in zip(in_parts, together, strict=True))
+
+
 def test_lengths_out_of_range_are_read_nowhere_else() -> None:
     """A length comes from shared memory, and is clamped to the limit, which may be the whole row."""
     history = torch.arange(8, dtype=torch.int32)[None]
