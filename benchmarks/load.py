@@ -161,10 +161,15 @@ async def _server(plan: Plan, draft: str, sizes: Sizes) -> AsyncIterator[UpServe
 async def _run(plan: Plan, server: UpServer, draft: str, workload: LoadWorkload) -> tuple[LoadReport, DraftFaults]:
     before = await _ready(server, draft)
     report = await _make(plan, server, workload)
+    return report, await _check_draft(server, draft, before)
+
+
+async def _check_draft(server: UpServer, draft: str, before: Scrape) -> DraftFaults:
+    """Returns what happened to the draft since then. Raises InvalidRunError if there is to be one and it was lost."""
     faults = DraftFaults.of((await server.metrics()).since(before))
     if draft != NONE and faults:
         raise InvalidRunError(str(faults))
-    return report, faults
+    return faults
 
 
 async def _ready(server: UpServer, draft: str) -> Scrape:
@@ -212,9 +217,9 @@ async def find_capacity(plan: Plan, search: Search, draft: str) -> CapacityResul
     """Serves with one draft setting, and searches for its highest rate. Raises InvalidRunError."""
     tried: list[TriedRate] = []
     async with _server(plan, draft, plan.scale.sizes(256, 10_240)) as server:
-        await _ready(server, draft)
 
         async def is_held(rate: float) -> bool:
+            before, services = await _ready(server, draft), server.services()
             mark = len(NAMES) + 1 + len(tried)
             arrivals = poisson(plan.scale, rate, max(1, round(rate * search.seconds)), mark)
             run = await open_loop(
@@ -224,6 +229,9 @@ async def find_capacity(plan: Plan, search: Search, draft: str) -> CapacityResul
             if failed := failures(run):
                 raise InvalidRunError(f"{draft} at {rate:g}/s: {'; '.join(failed[:3])}")
             _check_clients(report)
+            await _check_draft(server, draft, before)
+            if server.services() != services:
+                raise InvalidRunError("a service died")
             tried.append(_tried(search, rate, report))
             print(f"draft {draft}: {tried[-1]}", flush=True)
             return tried[-1].is_held

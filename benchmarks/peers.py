@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
-from statistics import median
+from statistics import harmonic_mean, median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,8 +116,10 @@ class Measurement:
         async with scheduler as served, AsyncClient(served.address) as client:
             await _generate(client, self._prompt)
             runs = [await _generate(client, self._prompt) for _ in range(REPEATS)]
-        rates = tuple(rate for rate, _ in runs)
-        return Peer(way=way, tokens_per_second=median(rates), repeats=rates, mean_accept_length=runs[-1][1])
+        rates, accept_lengths = zip(*runs, strict=True)
+        return Peer(
+            way=way, tokens_per_second=median(rates), repeats=rates, mean_accept_length=harmonic_mean(accept_lengths)
+        )
 
     def _transformers(self) -> None:
         target, assistant = (

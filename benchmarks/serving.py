@@ -149,6 +149,10 @@ def main(json_file: JsonOption = None) -> None:
     capacities = {algorithm: asdict(report) for algorithm, report in capacity.items()}
     write_json({**about, "capacity": capacities, "runs": [asdict(run) for run in runs]}, json_file)
     failed = [failure for run in runs for failure in run.failures]
+    for run in runs:
+        if run.report.num_completed < run.report.num_requests:
+            done = f"{run.report.num_completed} of {run.report.num_requests} requests were completed"
+            failed.append(f"{run.algorithm} at {run.offered_requests_per_second:.2f} requests/s: {done}")
     sys.exit("\n".join(failed) if failed else 0)
 
 

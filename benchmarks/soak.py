@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import psutil
 import typer
 
-from slipstream.benchmarks.models import STANDALONE, DeviceOption, JsonOption
+from slipstream.benchmarks.models import STANDALONE, DeviceOption, JsonOption, known_names
 from slipstream.benchmarks.process_usage import Growth, Usage
 from slipstream.benchmarks.result_files import host, write_json
 from slipstream.benchmarks.up_server import FAULTS, SERVICES, UpServer, bundled_options, up_server
@@ -133,6 +133,8 @@ class Soak:
                     await self._quiet()
             self._is_over = True
             self._goes_on.set()
+        if not self.report.faults:
+            self.report.problems.append("no service got a fault")
         for growth in self.report.growths():
             if growth.is_slope:
                 self.report.problems.append(f"grows: {growth}")
@@ -278,7 +280,7 @@ def main(
         minutes=minutes,
         clients=clients,
         fault_every_s=fault_every_s,
-        faults=tuple(faults.split(",")),
+        faults=known_names("--faults", faults, FAULTS),
         seed=seed,
         device=device,
         note=note,
@@ -286,7 +288,7 @@ def main(
     report = asyncio.run(soak(plan))
     by_service = Counter(service for _, service, _ in report.faults)
     print(f"{sum(report.outcomes.values())} jobs, {report.num_tokens} tokens: {report.outcomes}")
-    print(f"{len(report.faults)} faults: {dict(by_service)}; {len(report.quiet)} moments without clients, all free")
+    print(f"{len(report.faults)} faults: {dict(by_service)}; {len(report.quiet)} moments without clients")
     for growth in report.growths():
         print(
             f"{growth.service}: {growth.quantity} {growth.gained:+g} ({growth.low:+g} to {growth.high:+g}) in "

@@ -292,6 +292,16 @@ def _line(row: Swap) -> str:
     )
 
 
+def _problems(run: dict[str, Any]) -> list[str]:
+    """A line for what the swaps must do and did not."""
+    found = [
+        f"{row['before']} -> {row['after']}: {'rolled back' if row['rolled_back'] else 'not rolled back'}"
+        for row in run["swaps"]
+        if row["rolled_back"] != (row["after"] == RANDOM)
+    ]
+    return found + ["acceptance did not come back after the kills"] * (run["return"]["tokens"] is None)
+
+
 def main(device: DeviceOption = Plan.device, json: JsonOption = None) -> None:
     """Swaps the draft and kills it, and prints how the streams do."""
     plan = Plan(device=device)
@@ -302,7 +312,9 @@ def main(device: DeviceOption = Plan.device, json: JsonOption = None) -> None:
     print(f"{run['jobs']} jobs with the tokens of the undisturbed run, {len(run['errors'])} errors")
     print("\n".join(run["errors"]))
     write_json(run, json)
-    sys.exit(bool(run["errors"]))
+    problems = _problems(run)
+    print("\n".join(problems))
+    sys.exit(bool(run["errors"] or problems))
 
 
 if __name__ == "__main__":

@@ -154,7 +154,8 @@ def watch(
     from slipstream.cli.jobs import run_watch_job
 
     access = shared(ConnectionOptions, values).access()
-    _exit_with(run_watch_job(server, job_id, from_token, as_json=as_json, **access))
+    with naming_options("from_token"):
+        _exit_with(run_watch_job(server, job_id, from_token, as_json=as_json, **access))
 
 
 @_command()
@@ -182,7 +183,7 @@ def status(
     ] = None,
     **values: Any,
 ) -> None:
-    """Show the services, and whether they are healthy. Fails when one is not.
+    """Show the services, and whether they are healthy. Fails when one is not; a missing draft does not count.
 
     Of each its process, restarts, address, health and model; with --watch also where the time of steps goes, what
     drafting brings, and what requests get, until Ctrl-C.

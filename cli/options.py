@@ -159,13 +159,17 @@ class GenerateOptions(Settings, heading="Request"):
 
 
 @contextmanager
-def naming_options() -> Iterator[None]:
-    """Has an error that names a field of a request name the option of `generate` that it comes from, if one does."""
+def naming_options(*others: str) -> Iterator[None]:
+    """Has an error that names a field of a request name what it comes from: the prompt, or an option of `generate`.
+
+    `others`: further options that are named as their fields.
+    """
     try:
         yield
     except InvalidArgumentError as error:
         name = error.field.rpartition(".")[2].partition("[")[0]
         name = {"stop_token_ids": "stop_token_id", "top_logprobs": "logprobs"}.get(name, name)
-        if name not in (field.name for field in fields(GenerateOptions)):
+        if name not in ("text", *(field.name for field in fields(GenerateOptions)), *others):
             raise
-        raise InvalidArgumentError.described("--" + name.replace("_", "-"), error.description) from error
+        option = "PROMPT" if name == "text" else "--" + name.replace("_", "-")
+        raise InvalidArgumentError.described(option, error.description) from error

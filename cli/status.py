@@ -134,7 +134,7 @@ class ServerStatus:
 
     @property
     def is_healthy(self) -> bool:
-        """True if nothing is known to be wrong with any service."""
+        """True if all services answer that are part of the server now; a draft that is missing is none."""
         return all(health in HEALTHY for health in self.health.values())
 
     def service(self, name: str) -> ServiceState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,13 @@ from slipstream.benchmarks.up_server import LOG_DIR_VARIABLE
 from slipstream.common.rpc.scrape import Scrape
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
     from slipstream.benchmarks.load_report import LoadReport
     from slipstream.benchmarks.load_workloads import LoadWorkload
     from slipstream.benchmarks.up_server import UpServer
+    from slipstream.benchmarks.workload import Arrival
 
 PATIENT = "--draft-timeout-ms 20000"
 """A busy machine may take a while; the tests are about drafts that are there, or killed."""
@@ -39,6 +42,25 @@ def completed() -> RequestRecord:
     record.times_s.extend((0.25, 1.0))
     record.counts.extend((1, 1))
     return record
+
+
+class FakeServer:
+    """What a search asks a server."""
+
+    address = "unix:/nowhere"
+    losses, pid = 0, 5
+
+    async def metrics(self) -> Scrape:
+        """The count of lost drafts."""
+        return Scrape.read(f'slipstream_draft_losses_total{{cause="died"}} {self.losses}\n')
+
+    async def until(self, *_: object) -> Scrape:
+        """What is asked is there at once."""
+        return await self.metrics()
+
+    def services(self) -> dict[str, int]:
+        """The process of one service."""
+        return {"draft": self.pid}
 
 
 def result(**fields: Any) -> LoadResult:
@@ -166,6 +188,27 @@ async def test_a_lost_draft_makes_the_result_not_count(monkeypatch: pytest.Monke
     assert problem.startswith("prefill, draft eagle3: draft losses: died 1, ")
     (log,) = (tmp_path / "logs").iterdir()
     assert "steps go on without a draft" in log.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("losses", "pid", "text"), [(1, 5, "draft losses: died 1"), (0, 6, "a service died")])
+async def test_a_lost_draft_or_a_death_ends_a_search(
+    monkeypatch: pytest.MonkeyPatch, losses: int, pid: int, text: str
+) -> None:
+    server = FakeServer()
+
+    @asynccontextmanager
+    async def serve(*_: object) -> AsyncIterator[FakeServer]:
+        yield server
+
+    async def serve_requests(_: str, arrivals: Sequence[Arrival], *__: float, num_processes: int) -> LoadRun:
+        assert num_processes
+        server.losses, server.pid = losses, pid
+        return LoadRun([completed() for _ in arrivals], 2.0, 0.5, 2.0)
+
+    monkeypatch.setattr(load, "_server", serve)
+    monkeypatch.setattr(load, "open_loop", serve_requests)
+    with pytest.raises(InvalidRunError, match=text):
+        await find_capacity(Plan(), Search(), EAGLE3)
 
 
 def test_a_workload_of_prompts_counts_all_tokens() -> None:

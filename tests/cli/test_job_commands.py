@@ -49,7 +49,7 @@ def test_a_detached_job_is_watched_from_any_token_on(server: str) -> None:
     assert rest["token_ids"] == whole["token_ids"][5:]
     too_far = slipstream("watch", "--server", server, "--from-token", "13", name)
     assert (too_far.returncode, too_far.stdout) == (2, "")
-    assert "got 13, accepted: 0 to 12" in too_far.stderr
+    assert too_far.stderr == "slipstream: error: --from-token: got 13, accepted: 0 to 12, the tokens that there are\n"
 
 
 def test_every_sample_is_watched(server: str) -> None:

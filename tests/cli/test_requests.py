@@ -272,6 +272,12 @@ def test_the_command_line_names_the_option_of_a_bad_value(server: str, option: s
     assert found.stderr.count("\n") == 1
 
 
+def test_the_command_line_names_a_prompt_that_is_refused(server: str) -> None:
+    found = slipstream("generate", "--server", server, "")
+    assert found.returncode == 2
+    assert found.stderr.startswith("slipstream: error: PROMPT: got ")
+
+
 def test_a_token_is_biased_once(server: str) -> None:
     found = slipstream("generate", "--server", server, "--logit-bias", "7:1", "--logit-bias", "7:2", PROMPT)
     assert found.stderr == "slipstream: error: --logit-bias: got '7:2', accepted: each token once\n"

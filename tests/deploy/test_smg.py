@@ -79,7 +79,8 @@ async def until_served(address: str) -> None:
             pass
 
 
-def test_a_stop_while_a_trio_is_about_to_start_again_ends_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_while_a_trio_is_about_to_start_again_ends_all(number: signal.Signals, tmp_path: Path) -> None:
     """The stand-in for a trio ends at once when it is started first, and else stays."""
     trio = f"mkdir {tmp_path}/begun 2> /dev/null && exit 1; exec sleep 60"
     programs = {"slipstream": trio, "smg": "exec sleep 60"}
@@ -91,8 +92,10 @@ def test_a_stop_while_a_trio_is_about_to_start_again_ends_all(tmp_path: Path) ->
         try:
             assert script.stderr is not None
             assert "trio 0 ended and is started again" in script.stderr.readline()
-            script.terminate()
+            children = psutil.Process(script.pid).children(recursive=True)
+            script.send_signal(number)
             assert script.wait(20) == 0
+            assert not any(child.is_running() for child in children)
         finally:
             script.kill()
 
