@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PROTOCOL_VERSION = 2
 """Grows when a message of the worker contract changes its meaning."""
+LARGEST_EPOCH = 2**63 - 1
+"""The largest number of an epoch and of an attachment: words of a step have 64 bits."""
 FINAL_NORM = 2**32 - 1
 """Among the layers whose inputs a draft reads: the output of the target's final norm."""
 
@@ -173,7 +175,7 @@ class Attachment:
     def __post_init__(self) -> None:
         """Raises ConfigError naming the size that is out of range."""
         for name, value, low, high in (
-            ("epoch", self.epoch, 1, 2**63),
+            ("epoch", self.epoch, 1, LARGEST_EPOCH),
             ("num_slots", self.shape.num_slots, 2, 2**16),
             ("run_ahead", self.shape.run_ahead, 0, 64),
             ("num_draft_tokens", self.shape.num_draft_tokens, 0 if self.given is None else 1, 64),
@@ -206,3 +208,8 @@ class DraftRegion:
     given: Manifest
     """The memory that verify writes for it."""
     draft: DraftSizes
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for an attachment that no command could name."""
+        if not 1 <= self.attachment <= LARGEST_EPOCH:
+            raise ConfigError("attach_draft.attachment", self.attachment, f"1 to {LARGEST_EPOCH}")

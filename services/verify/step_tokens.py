@@ -58,7 +58,7 @@ def measure_step_tokens(model: LanguageModel, state: EpochState) -> StepTokens:
         1e3 * most_s,
         "any number of" if doubling_context is None else doubling_context,
     )
-    return StepTokens(found, doubling_context)
+    return StepTokens(min(found, state.attachment.shape.chunk_tokens), doubling_context)
 
 
 def _doubling_context(

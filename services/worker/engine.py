@@ -1,7 +1,8 @@
 """Carries out a worker's steps: wait, stamp, work, signal, all enqueued on its one stream.
 
 Draft and verify each implement `RoleEngine` and share `Engine`. Everything here runs on the thread that owns the
-device (`enqueue` may run on another). Only `attach`, `drain`, `abandon` and `synchronize` wait for the stream.
+device (`enqueue` may run on another). Only `attach`, `drain`, `abandon` and `synchronize` wait for the stream, and
+`enqueue` where the device is a whole ring of steps behind.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -29,14 +30,19 @@ class HostStalls:
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(STALL_SITES, 0.0)
         self._labels: tuple[str, ...] = ()
+        self._thread = threading.local()
 
     @contextmanager
     def at(self, site: str) -> Iterator[None]:
-        """Counts the block's time for `site`, one of STALL_SITES."""
-        begun = time.monotonic()
+        """Counts the block's time for `site`, one of STALL_SITES; within another such block for that one alone."""
+        if getattr(self._thread, "is_counted", False):
+            yield
+            return
+        begun, self._thread.is_counted = time.monotonic(), True
         try:
             yield
         finally:
+            self._thread.is_counted = False
             self._seconds[site] += time.monotonic() - begun
 
     def seconds(self) -> dict[str, float]:

@@ -78,8 +78,6 @@ class SlotTable:
         """One row a slot."""
         self.history = TokenHistory(slots, vocab_size, device)
         """One row a slot; kept up to date while `has_penalties`."""
-        self.adjusts_logits = False
-        """Stream work: True if the last request of any slot has logit bias, penalties or a mask."""
         self.has_penalties = False
         """Stream work: True if the last request of any slot has penalties."""
         self.has_late_history = False
@@ -96,6 +94,7 @@ class SlotTable:
             raise InvalidArgumentError("slots", command.slots, "each slot once")
         for update in command.updates:
             self._check_update(update)
+        self._check_order(command.updates)
         self._check_chunks(command)
 
     def sampling_mode(self, slots: Sequence[int]) -> SamplingMode:
@@ -152,7 +151,6 @@ class SlotTable:
         self.adjustments.put(changes.taken, changes.adjustments)
         self.history.clear(changes.taken)
         self._adjusted = {slot for slot, params in self._params.items() if params.adjusts_logits}
-        self.adjusts_logits = bool(self._adjusted)
         self.has_penalties = any(self._params[slot].has_penalty for slot in self._adjusted)
 
     def _columns_of(self, update: SlotUpdate) -> Iterator[tuple[int, int]]:
@@ -177,6 +175,8 @@ class SlotTable:
     def _check_chunks(self, command: StepCommand) -> None:
         slots = tuple(chunk.slot for chunk in command.chunks)
         if command.is_mixed:
+            if not command.slots:
+                raise InvalidArgumentError("slots", command.slots, "one that decodes, beside chunks")
             for slot in slots:
                 _check("chunks.slot", slot, 1, self._num_slots - 1)
             if len({*slots, *command.slots}) < len(slots) + len(command.slots):
@@ -190,6 +190,15 @@ class SlotTable:
             _check("chunks.start", chunk.start, 0, self._max_limit - len(chunk.tokens))
             _check("chunks.tokens", max(chunk.tokens), 0, self.vocab_size - 1)
         _check("chunks.tokens", sum(len(chunk.tokens) for chunk in command.chunks), 0, self._chunk_tokens)
+
+    def _check_order(self, updates: Sequence[SlotUpdate]) -> None:
+        slots = set()
+        for update in updates:
+            if update.slot in slots and update.first_page_index == 0:
+                raise InvalidArgumentError(
+                    "updates.slot", update.slot, "no other before one whose page list begins anew"
+                )
+            slots.add(update.slot)
 
     def _check_update(self, update: SlotUpdate) -> None:
         _check("updates.slot", update.slot, 1, self._num_slots - 1)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         pytest.param("cuda", 2048, lambda tokens: 4 + tokens / 40, 1024, id="a slower GPU"),
         pytest.param("cuda", 512, lambda tokens: 1.0, 512, id="no room for larger steps"),
         pytest.param("cuda", 2048, lambda tokens: 1000.0, 32, id="never fewer"),
-        pytest.param("cuda", 16, lambda tokens: 1.0, 32, id="a short context, which bounds it by itself"),
+        pytest.param("cuda", 16, lambda tokens: 1.0, 16, id="a short context, which bounds it by itself"),
         pytest.param("cpu", 512, lambda tokens: tokens / 5, 32, id="a CPU"),
         pytest.param("cpu", 512, lambda tokens: 2 + tokens / 40, 64, id="a CPU whose steps cost much by themselves"),
     ],

@@ -14,6 +14,7 @@ from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.device.manifest import DTYPES, HANDLE_BYTES, BufferSpec, FenceWord, Manifest, lay_out
 from slipstream.common.errors import ConfigError, InvalidArgumentError, ManifestError
 from slipstream.common.worker.contract import (
+    LARGEST_EPOCH,
     Attachment,
     DeviceMemory,
     DraftRegion,
@@ -213,7 +214,12 @@ def attachments(draw: st.DrawFn) -> Attachment:
     )
 
 
-@given(st.builds(DraftRegion, epoch=UINT64, attachment=UINT64, own=manifests(), given=manifests(), draft=DRAFT_SIZES))
+ATTACHMENTS = st.integers(1, LARGEST_EPOCH)
+
+
+@given(
+    st.builds(DraftRegion, epoch=UINT64, attachment=ATTACHMENTS, own=manifests(), given=manifests(), draft=DRAFT_SIZES)
+)
 def test_regions_come_out_as_they_went_in(region: DraftRegion) -> None:
     message = pb.AttachDraftRequest.FromString(region_to_pb(region).SerializeToString())
     assert region_from_pb(message) == region

@@ -16,7 +16,7 @@ from slipstream.common.errors import (
 )
 from slipstream.common.worker.layout import RESULT_FENCES
 from slipstream.common.worker.step import FenceOps, FencePoint, PrefillChunk, Role, SlotUpdate, StepCommand, StepKind
-from tests.harness.recording_role import STASH, Recorder, attached
+from tests.harness.recording_role import DONE, STASH, Recorder, attached
 from tests.harness.workers import SHAPE, LocalWorker, SharedArenas, attachment_to, decode, epoch_shape
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -88,6 +88,17 @@ def test_chunks_in_a_step_that_decodes(draft: Recorder) -> None:
     chunk = PrefillChunk(slot=1, start=0, tokens=(1,), is_last=True)
     with attached(draft) as (worker, _), pytest.raises(InvalidArgumentError, match="none of those that decode"):
         worker.send(replace(decode(1, 1), chunks=(chunk,)))
+    with attached(draft) as (worker, _), pytest.raises(InvalidArgumentError, match=r"slots: got \(\), accepted: one"):
+        worker.send(replace(decode(1), chunks=(chunk,)))
+
+
+def test_a_page_list_that_begins_anew_behind_another_update(draft: Recorder) -> None:
+    first, second = (SlotUpdate(slot=1, generation=1, pages=pages, limit_tokens=9) for pages in ((2, 3), (4,)))
+    with (
+        attached(draft) as (worker, _),
+        pytest.raises(InvalidArgumentError, match=r"updates\.slot: got 1, accepted: no"),
+    ):
+        worker.send(replace(decode(1, 1), updates=(first, second)))
 
 
 def test_a_fence_of_the_other_worker(draft: Recorder) -> None:
@@ -95,6 +106,8 @@ def test_a_fence_of_the_other_worker(draft: Recorder) -> None:
         with pytest.raises(InvalidArgumentError, match="signals: got 'VERIFY_STASH', accepted: DRAFT_DONE"):
             worker.send(replace(decode(1, 1), ops=FenceOps((), (FencePoint(STASH, 1),))))
         assert arena.fence(STASH).poll() == 0
+        with pytest.raises(InvalidArgumentError, match="waits: got 'DRAFT_DONE', accepted: VERIFY_STASH"):
+            worker.send(replace(decode(1, 1), ops=FenceOps((FencePoint(DONE, 1),), ())))
 
 
 def test_a_draft_where_nothing_drafts() -> None:

@@ -89,13 +89,14 @@ def commands(draw: st.DrawFn, step: int, is_draft: bool) -> StepCommand:
     kind = draw(st.sampled_from(of_draft if is_draft else of_verify))
     waits = draw(st.lists(st.builds(FencePoint, st.sampled_from(FenceName), st.integers(0, 2**64 - 1)), max_size=1))
     plain = decode(step, is_draft)
-    is_prefill = kind is StepKind.PREFILL
+    # Verify's steps may do both: then the last of the slots take in prompts.
+    num_decoding = 0 if kind is StepKind.PREFILL else len(slots) if is_draft else draw(st.integers(0, len(slots)))
     return replace(
         plain,
         kind=kind,
-        slots=slots,
+        slots=slots if kind is StepKind.PREFILL else slots[:num_decoding],
         ops=FenceOps(tuple(waits), plain.ops.signals),
-        chunks=tuple(draw(chunks(slot)) for slot in slots) if is_prefill else (),
+        chunks=tuple(draw(chunks(slot)) for slot in slots[num_decoding:]),
         updates=tuple(draw(updates(slot)) for slot in slots if draw(st.booleans())),
         top_logprobs=draw(st.none() | st.integers(0, 20)),
     )
