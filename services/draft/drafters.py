@@ -82,6 +82,7 @@ class HeadDrafter:
         self._device = device
         self._dtype = dtype
         self._slots = PagedSlots(head.config.layer, device, dtype)
+        self._samples_own_ids = False
         self._num_modules = 0
         """Modules in use: one for each draft token at most."""
         self._kept = torch.empty(0)
@@ -92,6 +93,9 @@ class HeadDrafter:
         shape, num_modules = state.attachment.shape, self._head.config.layer.num_layers
         self._head.borrow(state.weights)
         self._slots.open(state)
+        # Ids that the target lacks, as of padding, would be sampled like any other.
+        has_all = int(self._head.token_ids[-1]) < state.slots.vocab_size
+        self._samples_own_ids = self._head.samples_own_ids and has_all
         self._num_modules = min(num_modules, shape.num_draft_tokens)
         size, width = (shape.num_slots, self._head.config.layer.hidden_size), state.region.shape.hidden_width
         self._kept = torch.zeros((self._num_modules, *size), dtype=self._dtype, device=self._device)
@@ -182,7 +186,7 @@ class HeadDrafter:
         mode: SamplingMode,
         chain: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if mode is SamplingMode.ADJUSTMENTS or not self._head.samples_own_ids:
+        if mode is SamplingMode.ADJUSTMENTS or not self._samples_own_ids:
             return self._slots.sample(slots, self._head.logits(states), positions, mode, chain)
         logits, ids = self._head.own_logits(states), self._head.token_ids
         return self._slots.sample(slots, logits, positions, mode, token_ids=ids)

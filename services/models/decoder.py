@@ -257,8 +257,7 @@ class Decoder(nn.Module):
         """
         states_of_last = {self.config.num_layers, FINAL_NORM} & set(aux_layers)
         assert batch.outputs is None or not states_of_last, "an auxiliary state is of every token"
-        x = F.embedding(batch.tokens.flatten().clamp(0, self.config.vocab_size - 1), self.embedding)
-        normed, stream = self._run_layers(x, batch, cache, aux_layers)
+        normed, stream = self._run_layers(batch, cache, aux_layers)
         stream[FINAL_NORM] = normed
         aux = torch.cat([stream[index] for index in aux_layers], dim=-1) if aux_layers else None
         return DecoderOutput(
@@ -266,10 +265,15 @@ class Decoder(nn.Module):
             aux=aux.view(*batch.tokens.shape, aux.shape[1]) if aux is not None else None,
         )
 
+    def _embedded(self, batch: ForwardBatch | JoinedBatch) -> torch.Tensor:
+        """The first layer's input: [N, hidden_size]."""
+        return F.embedding(batch.tokens.flatten().clamp(0, self.config.vocab_size - 1), self.embedding)
+
     def _run_layers(
-        self, x: torch.Tensor, batch: ForwardBatch | JoinedBatch, cache: PagedKV, aux_layers: tuple[int, ...]
+        self, batch: ForwardBatch | JoinedBatch, cache: PagedKV, aux_layers: tuple[int, ...]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """`x`: [N, hidden_size]. Returns the final norm's output and the inputs of `aux_layers` by their numbers."""
+        """Returns the final norm's output, [N, hidden_size], and the inputs of `aux_layers` by their numbers."""
+        x = self._embedded(batch)
         positions = batch.positions.flatten().clamp(0, self.config.max_position_embeddings - 1)
         rotation = Rotation(self._rotation_table, positions)
         attend = torch_attention(self.config, batch, cache)

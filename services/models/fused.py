@@ -39,10 +39,12 @@ class FusedDecoder(Decoder):
         self.is_batch_invariant = True
 
     def _run_layers(
-        self, x: torch.Tensor, batch: ForwardBatch | JoinedBatch, cache: PagedKV, aux_layers: tuple[int, ...]
+        self, batch: ForwardBatch | JoinedBatch, cache: PagedKV, aux_layers: tuple[int, ...]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         rotation = rotation_of(batch.positions, self._rotation_table, self.config.max_position_embeddings)
         attend = paged_attention(self.config, batch, cache, is_invariant=self.is_batch_invariant)
+        # Behind attention's plan, which kernels that overlap read before they wait, has to be one that does not.
+        x = self._embedded(batch)
         first, *following = *(layer.attention_norm for layer in self._stack), self.norm
         normed: torch.Tensor | Scaled = rms_norm(x, first.weight, first.eps)
         stream = {}

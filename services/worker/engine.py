@@ -227,7 +227,7 @@ class Engine:
         state.stage(command)
         take_over = self._staged(state, command.updates) if command.updates else None
         phases = self._role.phases(command, state)
-        _check_signals(command, phases)
+        _check_fences(command, phases)
         self.last_step = command.step
         work = partial(self._enqueue_work, opened, command, take_over, phases)
         if self.enqueues_at_once:
@@ -376,8 +376,11 @@ class Engine:
             self._stream.enqueue(partial(state.memory.log_stamps, step))
 
 
-def _check_signals(command: StepCommand, phases: list[Phase]) -> None:
+def _check_fences(command: StepCommand, phases: list[Phase]) -> None:
     own = [fence for phase in phases for fence in phase.fences]
     for point in command.ops.signals:
         if point.fence not in own:
             raise InvalidArgumentError("signals", point.fence.name, ", ".join(fence.name for fence in own))
+    for point in command.ops.waits:
+        if point.fence in own:
+            raise InvalidArgumentError("waits", point.fence.name, "a fence that the other worker signals")

@@ -210,10 +210,6 @@ class Epoch:
             raise FailedPreconditionError(f"attachment {command.attachment} is not there")
         for point in (*command.ops.waits, *command.ops.signals):
             self.memory_of(command, point)
-        theirs = OWN_FENCES if FenceName.VERIFY_PUBLISH in self._own else GIVEN_FENCES
-        for point in command.ops.waits:
-            if point.fence not in theirs:
-                raise InvalidArgumentError("waits", point.fence.name, ", ".join(fence.name for fence in theirs))
 
     def number_of(self, memory: SharedMemory, command: StepCommand) -> int:
         """The attachment that a memory belongs to, for logs; 0 for the results."""

@@ -83,7 +83,8 @@ class SlotTable:
         self.has_late_history = False
         """Stream work: True if the last request of any slot has a `history_from` above 0."""
         self._params: dict[int, SamplingParams] = {}
-        self._adjusted: set[int] = set()
+        self._staged_adjusted: set[int] = set()
+        """The slots whose last request, as far as it is staged, has adjustments: the stream may not be there yet."""
         self._late: set[int] = set()
 
     def check(self, command: StepCommand) -> None:
@@ -94,7 +95,6 @@ class SlotTable:
             raise InvalidArgumentError("slots", command.slots, "each slot once")
         for update in command.updates:
             self._check_update(update)
-        self._check_order(command.updates)
         self._check_chunks(command)
 
     def sampling_mode(self, slots: Sequence[int]) -> SamplingMode:
@@ -107,15 +107,22 @@ class SlotTable:
     def changes(self, updates: Sequence[SlotUpdate], staging: Staging) -> SlotChanges:
         """Stages updates for `take_over`. Call in the order of commands: the result depends on earlier updates."""
         words: dict[int, int] = {}
+        slots: set[int] = set()
         for update in updates:
             first = update.slot * self._max_pages + update.first_page_index
+            if update.first_page_index == 0 and update.slot in slots:  # nothing stays of the pages before
+                for place in range(first, first + self._max_pages):
+                    words.pop(place, None)
+            slots.add(update.slot)
             words.update(enumerate(update.pages, first))
             words.update(self._columns_of(update))
         last = {update.slot: update for update in updates if update.sampling is not None}
         params = {slot: update.sampling for slot, update in last.items() if update.sampling is not None}
         emptied = [update.slot for update in updates if update.first_page_index == 0]
         rows = list(params.values())
-        has_adjustments = not self._adjusted.isdisjoint(params) or any(row.adjusts_logits for row in rows)
+        has_adjustments = not self._staged_adjusted.isdisjoint(params) or any(row.adjusts_logits for row in rows)
+        self._staged_adjusted = self._staged_adjusted.difference(params)
+        self._staged_adjusted.update(slot for slot, row in params.items() if row.adjusts_logits)
         num_words, num_emptied = len(words), len(emptied)
         staged = staging.put_integers([*words, *words.values(), *emptied, *params])
         return SlotChanges(
@@ -150,8 +157,7 @@ class SlotTable:
             return
         self.adjustments.put(changes.taken, changes.adjustments)
         self.history.clear(changes.taken)
-        self._adjusted = {slot for slot, params in self._params.items() if params.adjusts_logits}
-        self.has_penalties = any(self._params[slot].has_penalty for slot in self._adjusted)
+        self.has_penalties = any(params.has_penalty for params in self._params.values())
 
     def _columns_of(self, update: SlotUpdate) -> Iterator[tuple[int, int]]:
         """Yields the place of each word of a slot that an update changes, but for its pages, and the word."""
@@ -190,15 +196,6 @@ class SlotTable:
             _check("chunks.start", chunk.start, 0, self._max_limit - len(chunk.tokens))
             _check("chunks.tokens", max(chunk.tokens), 0, self.vocab_size - 1)
         _check("chunks.tokens", sum(len(chunk.tokens) for chunk in command.chunks), 0, self._chunk_tokens)
-
-    def _check_order(self, updates: Sequence[SlotUpdate]) -> None:
-        slots = set()
-        for update in updates:
-            if update.slot in slots and update.first_page_index == 0:
-                raise InvalidArgumentError(
-                    "updates.slot", update.slot, "no other before one whose page list begins anew"
-                )
-            slots.add(update.slot)
 
     def _check_update(self, update: SlotUpdate) -> None:
         _check("updates.slot", update.slot, 1, self._num_slots - 1)

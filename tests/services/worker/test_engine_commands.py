@@ -92,21 +92,12 @@ def test_chunks_in_a_step_that_decodes(draft: Recorder) -> None:
         worker.send(replace(decode(1), chunks=(chunk,)))
 
 
-def test_a_page_list_that_begins_anew_behind_another_update(draft: Recorder) -> None:
-    first, second = (SlotUpdate(slot=1, generation=1, pages=pages, limit_tokens=9) for pages in ((2, 3), (4,)))
-    with (
-        attached(draft) as (worker, _),
-        pytest.raises(InvalidArgumentError, match=r"updates\.slot: got 1, accepted: no"),
-    ):
-        worker.send(replace(decode(1, 1), updates=(first, second)))
-
-
 def test_a_fence_of_the_other_worker(draft: Recorder) -> None:
     with attached(draft) as (worker, arena):
         with pytest.raises(InvalidArgumentError, match="signals: got 'VERIFY_STASH', accepted: DRAFT_DONE"):
             worker.send(replace(decode(1, 1), ops=FenceOps((), (FencePoint(STASH, 1),))))
         assert arena.fence(STASH).poll() == 0
-        with pytest.raises(InvalidArgumentError, match="waits: got 'DRAFT_DONE', accepted: VERIFY_STASH"):
+        with pytest.raises(InvalidArgumentError, match="waits: got 'DRAFT_DONE', accepted: a fence that"):
             worker.send(replace(decode(1, 1), ops=FenceOps((FencePoint(DONE, 1),), ())))
 
 

@@ -12,7 +12,7 @@ from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.worker.step import SlotUpdate
 from slipstream.services.worker.slots import SamplingMode, SlotTable
-from slipstream.services.worker.staging import PinnedStaging
+from slipstream.services.worker.staging import HostStaging, PinnedStaging
 from tests.harness.workers import SHAPE, SharedArenas, attachment_to, decode
 
 VOCAB_SIZE = 272
@@ -72,10 +72,25 @@ def test_more_pages_leave_the_first_ones_and_the_sampling() -> None:
 def test_of_two_requests_that_take_a_slot_in_one_command_the_last_one_counts() -> None:
     table = _table()
     first = SlotUpdate(slot=1, generation=1, pages=(1,), limit_tokens=9, sampling=SamplingParams(), cached_tokens=8)
+    apply(table, (replace(first, pages=(7, 8)), replace(first, first_page_index=2, pages=(9,)), first))
+    assert table.page_table[1].tolist() == [1, 0, 0, 0, 0], "nothing of the one before"
     apply(table, (first, replace(first, generation=2, history_from=3, cached_tokens=2)))
     assert (int(table.history_from[1]), int(table.written_from[1]), table.has_late_history) == (3, 3, True)
     apply(table, (replace(first, generation=3, history_from=3), replace(first, generation=4)))
     assert (int(table.history_from[1]), int(table.written_from[1]), table.has_late_history) == (0, 8, False)
+
+
+def test_a_plain_request_has_no_bias_of_one_that_the_stream_has_not_come_to() -> None:
+    """On a CPU updates are staged ahead of the stream."""
+    table, staging = _table(), HostStaging()
+    biased, plain = (
+        SlotUpdate(slot=1, generation=1, limit_tokens=9, sampling=sampling)
+        for sampling in (SamplingParams(logit_bias=((3, 100.0),)), SamplingParams(temperature=1.0))
+    )
+    staged = [table.changes((update,), staging) for update in (biased, plain)]
+    for changes in staged:
+        table.take_over(changes)
+    assert not table.adjustments.is_on[1]
 
 
 def test_a_salt_is_that_of_the_request_in_the_slot() -> None:
