@@ -165,7 +165,7 @@ async def _run(plan: Plan, server: UpServer, draft: str, workload: LoadWorkload)
 
 
 async def _check_draft(server: UpServer, draft: str, before: Scrape) -> DraftFaults:
-    """Returns what happened to the draft since then. Raises InvalidRunError if there is to be one and it was lost."""
+    """Returns the draft's losses since `before`. Raises InvalidRunError if there are any, unless none is to draft."""
     faults = DraftFaults.of((await server.metrics()).since(before))
     if draft != NONE and faults:
         raise InvalidRunError(str(faults))

@@ -185,7 +185,7 @@ def main(json_file: JsonOption = None) -> None:
     outputs = asyncio.run(_serve_all())
     report = _report(outputs, time.monotonic() - started)
     write_json(report, json_file)
-    print(f"{report['num_outputs']} outputs with the reference's, {report['num_different']} different from these")
+    print(f"{report['num_outputs']} outputs, the reference's among them; {report['num_different']} differ from those")
     sys.exit("\n".join(report["differences"][:20]) if report["differences"] else 0)
 
 

@@ -53,10 +53,10 @@ def _outages(name: str) -> list[str]:
     )
     if any(run["plan"]["model"] != "bundled" for run in runs):
         words += " Tokens of a larger model depend on the batch: there only their number is compared."
-    hosts = "; ".join(dict.fromkeys(run["host"] for run in runs))
-    if len({run["host"] for run in runs}) > 1:
+    hosts = dict.fromkeys(run["host"] for run in runs)
+    if len(hosts) > 1:
         words += " Rows are of several machines."
-    parts = section("Services that die, hang and end", "outages", name, hosts, words)
+    parts = section("Services that die, hang and end", "outages", name, "; ".join(hosts), words)
     setups = dict.fromkeys((run["plan"]["model"], run["plan"]["mps"]) for run in runs)
     header = "service | fault | times | gap p50, ms | worst | later, worst | back p50, s | worst"
     for model, mps in setups:

@@ -310,11 +310,10 @@ def main(device: DeviceOption = Plan.device, json: JsonOption = None) -> None:
     print(f"{run['host']}; {plan.clients} clients")
     print(f"{plan.kills} kills: accept length back after {run['return']['tokens']} tokens; by 25 tokens: {shares}")
     print(f"{run['jobs']} jobs with the tokens of the undisturbed run, {len(run['errors'])} errors")
-    print("\n".join(run["errors"]))
-    write_json(run, json)
-    problems = _problems(run)
+    problems = [*run["errors"], *_problems(run)]
     print("\n".join(problems))
-    sys.exit(bool(run["errors"] or problems))
+    write_json(run, json)
+    sys.exit(bool(problems))
 
 
 if __name__ == "__main__":

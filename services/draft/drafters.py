@@ -94,8 +94,8 @@ class HeadDrafter:
         self._head.borrow(state.weights)
         self._slots.open(state)
         # Ids that the target lacks, as of padding, would be sampled like any other.
-        has_all = int(self._head.token_ids[-1]) < state.slots.vocab_size
-        self._samples_own_ids = self._head.samples_own_ids and has_all
+        head = self._head
+        self._samples_own_ids = head.samples_own_ids and int(head.token_ids[-1]) < state.slots.vocab_size
         self._num_modules = min(num_modules, shape.num_draft_tokens)
         size, width = (shape.num_slots, self._head.config.layer.hidden_size), state.region.shape.hidden_width
         self._kept = torch.zeros((self._num_modules, *size), dtype=self._dtype, device=self._device)

@@ -121,7 +121,7 @@ class SlotTable:
         emptied = [update.slot for update in updates if update.first_page_index == 0]
         rows = list(params.values())
         has_adjustments = not self._staged_adjusted.isdisjoint(params) or any(row.adjusts_logits for row in rows)
-        self._staged_adjusted = self._staged_adjusted.difference(params)
+        self._staged_adjusted.difference_update(params)
         self._staged_adjusted.update(slot for slot, row in params.items() if row.adjusts_logits)
         num_words, num_emptied = len(words), len(emptied)
         staged = staging.put_integers([*words, *words.values(), *emptied, *params])

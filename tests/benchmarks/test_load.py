@@ -45,7 +45,7 @@ def completed() -> RequestRecord:
 
 
 class FakeServer:
-    """What a search asks a server."""
+    """A server of nothing but metrics and a draft's process, either of which a test may change."""
 
     address = "unix:/nowhere"
     losses, pid = 0, 5
@@ -55,7 +55,7 @@ class FakeServer:
         return Scrape.read(f'slipstream_draft_losses_total{{cause="died"}} {self.losses}\n')
 
     async def until(self, *_: object) -> Scrape:
-        """What is asked is there at once."""
+        """Returns the metrics, whatever is waited for."""
         return await self.metrics()
 
     def services(self) -> dict[str, int]:

@@ -169,7 +169,7 @@ class RaggedPlan:
 
         In a graph there are as many items as there may be, the last of which do nothing.
         """
-        if _are_short(ragged, tokens, spare):
+        if _are_unsplit(ragged, tokens, spare):
             spare = 0
         if ragged.lengths is None:
             num_tiles = len(ragged.rows) // tokens + min(len(limits), len(ragged.rows))
@@ -200,7 +200,7 @@ class RaggedPlan:
         return cls(items, split_tiles, 2 * spare)
 
 
-def _are_short(ragged: RaggedRows, tokens: int, spare: int) -> bool:
+def _are_unsplit(ragged: RaggedRows, tokens: int, spare: int) -> bool:
     """Returns whether `plan_kernel` would split no tile; False where the host cannot know it."""
     if ragged.lengths is None or ragged.num_keys is None:
         return False

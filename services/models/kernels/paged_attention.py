@@ -57,7 +57,7 @@ class PagedAttention:
             is_long = is_invariant or _are_long(batch.ragged)
             self._tile = _tile_of_ragged(self._group, config.head_dim, element_size, is_long=is_long)
             self._plan = self._make_plan(batch.ragged, is_invariant=is_invariant)
-            self._is_split = not is_invariant
+            self._is_split = not is_invariant  # one kernel, whether any row has splits or none
             self._has_splits = self._plan.num_places > 0
             num_partials = self._plan.num_places * config.num_kv_heads * self._tile.block_m
             self._grid: tuple[int, ...] = (config.num_kv_heads, self._plan.items.shape[1])

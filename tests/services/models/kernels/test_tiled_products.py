@@ -9,6 +9,7 @@ from torch import nn
 
 from slipstream.services.models.decoder import Linear
 from slipstream.services.models.kernels.tiled_products import added_product, gated_product, suits_tiles
+from tests.services.models.kernels.test_products import Case, exact
 
 ROUNDING = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Relative: a little more than one rounding."""
@@ -25,8 +26,10 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return value
 
 
-def some(*shape: int, device: torch.device, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+@pytest.fixture
+def case(device: torch.device, dtype: torch.dtype) -> Case:
+    """Numbers where the kernels run."""
+    return Case(device, dtype)
 
 
 def layer_of(weight: torch.Tensor) -> Linear:
@@ -39,23 +42,21 @@ def close(values: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "size", "columns"), SHAPES)
-def test_a_gated_product(num_rows: int, size: int, columns: int, device: torch.device, dtype: torch.dtype) -> None:
-    x = some(num_rows, size, device=device, dtype=dtype, seed=1)
-    weight = size**-0.5 * some(2 * columns, size, device=device, dtype=dtype, seed=2)
-    gate, up = F.linear(x.to(torch.float64), weight.to(torch.float64)).chunk(2, dim=1)
-    output = gated_product(x, layer_of(weight))
+def test_a_gated_product(num_rows: int, size: int, columns: int, case: Case, dtype: torch.dtype) -> None:
+    x, layer = case.some(num_rows, size), case.layer(size, 2 * columns, has_bias=False)
+    gate, up = exact(x, layer).chunk(2, dim=1)
+    output = gated_product(x, layer)
     assert output.dtype == dtype
     close(output, F.silu(gate) * up)
 
 
 @pytest.mark.parametrize(("num_rows", "size", "columns"), SHAPES)
-def test_a_product_is_added(num_rows: int, size: int, columns: int, device: torch.device, dtype: torch.dtype) -> None:
-    x = some(num_rows, size, device=device, dtype=dtype, seed=1)
-    weight = size**-0.5 * some(columns, size, device=device, dtype=dtype, seed=2)
-    residual = some(num_rows, columns, device=device, dtype=dtype, seed=3)
+def test_a_product_is_added(num_rows: int, size: int, columns: int, case: Case) -> None:
+    x, layer = case.some(num_rows, size), case.layer(size, columns, has_bias=False)
+    residual = case.some(num_rows, columns)
     kept = residual.clone()
-    output = added_product(residual, x, layer_of(weight))
-    close(output, kept.to(torch.float64) + F.linear(x.to(torch.float64), weight.to(torch.float64)))
+    output = added_product(residual, x, layer)
+    close(output, kept.to(torch.float64) + exact(x, layer))
     assert torch.equal(residual, kept), "what a draft head reads of the layer before stays"
 
 
