@@ -150,8 +150,9 @@ class GuardedMemory:
             arena.allow_fences()
 
     def allow_step(self, command: StepCommand | pb.StepCommand) -> None:
-        """Allows what a step may write: its own slots' rows, and the padding row."""
-        rows, row = [0, *command.slots], command.step % 3
+        """Allows what a step may write: the rows of the slots that it names and that there are, and the padding row."""
+        named = (*command.slots, *(chunk.slot for chunk in command.chunks))
+        rows, row = [0, *(slot for slot in named if 0 < slot < NUM_SLOTS)], command.step % 3
         if self._is_draft:
             self.own.allow(BufferName.DRAFT_STAMPS, row)
             self.own.allow(BufferName.DRAFT_TOKENS, rows)

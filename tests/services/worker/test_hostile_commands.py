@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -19,14 +20,12 @@ from slipstream.common.worker.step import (
     StepKind,
 )
 from slipstream.common.worker.wire import command_to_pb
-from slipstream.protos import worker_pb2 as pb
 from tests.harness.checkpoints import VOCAB_SIZE
 from tests.harness.hosted import (
     ATTACHMENT,
     CONTEXT_TOKENS,
     FUZZ,
     NUM_PAGES,
-    NUM_SLOTS,
     TIMEOUT_S,
     Hosted,
     decode,
@@ -35,6 +34,9 @@ from tests.harness.hosted import (
 )
 from tests.harness.hostile_messages import change
 from tests.harness.served_worker import kv_cache
+
+if TYPE_CHECKING:
+    from slipstream.protos import worker_pb2 as pb
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -148,19 +150,10 @@ def run_commands(hosted: Hosted, data: st.DataObject) -> None:
         # All but the refused one and what came after it; without an acknowledgement, any of them may have run.
         ran = made[:accepted] if all(message.acknowledge for message in made) else made
         for message in ran:
-            message_slots = [slot for slot in message.slots if 0 < slot < NUM_SLOTS]
-            memory.allow_step(_with_slots(message, message_slots))
+            memory.allow_step(message)
         own = {0, *(page for message in ran for update in message.updates for page in update.pages)}
         others = [page for page in range(NUM_PAGES) if page not in own]
         for cache in caches:
             pages = cache.view(NUM_PAGES, -1)
             assert bool((pages[others] == CANARY).all()), "a page that no slot has"
     assert hosted.worker.failures == []
-
-
-def _with_slots(message: pb.StepCommand, slots: list[int]) -> pb.StepCommand:
-    copy = pb.StepCommand()
-    copy.CopyFrom(message)
-    del copy.slots[:]
-    copy.slots.extend(slots)
-    return copy
