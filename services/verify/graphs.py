@@ -114,7 +114,8 @@ class VerifyGraphs:
                     region.log_stash(command.step, command.slots, ending.result.value)
                 return
             # Rows beyond the command's slots are padding.
-            result = merged(lambda values: values[0][:num_rows], target.sample(forward, mode, command.top_logprobs))
+            sampled = target.sample(forward, target.logits(forward), mode, command.top_logprobs)
+            result = merged(lambda values: values[0][:num_rows], sampled)
             future_map.publish(command.step, rows[:num_rows], result)
             target.record_output(rows[:num_rows], result)
             if region is not None:
@@ -165,7 +166,7 @@ class VerifyGraphs:
         result = Latest[VerifyResult]()
 
         def work() -> None:
-            result.value = self._target.sample(forward.value, mode)
+            result.value = self._target.sample(forward.value, self._target.logits(forward.value), mode)
             self._state.future_map.publish(self._graphed.step, rows, result.value)
             self._state.future_map.stash_captured(self._graphed.step, rows, result.value)
 

@@ -71,8 +71,8 @@ class TargetForward:
     """[B] int64: the position of the first token."""
     tokens: torch.Tensor
     """[B, W] int64: the bonus token, and the draft's, if there is one."""
-    logits: torch.Tensor
-    """[B, W, vocab_size], behind each of them."""
+    hidden: torch.Tensor
+    """[B, W, hidden_size], behind each of them, perhaps with padding. Graphs keep it; logits take much more memory."""
     aux: torch.Tensor | None
     """[B, W, width]: the fused states, if a draft reads them."""
 
@@ -106,7 +106,8 @@ class Target:
         self._forget(command, region)
         draft_tokens = self._copy_in(command, rows, region)
         forward = self.forward(command.step, rows, draft_tokens, aux_layers)
-        return self.sample(forward, self._state.slots.sampling_mode(command.slots), command.top_logprobs)
+        mode = self._state.slots.sampling_mode(command.slots)
+        return self.sample(forward, self.logits(forward), mode, command.top_logprobs)
 
     def forward(
         self, step: StepNumber, rows: torch.Tensor, draft_tokens: torch.Tensor | None, aux_layers: tuple[int, ...]
@@ -124,25 +125,33 @@ class Target:
             positions = seq_lens[:, None] + columns.clamp_max(num_tokens - 1)
             is_valid = (columns < num_tokens).expand(len(rows), -1).contiguous()
         output = self._model.forward(slots, inputs, positions, is_valid=is_valid, aux_layers=aux_layers)
-        logits = self._model.decoder.logits(output.hidden)[:, :num_tokens].contiguous()
         aux = None if output.aux is None else output.aux[:, :num_tokens]
-        return TargetForward(rows, seq_lens, tokens, logits, aux)
+        return TargetForward(rows, seq_lens, tokens, output.hidden, aux)
 
-    def sample(self, forward: TargetForward, mode: SamplingMode, top_logprobs: int | None = None) -> VerifyResult:
-        """Samples the target's own token at each place, and accepts the draft's as far as they agree."""
+    def logits(self, forward: TargetForward) -> torch.Tensor:
+        """Computes the logits behind each token: [B, W, vocab_size]."""
+        return self._model.decoder.logits(forward.hidden)[:, : forward.tokens.shape[1]].contiguous()
+
+    def sample(
+        self, forward: TargetForward, logits: torch.Tensor, mode: SamplingMode, top_logprobs: int | None = None
+    ) -> VerifyResult:
+        """Samples the target's own token at each place, and accepts the draft's as far as they agree.
+
+        `logits`: [B, W, vocab_size], behind each token of the forward.
+        """
         chain = forward.tokens[:, 1:]
         positions = _positions(forward.seq_lens, forward.tokens) + 1
         # Taken anew: in a graph, what the forward has read of the slots belongs to the forward's graph alone.
         slots = self._model.slots.take(forward.rows)
-        tokens = self._model.slots.sample(slots, forward.logits, positions, mode, chain)
+        tokens = self._model.slots.sample(slots, logits, positions, mode, chain)
         seq_lens, num_accepted = self._accept(forward, tokens)
         return VerifyResult(
             seq_lens=seq_lens,
             num_accepted=num_accepted,
             tokens=tokens,
-            scores=_scores(forward.logits, tokens),
+            scores=_scores(logits, tokens),
             hidden_states=forward.aux,
-            logprobs=None if top_logprobs is None else _logprobs(forward.logits, tokens, top_logprobs),
+            logprobs=None if top_logprobs is None else _logprobs(logits, tokens, top_logprobs),
         )
 
     def prefill(
@@ -193,13 +202,13 @@ class Target:
             region.stash_prefill(command.step, _without_padding(taken_in.aux, command))
         ends_hidden = torch.split(taken_in.hidden, [len(together.places) for together in ends])
         logits = self._logits_of(decoded.hidden.flatten(0, 1), *ends_hidden)
-        forward = TargetForward(rows, seq_lens, tokens, logits[0].view(*tokens.shape, -1), decoded.aux)
+        forward = TargetForward(rows, seq_lens, tokens, decoded.hidden, decoded.aux)
         mode, asked = self._state.slots.sampling_mode(command.slots), command.top_logprobs
         first = (
             _widened(self._first_tokens(taken_in, together, of_ends[:, None], asked), tokens.shape[1])
             for together, of_ends in zip(ends, logits[1:], strict=True)
         )
-        return merged(torch.cat, self.sample(forward, mode, asked), *first)
+        return merged(torch.cat, self.sample(forward, logits[0].view(*tokens.shape, -1), mode, asked), *first)
 
     def take_in(self, chunks: FlatChunks) -> None:
         """Fills the KV of chunks in which no prompt ends."""

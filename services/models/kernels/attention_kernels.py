@@ -198,7 +198,7 @@ def attend_kernel(
         PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D, BLOCK_N, has_first,
     )  # fmt: skip
 
-    has_keys = is_seeing & (total > 0.0)
+    has_keys = is_seeing & (total != 0.0)  # NaN where a key or value is: so is what comes of it
     result = tl.where(has_keys[:, None], accumulated / tl.where(has_keys, total, 1.0)[:, None], 0.0)
     is_partial = IS_SPLIT and (num_splits > 1 if IS_RAGGED else True)
     if is_partial:

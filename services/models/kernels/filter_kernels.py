@@ -138,12 +138,12 @@ def count_kernel(
     BLOCK_G: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Counts the tokens that have the bits found so far, block by block. Grid: (any number, N).
+    """Counts the tokens that have the bits found so far, block by block. Grid: (N, any number).
 
     All programs of a row find the same bits from the level before; the first one writes them for the next.
     """
     wait_for_previous(OVERLAPS)
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     top_k = tl.load(top_ks + row)
     if (top_k <= 0) | (tl.load(temperatures + row) <= 0.0):
         return
@@ -162,13 +162,13 @@ def count_kernel(
             num_blocks,
             BLOCK_G,
         )
-    if tl.program_id(0) == 0:
+    if tl.program_id(1) == 0:
         tl.store(bits + level * num_rows + row, found)
         tl.store(count_before + level * num_rows + row, number)
     greatest = greatest_of(block_best, row, num_blocks, BLOCK_G)
     temperature = tl.load(temperatures + row)
     shift = BITS * (LEVELS - 1 - level)
-    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+    for block in range(tl.program_id(1), num_blocks, tl.num_programs(1)):
         index = block * BLOCK + tl.arange(0, BLOCK)
         keys = deficits_of(load_logits(logits, row, index, vocab_size), greatest, temperature).to(
             tl.int32, bitcast=True

@@ -91,7 +91,8 @@ def keep_kernel(
     at = qkv + index * ((Q_HEADS + 2 * KV_HEADS) * HEAD_DIM) + (head * HEAD_DIM)[:, None] + h[None, :]
     first = tl.load(at, mask=is_there, other=0.0)
     second = tl.load(at + half, mask=is_there, other=0.0)
-    is_rotated = (head < Q_HEADS + KV_HEADS)[:, None]
+    is_rotated_head = head < Q_HEADS + KV_HEADS
+    is_rotated = is_rotated_head[:, None]
     x = first.to(tl.float32)
     y = second.to(tl.float32)
     if HAS_NORMS:
@@ -115,6 +116,18 @@ def keep_kernel(
     is_own = is_there & (head < Q_HEADS)[:, None]
     tl.store(at, first, mask=is_own)
     tl.store(at + half, second, mask=is_own)
+    # What is not finite is seen in the scores, so that it reaches no query that masks it: zero times NaN is NaN.
+    is_key = (head >= Q_HEADS) & is_rotated_head
+    value_at = tl.where(is_key, KV_HEADS * HEAD_DIM, 0)[:, None] + at
+    own_first = tl.load(value_at, mask=is_there & is_key[:, None], other=0.0)
+    own_second = tl.load(value_at + half, mask=is_there & is_key[:, None], other=0.0)
+    own_first = tl.where(is_key[:, None], own_first, first)
+    own_second = tl.where(is_key[:, None], own_second, second)
+    is_finite = (tl.abs(own_first) < float("inf")) & (tl.abs(own_second) < float("inf"))
+    is_broken = ((tl.min(is_finite.to(tl.int32), axis=1) == 0) & (head >= Q_HEADS))[:, None]
+    kept_as = tl.where(is_key, float("nan"), 0.0)[:, None]
+    first = tl.where(is_broken, kept_as, first).to(kv.dtype.element_ty)
+    second = tl.where(is_broken, kept_as, second).to(kv.dtype.element_ty)
     is_stored = is_there & (head >= Q_HEADS)[:, None]
     kv_at = kv + kv_row * (2 * KV_HEADS * HEAD_DIM) + ((head - Q_HEADS) * HEAD_DIM)[:, None] + h[None, :]
     tl.store(kv_at, first, mask=is_stored)

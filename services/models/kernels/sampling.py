@@ -66,7 +66,7 @@ class _Sampling:
         num_blocks = -(-vocab_size // _BLOCK)
         device = logits.device
         programs = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device)
-        self._grid = (max(1, min(num_blocks, programs // num_rows)), num_rows)
+        self._grid = (num_rows, max(1, min(num_blocks, programs // num_rows)))
         self._sizes = (vocab_size, num_blocks, num_rows)
         self._logits = logits
         self._rows = rows

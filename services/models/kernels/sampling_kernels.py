@@ -32,10 +32,10 @@ def greatest_kernel(
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """The greatest logit of each block. Grid: (any number, N)."""
+    """The greatest logit of each block. Grid: (N, any number)."""
     wait_for_previous(OVERLAPS)
-    row = tl.program_id(1).to(tl.int64)
-    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+    row = tl.program_id(0).to(tl.int64)
+    for block in range(tl.program_id(1), num_blocks, tl.num_programs(1)):
         index = block * BLOCK + tl.arange(0, BLOCK)
         values = load_logits(logits, row, index, vocab_size)
         best = tl.max(values, axis=0)
@@ -75,10 +75,10 @@ def score_kernel(
 ) -> None:
     """Finds the best score of each block; if IS_SECOND, among the tokens before one that top-p does not keep.
 
-    Grid: (any number, N).
+    Grid: (N, any number).
     """
     wait_for_previous(OVERLAPS)
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     if temperature <= 0.0:
         return
@@ -98,7 +98,7 @@ def score_kernel(
     if HAS_FILTERS:
         cut, ties = cut_of(top_ks, counts, bits, count_before, row, vocab_size, num_blocks, num_rows, BLOCK_G)
         least = least_of(min_ps, row)
-    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+    for block in range(tl.program_id(1), num_blocks, tl.num_programs(1)):
         best, chosen = best_score(
             logits, token_ids, row, block, greatest, temperature, tl.load(seeds + row), tl.load(positions + row),
             least, cut, ties, counts, bound, bound_index, vocab_size, num_blocks, num_rows,
@@ -127,9 +127,9 @@ def mass_kernel(
     BLOCK_G: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Computes each block's mass, and the mass before the token that is checked. Grid: (any number, N)."""
+    """Computes each block's mass, and the mass before the token that is checked. Grid: (N, any number)."""
     wait_for_previous(OVERLAPS)
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     if tl.load(is_done + row) != 0:
         return
     temperature = tl.load(temperatures + row)
@@ -137,7 +137,7 @@ def mass_kernel(
     bound_index = tl.load(looked_at + row)
     bound = bits_of_deficit(logits, row, bound_index, greatest, temperature, vocab_size)
     cut, ties = cut_of(top_ks, counts, bits, count_before, row, vocab_size, num_blocks, num_rows, BLOCK_G)
-    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+    for block in range(tl.program_id(1), num_blocks, tl.num_programs(1)):
         total, before = masses_of(
             logits, row, block, greatest, temperature, cut, ties, counts, bound, bound_index,
             vocab_size, num_blocks, num_rows, BLOCK, BLOCK_G,

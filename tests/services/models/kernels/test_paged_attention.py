@@ -234,6 +234,36 @@ def test_rows_without_a_valid_query_are_left_alone(device: torch.device) -> None
     assert set(changed.any(dim=1).nonzero().flatten().tolist()) <= set(own.tolist())
 
 
+# Triton's interpreter takes infinities for errors.
+@pytest.mark.parametrize("bad", ["nan", *(["inf", "-inf"] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize(("length", "width"), [(3, 5), (0, 40), (600, 3)])
+def test_a_token_that_is_not_finite_breaks_those_behind_it_alone(
+    length: int, width: int, bad: str, device: torch.device
+) -> None:
+    """Of a row alone, whose keys several programs share where they are many, and of a prompt's chunk."""
+    case = AttentionCase.random(some_config(), [length], width, device=device, dtype=torch.float32, seed=9)
+    clean, broken = case.attend(), width // 2
+    qkv = case.qkv.clone()
+    first_value = case.config.q_size + case.config.kv_size
+    qkv[broken, first_value + 1] = float(bad)
+    half = case.config.q_size // 2  # heads of the first key head
+    for batch in (case.batch, case.ragged([width]).batch):
+        output = AttentionCase(case.config, case.cache, batch, qkv).attend()
+        torch.testing.assert_close(output[:broken], clean[:broken])
+        assert output[broken:, :half].isnan().all()
+        torch.testing.assert_close(output[broken:, half:], clean[broken:, half:])
+
+
+@pytest.mark.parametrize("length", [20, 600])
+def test_a_key_that_is_not_a_number_is_not_hidden(length: int, device: torch.device) -> None:
+    case = AttentionCase.random(some_config(), [length], 2, device=device, dtype=torch.float32, seed=10)
+    page_size = case.cache.page_size
+    place = case.batch.page_table[0, 7 // page_size] * page_size + 7 % page_size
+    case.cache.rows[0][place, : case.config.kv_size] = float("nan")
+    assert case.attend().isnan().all()
+    assert case.ragged([2]).attend().isnan().all()
+
+
 def test_a_batch_may_be_empty(device: torch.device) -> None:
     case = AttentionCase.random(some_config(), (10,), 5, device=device, dtype=torch.float32, seed=8)
     names = ("tokens", "positions", "is_valid", "page_table", "limits")
