@@ -51,7 +51,15 @@ class ServingSettings(Settings, heading="Steps and memory"):
         high=2**24,
         unset="512 on a CPU, on a GPU what is free",
     )
-    page_tokens: int = setting(16, help="Tokens in a KV page.", unit="N", low=1, high=4096)
+    page_tokens: int | None = setting(
+        None,
+        help="Tokens in a KV page. Pages of 64 or a multiple are what attention to prompts is fastest with on a GPU; "
+        "smaller ones share shorter beginnings of prompts.",
+        unit="N",
+        low=1,
+        high=4096,
+        unset="64 on a GPU, 16 on a CPU",
+    )
     max_batched_tokens: int | None = setting(
         None,
         help="Tokens of a step that takes in prompts: what it decodes beside, K + 1 a request, and prompt tokens. auto "

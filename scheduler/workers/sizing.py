@@ -24,6 +24,8 @@ HOST_STEP_TOKENS = 512
 Buffers and memory are for such a step. While sequences decode, verify's measurement holds (`Attachment`)."""
 GPU_STEP_TOKENS = 2048
 """The same on a GPU: about as many as keep it busy."""
+HOST_PAGE_TOKENS, GPU_PAGE_TOKENS = 16, 64
+"""Tokens of a page, if page_tokens is not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +69,11 @@ class EpochSizes:
         context = longest if config.context_tokens is None else config.context_tokens
         if context > longest:
             raise ConfigError("context_tokens", context, f"at most {longest}, what the model was made for")
+        page_tokens = config.page_tokens or (GPU_PAGE_TOKENS if workers.verify.memory.total else HOST_PAGE_TOKENS)
         sizes = BatchSizes(
             num_slots=config.slots + 1,
             num_pages=0,
-            page_tokens=config.page_tokens,
+            page_tokens=page_tokens,
             chunk_tokens=min(chunk_tokens, context),
             num_draft_tokens=config.most_draft_tokens,
             run_ahead=config.run_ahead,
@@ -81,7 +84,7 @@ class EpochSizes:
         choices = sizes.most_choices
         plan = MemoryPlan(
             workers.all,
-            page_bytes=config.page_tokens * max(1, sum(worker.kv_bytes_per_token for worker in workers.all)),
+            page_bytes=page_tokens * max(1, sum(worker.kv_bytes_per_token for worker in workers.all)),
             step_tokens=sizes.most_tokens,
             step_choices=choices,
             reserve_bytes=config.memory_reserve_mib * MIB,

@@ -10,20 +10,22 @@ from slipstream.services.models.kernels.launching import wait_for_previous
 
 @triton.jit
 def pages_of(page_table: tl.tensor, key: tl.tensor, stop: tl.tensor, PAGE_SIZE: tl.constexpr) -> tl.tensor:
-    """Looks up the pages of the keys numbered `key`: [BLOCK_N] int64. Keys from `stop` on are not looked up."""
+    """Looks up the pages of the keys numbered `key`, int64. Keys from `stop` on are not looked up."""
     return tl.load(page_table + key // PAGE_SIZE, mask=key < stop, other=0)
 
 
 @triton.jit
 def rows_of(page: tl.tensor, key: tl.tensor, num_pages: tl.tensor, PAGE_SIZE: tl.constexpr) -> tl.tensor:
-    """The rows of `kv` of the keys numbered `key`, whatever the pages are: [BLOCK_N] int32."""
+    """The rows of `kv` of the keys numbered `key`, int32, whatever the pages are."""
     return tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int32) * PAGE_SIZE + key % PAGE_SIZE
 
 
 @triton.jit
 def attend_keys(
     query: tl.tensor,  # [BLOCK_M, BLOCK_D]
-    kv: tl.tensor,  # the key head's first element
+    kv: tl.tensor,
+    blocks: tl.tensor,  # of [BLOCK_N, HEAD_DIM]
+    column: tl.tensor,  # of the key head in both
     page_table: tl.tensor,  # the row's first page
     begin: tl.tensor,
     stop: tl.tensor,
@@ -32,8 +34,8 @@ def attend_keys(
     lowest: tl.tensor,  # the first key that may be read, if HAS_FIRST
     first_seen: tl.tensor,
     last_seen: tl.tensor,
-    rows: tl.tensor,  # [BLOCK_N] int32: where the first block's keys lie
-    pages: tl.tensor,  # [BLOCK_N] int64: the pages of the second's
+    rows: tl.tensor,  # [BLOCK_N] int32: where the first block's keys lie; the first of them if READS_BLOCKS
+    pages: tl.tensor,  # [BLOCK_N] int64: the pages of the second's, or the first
     num_pages: tl.tensor,
     score_scale: tl.tensor,
     PAGE_SIZE: tl.constexpr,
@@ -43,6 +45,7 @@ def attend_keys(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_FIRST: tl.constexpr,
+    READS_BLOCKS: tl.constexpr,
 ) -> tl.tensor:
     """Attends to the keys from `begin` to `stop`. Returns the greatest scores, the weights' sums and those of values.
 
@@ -60,13 +63,18 @@ def attend_keys(
         if HAS_FIRST:
             is_key = is_key & (key >= lowest)
         # Keys and values lie in the same layout, a constant apart: addresses are computed once.
-        is_read = is_key[:, None] & is_dim[None, :] if BLOCK_D > HEAD_DIM else is_key[:, None]
-        at = kv + (rows.to(tl.int64) * (2 * KV_SIZE))[:, None] + d[None, :]
+        if READS_BLOCKS:
+            row = rows
+            keys = blocks.load([row, column])
+        else:
+            # A key that no query may see must not be read: zero times NaN is NaN.
+            is_read = is_key[:, None] & is_dim[None, :] if BLOCK_D > HEAD_DIM else is_key[:, None]
+            at = kv + column + (rows.to(tl.int64) * (2 * KV_SIZE))[:, None] + d[None, :]
+            keys = tl.load(at, mask=is_read, other=0.0)
         # Looked up two blocks ahead, as the keys of the next are fetched in this one.
-        rows = rows_of(pages, key + BLOCK_N, num_pages, PAGE_SIZE)
-        pages = pages_of(page_table, key + 2 * BLOCK_N, stop, PAGE_SIZE)
-        # A key that no query may see must not be read: zero times NaN is NaN.
-        keys = tl.load(at, mask=is_read, other=0.0)
+        next_key = block_begin + BLOCK_N if READS_BLOCKS else key + BLOCK_N
+        rows = rows_of(pages, next_key, num_pages, PAGE_SIZE)
+        pages = pages_of(page_table, next_key + BLOCK_N, stop, PAGE_SIZE)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
         if (block_begin + BLOCK_N > seen_until) | (block_begin < seen_from):
             is_visible = is_key[None, :] & (key[None, :] <= last_seen[:, None])
@@ -79,7 +87,10 @@ def attend_keys(
         weights = tl.exp2(scores * score_scale - base[:, None])
         decay = tl.exp2(best - base)
         total = total * decay + tl.sum(weights, axis=1)
-        values = tl.load(at + KV_SIZE, mask=is_read, other=0.0)
+        if READS_BLOCKS:
+            values = blocks.load([row, column + KV_SIZE])
+        else:
+            values = tl.load(at + KV_SIZE, mask=is_read, other=0.0)
         accumulated = accumulated * decay[:, None]
         accumulated = tl.dot(weights.to(values.dtype), values, accumulated, input_precision="ieee")
         best = new_best
@@ -90,6 +101,7 @@ def attend_keys(
 def attend_kernel(
     qkv: tl.tensor,  # [N, (KV_HEADS * GROUP + 2 * KV_HEADS) * HEAD_DIM], queries rotated; N is B * width
     kv: tl.tensor,  # [num_pages * PAGE_SIZE, 2 * KV_HEADS * HEAD_DIM]
+    blocks: tl.tensor,  # descriptor of kv, of [BLOCK_N, HEAD_DIM]; read instead if READS_BLOCKS
     page_table: tl.tensor,  # [B, table_width] int64
     positions: tl.tensor,  # [B, width] int64
     is_valid: tl.tensor,  # [B, width] bool
@@ -118,6 +130,7 @@ def attend_kernel(
     HAS_STARTS: tl.constexpr,
     IS_SPLIT: tl.constexpr,  # each row into num_splits; ragged rows as their items say
     IS_RAGGED: tl.constexpr,  # [N] instead of [B, width]
+    READS_BLOCKS: tl.constexpr,  # whole blocks of keys, which a page has one or several of; see `reads_blocks`
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Attends with a tile of queries (of all heads that share one key head) of one row over one split of its keys.
@@ -170,13 +183,14 @@ def attend_kernel(
         # A query's keys come in the same blocks, wherever the windows of those beside it begin.
         first = lowest // BLOCK_N * BLOCK_N
 
-    # Splits are even to 16 keys, not to whole blocks, of which a short row has few.
-    keys_per_split = tl.cdiv(tl.cdiv(tl.maximum(num_seen - first, 0), num_splits), 16) * 16
+    # Where they can, splits are even to 16 keys, not to whole blocks, of which a short row has few.
+    even: tl.constexpr = BLOCK_N if READS_BLOCKS else 16
+    keys_per_split = tl.cdiv(tl.cdiv(tl.maximum(num_seen - first, 0), num_splits), even) * even
     begin = first + split * keys_per_split
     stop = tl.minimum(begin + keys_per_split, num_seen)
 
     own_pages = page_table + row * table_width
-    key = begin + tl.arange(0, BLOCK_N)
+    key = begin if READS_BLOCKS else begin + tl.arange(0, BLOCK_N)
     rows = rows_of(pages_of(own_pages, key, stop, PAGE_SIZE), key, num_pages, PAGE_SIZE)
     pages = pages_of(own_pages, key + BLOCK_N, stop, PAGE_SIZE)
     # So far nothing was read that an overlapping kernel writes: positions and page tables are there before the first
@@ -193,9 +207,9 @@ def attend_kernel(
     seen_until = tl.minimum(tl.min(tl.where(is_seeing, last_seen, num_seen), axis=0) + 1, stop)
     seen_from = tl.max(tl.where(is_seeing, first_seen, 0), axis=0) if has_first else 0
     best, total, accumulated = attend_keys(
-        query, kv + head * HEAD_DIM, own_pages, begin, stop, seen_from, seen_until,
+        query, kv, blocks, head * HEAD_DIM, own_pages, begin, stop, seen_from, seen_until,
         lowest, first_seen, last_seen, rows, pages, num_pages, score_scale,
-        PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D, BLOCK_N, has_first,
+        PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D, BLOCK_N, has_first, READS_BLOCKS,
     )  # fmt: skip
 
     has_keys = is_seeing & (total != 0.0)  # NaN where a key or value is: so is what comes of it

@@ -43,6 +43,12 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """True for the GPUs that tiles were measured on, whose copy engine brings them from memory."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def power_of_two(number: int) -> int:
     """The least power of two that is not below `number`."""
     return 1 << max(0, number - 1).bit_length()

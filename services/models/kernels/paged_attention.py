@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slipstream.services.models.attention import JoinedBatch, LastOutputs
 from slipstream.services.models.kernels.attention_kernels import attend_kernel, combine_kernel, combine_tiles_kernel
 from slipstream.services.models.kernels.attention_plan import MOST_SPLITS, RaggedPlan
-from slipstream.services.models.kernels.launching import num_multiprocessors, overlapping, power_of_two
+from slipstream.services.models.kernels.launching import is_hopper, num_multiprocessors, overlapping, power_of_two
 from slipstream.services.models.kernels.rotation import keep_kernel
 
 if TYPE_CHECKING:
@@ -52,10 +53,11 @@ class PagedAttention:
         self._ragged = batch.ragged
         element_size = cache.rows[0].element_size()
         self._plan: RaggedPlan | None = None
+        self._reads_blocks = batch.ragged is not None and _has_blocks(cache, config.head_dim)
         if batch.ragged is not None:
             self._width, self._num_splits, self._num_query_blocks = self._num_tokens, 1, 1
-            is_long = is_invariant or _are_long(batch.ragged)
-            self._tile = _tile_of_ragged(self._group, config.head_dim, element_size, is_long=is_long)
+            is_large = not self._reads_blocks and (is_invariant or _are_long(batch.ragged))
+            self._tile = _tile_of_ragged(self._group, config.head_dim, element_size, is_large=is_large)
             self._plan = self._make_plan(batch.ragged, is_invariant=is_invariant)
             self._is_split = not is_invariant  # one kernel, whether any row has splits or none
             self._has_splits = self._plan.num_places > 0
@@ -105,10 +107,11 @@ class PagedAttention:
 
     def _attend(self, layer: int, qkv: torch.Tensor, output: torch.Tensor) -> None:
         config = self._config
-        window = config.sliding_window(layer)
+        window, kv = config.sliding_window(layer), self._cache.rows[layer]
         attend_kernel[self._grid](
             qkv,
-            self._cache.rows[layer],
+            kv,
+            TensorDescriptor.from_tensor(kv, [self._tile.block_n, config.head_dim]) if self._reads_blocks else kv,
             self._page_table,
             self._positions,
             self._is_valid,
@@ -137,6 +140,7 @@ class PagedAttention:
             HAS_STARTS=self._starts is not None,
             IS_SPLIT=self._is_split,
             IS_RAGGED=self._ragged is not None,
+            READS_BLOCKS=self._reads_blocks,
             **overlapping(qkv.device),
             num_warps=self._tile.num_warps,
             num_stages=self._tile.num_stages,
@@ -168,9 +172,9 @@ class PagedAttention:
     ) -> None:
         config = self._config
         assert qkv.is_contiguous(), "a kernel reads the rows of qkv side by side"
-        num_heads = config.num_heads + 2 * config.num_kv_heads
-        block_heads = 8 if len(qkv) >= 256 else 2
-        keep_kernel[len(qkv), -(-num_heads // block_heads)](
+        block_heads = 16 if len(qkv) >= 256 else 2
+        num_programs = -(-config.num_heads // block_heads) + -(-2 * config.num_kv_heads // block_heads)
+        keep_kernel[len(qkv), num_programs](
             qkv,
             self._cache.rows[layer],
             rotation,
@@ -194,7 +198,7 @@ class PagedAttention:
             HAS_NORMS=norms is not None,
             IS_RAGGED=self._ragged is not None,
             **overlapping(qkv.device),
-            num_warps=4 if block_heads == 8 else 1,
+            num_warps=4 if block_heads == 16 else 1,
         )
 
     def _combine(self, output: torch.Tensor) -> None:
@@ -282,8 +286,9 @@ class _Tile:
 _PROMPT_TILE = _Tile(_LARGE, 64, 8, 3)
 """For heads of up to 128. Two groups of four warps share a block of keys, of which the next two are under way."""
 _WIDE_PROMPT_TILE = _Tile(_LARGE, 64, 8, 2)
-_SHORT_TILE = _Tile(64, 64, 4, 3)
-"""For heads of up to 128 and rows of which most have a few tokens: a larger tile would compute mostly with padding."""
+_SMALL_TILE = _Tile(64, 64, 4, 3)
+"""For heads of up to 128 where keys come in blocks, and for rows of which most have a few tokens: a larger tile would
+compute mostly with padding."""
 _LONG_TOKENS, _LONG_ROW = 512, 128
 """Tokens of ragged rows, together and on average, from which a large tile is faster."""
 
@@ -304,9 +309,24 @@ def _are_long(ragged: RaggedRows) -> bool:
     return lengths is not None and sum(lengths) >= max(_LONG_TOKENS, _LONG_ROW * len(lengths))
 
 
-def _tile_of_ragged(group: int, head_dim: int, element_size: int, *, is_long: bool) -> _Tile:
+def _has_blocks(cache: PagedKV, head_dim: int) -> bool:
+    """Returns whether a page has whole blocks of keys, which the GPU's copy engine brings without any addresses.
+
+    A block is read whole: the keys of it that no query sees may be anything, and values are always finite.
+    """
+    kv = cache.rows[0]
+    return (
+        cache.page_size % _SMALL_TILE.block_n == 0
+        and kv.element_size() == 2
+        and head_dim == power_of_two(head_dim)
+        and head_dim <= 128
+        and (not kv.is_cuda or is_hopper(kv.device))
+    )
+
+
+def _tile_of_ragged(group: int, head_dim: int, element_size: int, *, is_large: bool) -> _Tile:
     """Returns the tile of ragged rows: one of two sizes, so that any step finds its kernel compiled."""
     tile = _tile(_LARGE, head_dim, element_size)
-    if not is_long and tile == _PROMPT_TILE:
-        tile = _SHORT_TILE
+    if not is_large and tile == _PROMPT_TILE:
+        tile = _SMALL_TILE
     return replace(tile, block_m=max(tile.block_m, power_of_two(group)))

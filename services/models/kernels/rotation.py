@@ -66,33 +66,43 @@ def keep_kernel(
     IS_RAGGED: tl.constexpr,  # [N] instead of [B, width]
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Rotates and keeps BLOCK_HEADS heads of one token.
+    """Rotates BLOCK_HEADS queries of one token, or rotates and keeps half as many keys with their values.
 
-    Grid: (B * width, cdiv(Q_HEADS + 2 * KV_HEADS, BLOCK_HEADS)). Heads are numbered through queries, keys and values.
-    A token that is not kept goes to the padding page, page 0.
+    Grid: (B * width, cdiv(Q_HEADS, BLOCK_HEADS) + cdiv(KV_HEADS, BLOCK_HEADS / 2)). Heads are numbered through queries,
+    keys and values. A token that is not kept goes to the padding page, page 0.
     """
-    wait_for_previous(OVERLAPS)
     index = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + index) if IS_RAGGED else index // width
-    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    pairs: tl.constexpr = BLOCK_HEADS // 2
+    i = tl.arange(0, BLOCK_HEADS)
     h = tl.arange(0, BLOCK_HALF)
     half: tl.constexpr = HEAD_DIM // 2
-    is_there = (head < Q_HEADS + 2 * KV_HEADS)[:, None] & (h < half)[None, :]
+    first_pair = (tl.program_id(1) - tl.cdiv(Q_HEADS, BLOCK_HEADS)) * pairs
+    keeps = first_pair >= 0
+    if keeps:
+        # Read before the wait, as positions and page tables are there before the first kernel of a forward.
+        row = tl.load(rows + index) if IS_RAGGED else index // width
+        capacity = (table_width * PAGE_SIZE).to(tl.int64)
+        position = tl.load(positions + index)
+        end = tl.minimum(tl.maximum(tl.load(limits + row), 0), capacity)
+        is_kept = (tl.load(is_valid + index) != 0) & (position >= 0) & (position < end)
+        place = tl.minimum(tl.maximum(position, 0), capacity - 1)
+        page = tl.load(page_table + row * table_width + place // PAGE_SIZE)
+        page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
+        kv_row = tl.where(is_kept, page, 0) * PAGE_SIZE + place % PAGE_SIZE
+        pair = first_pair + i % pairs
+        head = Q_HEADS + pair + i // pairs * KV_HEADS
+        is_head = pair < KV_HEADS
+    else:
+        kv_row = index
+        head = tl.program_id(1) * BLOCK_HEADS + i
+        is_head = head < Q_HEADS
+    wait_for_previous(OVERLAPS)
 
-    capacity = (table_width * PAGE_SIZE).to(tl.int64)
-    position = tl.load(positions + index)
-    end = tl.minimum(tl.maximum(tl.load(limits + row), 0), capacity)
-    is_kept = (tl.load(is_valid + index) != 0) & (position >= 0) & (position < end)
-    place = tl.minimum(tl.maximum(position, 0), capacity - 1)
-    page = tl.load(page_table + row * table_width + place // PAGE_SIZE)
-    page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
-    kv_row = tl.where(is_kept, page, 0) * PAGE_SIZE + place % PAGE_SIZE
-
+    is_there = is_head[:, None] & (h < half)[None, :]
     at = qkv + index * ((Q_HEADS + 2 * KV_HEADS) * HEAD_DIM) + (head * HEAD_DIM)[:, None] + h[None, :]
     first = tl.load(at, mask=is_there, other=0.0)
     second = tl.load(at + half, mask=is_there, other=0.0)
-    is_rotated_head = head < Q_HEADS + KV_HEADS
-    is_rotated = is_rotated_head[:, None]
+    is_rotated = (head < Q_HEADS + KV_HEADS)[:, None]
     x = first.to(tl.float32)
     y = second.to(tl.float32)
     if HAS_NORMS:
@@ -113,25 +123,21 @@ def keep_kernel(
     sine = tl.load(rotation + index * HEAD_DIM + half + h, mask=h < half, other=0.0)[None, :]
     first = tl.where(is_rotated, (x * cosine - y * sine).to(first.dtype), first)
     second = tl.where(is_rotated, (y * cosine + x * sine).to(second.dtype), second)
-    is_own = is_there & (head < Q_HEADS)[:, None]
-    tl.store(at, first, mask=is_own)
-    tl.store(at + half, second, mask=is_own)
-    # What is not finite is seen in the scores, so that it reaches no query that masks it: zero times NaN is NaN.
-    is_key = (head >= Q_HEADS) & is_rotated_head
-    value_at = tl.where(is_key, KV_HEADS * HEAD_DIM, 0)[:, None] + at
-    own_first = tl.load(value_at, mask=is_there & is_key[:, None], other=0.0)
-    own_second = tl.load(value_at + half, mask=is_there & is_key[:, None], other=0.0)
-    own_first = tl.where(is_key[:, None], own_first, first)
-    own_second = tl.where(is_key[:, None], own_second, second)
-    is_finite = (tl.abs(own_first) < float("inf")) & (tl.abs(own_second) < float("inf"))
-    is_broken = ((tl.min(is_finite.to(tl.int32), axis=1) == 0) & (head >= Q_HEADS))[:, None]
-    kept_as = tl.where(is_key, float("nan"), 0.0)[:, None]
-    first = tl.where(is_broken, kept_as, first).to(kv.dtype.element_ty)
-    second = tl.where(is_broken, kept_as, second).to(kv.dtype.element_ty)
-    is_stored = is_there & (head >= Q_HEADS)[:, None]
-    kv_at = kv + kv_row * (2 * KV_HEADS * HEAD_DIM) + ((head - Q_HEADS) * HEAD_DIM)[:, None] + h[None, :]
-    tl.store(kv_at, first, mask=is_stored)
-    tl.store(kv_at + half, second, mask=is_stored)
+    if keeps:
+        # What is not finite is seen in the scores, so that it reaches no query that masks it: zero times NaN is NaN.
+        is_finite = (tl.abs(first) < float("inf")) & (tl.abs(second) < float("inf"))
+        is_broken = (tl.min(is_finite.to(tl.int32), axis=1) == 0) & (i >= pairs)  # of values
+        is_broken = tl.max(tl.reshape(is_broken.to(tl.int32), [2, pairs]), axis=0)[None, :]
+        is_broken = tl.reshape(tl.broadcast_to(is_broken, [2, pairs]), [BLOCK_HEADS])[:, None] > 0  # of keys and values
+        kept_as = tl.where(i < pairs, float("nan"), 0.0)[:, None]
+        first = tl.where(is_broken, kept_as, first).to(kv.dtype.element_ty)
+        second = tl.where(is_broken, kept_as, second).to(kv.dtype.element_ty)
+        kv_at = kv + kv_row * (2 * KV_HEADS * HEAD_DIM) + ((head - Q_HEADS) * HEAD_DIM)[:, None] + h[None, :]
+        tl.store(kv_at, first, mask=is_there)
+        tl.store(kv_at + half, second, mask=is_there)
+    else:
+        tl.store(at, first, mask=is_there)
+        tl.store(at + half, second, mask=is_there)
 
 
 _TOKENS_AT_ONCE = 4

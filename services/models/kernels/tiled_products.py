@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +9,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from slipstream.services.models.kernels.launching import num_multiprocessors, overlapping, wait_for_previous
+from slipstream.services.models.kernels.launching import (
+    is_hopper,
+    num_multiprocessors,
+    overlapping,
+    wait_for_previous,
+)
 
 if TYPE_CHECKING:
     from slipstream.services.models.decoder import Linear
@@ -61,31 +65,27 @@ _BLOCK_N, _BLOCK_N_GATED = 256, 128
 _TILES_DOWN, _STAGES, _NUM_WARPS = 16, 4, 8
 """As measured on an H200: the most that fits, and the fewest bytes from memory."""
 _LEAST_FILLED = 0.95
+_LEAST_FILLED_OF_MEMORY, _LEAST_ROWS = 0.8, 80
+"""The same where one row of tiles reads a weight, and from how many rows on it does so faster than cuBLAS."""
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNED = 8
 """Numbers in 16 bytes, of which a descriptor's rows are multiples."""
 
 
 def suits_tiles(x: torch.Tensor, layer: Linear, *, is_gated: bool = False) -> bool:
-    """True if a product of [N, size] by tiles takes a Hopper GPU less power than cuBLAS's, and no longer.
+    """True if a product of [N, size] by tiles takes a Hopper GPU less power or time than cuBLAS's, and no longer.
 
     All tiles are of one size, and the last ones run beside idle multiprocessors. Where these are many, cuBLAS has
     others. Float32 stays with cuBLAS, which is as exact as the CPU.
     """
-    num_at_once = _tiles_at_once(x.device)
-    if not num_at_once or x.dtype not in _DTYPES or layer.scales is not None or layer.bias is not None:
+    if not is_hopper(x.device) or x.dtype not in _DTYPES or layer.scales is not None or layer.bias is not None:
         return False
-    num_columns = _num_columns(layer, is_gated=is_gated)
+    num_columns, num_at_once = _num_columns(layer, is_gated=is_gated), num_multiprocessors(x.device)
     num_tiles = _num_tiles(len(x), num_columns, is_gated=is_gated)
     is_aligned = x.shape[1] % _ALIGNED == num_columns % _ALIGNED == 0
-    return is_aligned and num_tiles > 0 and num_tiles >= _LEAST_FILLED * num_at_once * -(-num_tiles // num_at_once)
-
-
-@cache
-def _tiles_at_once(device: torch.device) -> int:
-    """One for each multiprocessor; 0 if the GPU is none that the tiles were measured on."""
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    return num_multiprocessors(device) if is_hopper else 0
+    waits_for_memory = is_gated and _LEAST_ROWS <= len(x) <= _BLOCK_M
+    least_filled = _LEAST_FILLED_OF_MEMORY if waits_for_memory else _LEAST_FILLED
+    return is_aligned and num_tiles > 0 and num_tiles >= least_filled * num_at_once * -(-num_tiles // num_at_once)
 
 
 def _num_columns(layer: Linear, *, is_gated: bool) -> int:

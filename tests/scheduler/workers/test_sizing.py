@@ -77,15 +77,16 @@ def test_a_chunk_is_no_longer_than_the_context() -> None:
     assert EpochSizes.decide(replace(CONFIG, context_tokens=100), BOTH).batch.chunk_tokens == 100
 
 
-def test_a_chunk_is_larger_on_a_gpu() -> None:
-    config = replace(CONFIG, max_batched_tokens=None, memory_reserve_mib=0)
+def test_chunks_and_pages_are_larger_on_a_gpu() -> None:
+    config = replace(CONFIG, max_batched_tokens=None, page_tokens=None, memory_reserve_mib=0)
     longest, gib = 4096, 2**30
     on_host = replace(VERIFY, max_context_tokens=longest)
     on_gpu = replace(on_host, memory=DeviceMemory(total=16 * gib, free=16 * gib))
-    for verify, expected in ((on_host, 512), (on_gpu, 2048)):
-        assert EpochSizes.decide(config, Workers(verify=verify, draft=None)).batch.chunk_tokens == expected
-        given = EpochSizes.decide(replace(config, max_batched_tokens=100), Workers(verify=verify, draft=None)).batch
-        assert given.chunk_tokens == 100
+    given = replace(config, max_batched_tokens=100, page_tokens=8)
+    for verify, expected in ((on_host, (512, 16)), (on_gpu, (2048, 64))):
+        for settings, sizes in ((config, expected), (given, (100, 8))):
+            batch = EpochSizes.decide(settings, Workers(verify=verify, draft=None)).batch
+            assert (batch.chunk_tokens, batch.page_tokens) == sizes
 
 
 def test_a_gpu_without_memory_for_large_chunks_takes_small_ones() -> None:

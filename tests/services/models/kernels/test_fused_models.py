@@ -98,7 +98,8 @@ def products_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(decoder, "keeps_fp8", lambda device, dtype, **_: True)
     if request.param != "few rows":
         monkeypatch.setattr(products, "MOST_ROWS", 0)
-    monkeypatch.setattr(tiled_products, "_tiles_at_once", lambda device: int(request.param == "tiles"))
+    monkeypatch.setattr(tiled_products, "is_hopper", lambda device: request.param == "tiles")
+    monkeypatch.setattr(tiled_products, "num_multiprocessors", lambda device: 1)
 
 
 @pytest.mark.sampled(1)

@@ -208,6 +208,37 @@ def test_short_ragged_rows(
             at += width
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("page_size", "head_dim", "num_multiprocessors"), [(64, 16, 10), (128, 64, 1)])
+@pytest.mark.parametrize("has_starts", [False, True])
+@pytest.mark.parametrize("window", [None, 90])
+def test_keys_that_are_read_in_blocks(
+    page_size: int,
+    head_dim: int,
+    num_multiprocessors: int,
+    window: int | None,
+    has_starts: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With pages of a block and of two, rows whose keys programs share, and keys of NaN that no query sees."""
+    monkeypatch.setattr(paged_attention, "num_multiprocessors", lambda _: num_multiprocessors)
+    windows = () if window is None else (window,)
+    config = some_config(num_heads=2, num_kv_heads=1, head_dim=head_dim, sliding_windows=windows)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    lengths, widths = (700, 0, 63, 64, 37), (3, 80, 40, 1, 30)
+    case = AttentionCase.random(config, lengths, 80, device=device, dtype=dtype, seed=17, page_size=page_size)
+    assert paged_attention._has_blocks(case.cache, head_dim)
+    case.cache.rows[0][:, config.kv_size :].nan_to_num_(nan=100.0)
+    if has_starts:
+        case = case.change(starts=torch.tensor([500, 0, 37, -FAR, 20], device=device))
+    ragged = case.ragged(widths)
+    outputs = ragged.attend(), ragged.as_in_a_graph(6, sum(widths) + 4).attend()[: sum(widths)]
+    expected, is_taken = case.expected(), torch.arange(80) < torch.tensor(widths)[:, None]
+    for output in outputs:
+        assert (output.to(torch.float64).cpu() - expected[is_taken]).abs().max() <= TOLERANCES[dtype]
+
+
 def test_positions_past_the_limit_go_to_the_padding_page(device: torch.device) -> None:
     case = AttentionCase.random(some_config(), (10,), 5, device=device, dtype=torch.float32, seed=6)
     before = case.kept_pages()

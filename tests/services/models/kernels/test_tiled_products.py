@@ -72,15 +72,19 @@ def test_large_gates(device: torch.device, dtype: torch.dtype) -> None:
 
 def test_what_tiles_do_not_suit(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "slipstream.services.models.kernels.tiled_products"
-    monkeypatch.setattr(f"{module}._tiles_at_once", lambda device: 132)
+    monkeypatch.setattr(f"{module}.is_hopper", lambda device: True)
+    monkeypatch.setattr(f"{module}.num_multiprocessors", lambda device: 132)
     rows, weight = torch.zeros(1024, 64, dtype=torch.bfloat16), torch.zeros(2 * 14336, 64, dtype=torch.bfloat16)
     layer = layer_of(weight)
     assert suits_tiles(rows, layer, is_gated=True), "896 tiles fill seven times all multiprocessors but 28"
     assert not suits_tiles(rows[:768], layer, is_gated=True), "672 tiles fill them five times and 12 more"
+    assert suits_tiles(rows[:80], layer, is_gated=True), "112 tiles that read the weight once"
+    assert not suits_tiles(rows[:79], layer, is_gated=True), "cuBLAS reads it as fast"
+    assert not suits_tiles(rows[:80], layer_of(weight[: 2 * 13440]), is_gated=True), "105 tiles, 0.795 of all"
     assert not suits_tiles(rows[:0], layer, is_gated=True)
     assert not suits_tiles(rows.float(), layer, is_gated=True)
     assert not suits_tiles(rows[:, :60], layer_of(weight[:, :60]), is_gated=True)
     assert not suits_tiles(rows, Linear(layer.weight, nn.Parameter(weight[:, 0], requires_grad=False)), is_gated=True)
     assert not suits_tiles(rows, Linear(layer.weight, None, nn.Parameter(weight[:1])), is_gated=True)
-    monkeypatch.setattr(f"{module}._tiles_at_once", lambda device: 0)
+    monkeypatch.setattr(f"{module}.is_hopper", lambda device: False)
     assert not suits_tiles(rows, layer, is_gated=True), "on a GPU that they were not measured on"
