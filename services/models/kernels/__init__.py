@@ -11,8 +11,8 @@ attention. With more, cuBLAS has them; but where tiles of one size fill a Hopper
 gated product and the sums are those of `tiled_products.py`, which take less of the power that limits such a step. With
 80 to 128 rows the gated product is, too: one row of tiles reads the weight once.
 
-Attention to prompts reads blocks of 64 keys by the GPU's copy engine where a page has whole ones; elsewhere, and for
-decoding rows, each key by its page.
+Attention of ragged rows, which are those of steps with prompts, reads blocks of 64 keys by the GPU's copy engine where
+a page has whole ones; elsewhere, and in steps that only decode, each key by its page.
 
 Tried on an H200 with the shapes of an 8B model, 5 tokens a row: a forward takes less than with cuBLAS's products, a
 little for one row and more for eight. It takes less, too, when a kernel lets the one behind it be launched before it

@@ -130,7 +130,7 @@ def attend_kernel(
     HAS_STARTS: tl.constexpr,
     IS_SPLIT: tl.constexpr,  # each row into num_splits; ragged rows as their items say
     IS_RAGGED: tl.constexpr,  # [N] instead of [B, width]
-    READS_BLOCKS: tl.constexpr,  # whole blocks of keys, which a page has one or several of; see `reads_blocks`
+    READS_BLOCKS: tl.constexpr,  # whole blocks of keys, which a page has one or several of; see `_has_blocks`
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Attends with a tile of queries (of all heads that share one key head) of one row over one split of its keys.
