@@ -1,10 +1,10 @@
 """Latency and throughput against load, with and without drafting: the real services and an open-loop load generator.
 
 Requests come as a Poisson process and never wait for answers; latencies count from the due time of a request. Prompts
-and outputs have lengths like ShareGPT's (`workload.py` has the parameters), times a quarter,
-which suits the bundled model's context of 1,024 tokens and two CPU cores. First the capacity of each algorithm is
-found by saturation; the rates are fractions of the highest, the same arrivals for all algorithms, which take turns at
-each rate.
+and outputs have lengths like ShareGPT's (`workload.py` has the parameters), times a quarter, which suits the bundled
+model's context of 1,024 tokens and two CPU cores. First the capacity of each algorithm is found by saturation, the
+median of rounds in which they take turns; the rates are fractions of the highest, the same arrivals for all algorithms,
+which take turns at each rate.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Plan:
     warm_up_s: float = 3.0
     """The part of these, and of the capacity's, that does not count."""
     capacity_seconds: float = 12.0
+    capacity_rounds: int = 5
     drain_s: float = 60.0
     """Requests that take longer after the last arrival are left."""
     slots: int = 16
@@ -94,12 +95,7 @@ async def measure(plan: Plan) -> tuple[dict[str, LoadReport], list[ServingRun]]:
                 no_prefix_cache=True,  # the same prompts come at each rate
             )
             addresses[algorithm] = (await held.enter_async_context(running)).address
-        capacity = {}
-        for algorithm, address in addresses.items():
-            capacity[algorithm] = await find_capacity(
-                workload, address, plan.slots, plan.capacity_seconds, plan.warm_up_s, f"{plan.seed} capacity"
-            )
-            print(f"{algorithm}: capacity {capacity[algorithm].tokens_per_second:.0f} tokens/s", flush=True)
+        capacity = await _capacities(workload, addresses, plan)
         most = max(capacity.values(), key=lambda report: report.tokens_per_second)
         runs = []
         for fraction in plan.fractions:
@@ -109,6 +105,22 @@ async def measure(plan: Plan) -> tuple[dict[str, LoadReport], list[ServingRun]]:
                 speed = runs[-1].report.tokens_per_second
                 print(f"{algorithm} at {rate:.2f} requests/s: {speed:.0f} tokens/s", flush=True)
     return capacity, runs
+
+
+async def _capacities(workload: Workload, addresses: dict[str, str], plan: Plan) -> dict[str, LoadReport]:
+    """Returns the median report of each algorithm."""
+    found: dict[str, list[LoadReport]] = {algorithm: [] for algorithm in addresses}
+    for number in range(1, plan.capacity_rounds + 1):
+        for algorithm, address in addresses.items():
+            report = await find_capacity(
+                workload, address, plan.slots, plan.capacity_seconds, plan.warm_up_s, f"{plan.seed} capacity"
+            )
+            print(f"{algorithm}, round {number}: capacity {report.tokens_per_second:.0f} tokens/s", flush=True)
+            found[algorithm].append(report)
+    return {
+        algorithm: sorted(reports, key=lambda report: report.tokens_per_second)[len(reports) // 2]
+        for algorithm, reports in found.items()
+    }
 
 
 async def find_capacity(

@@ -6,7 +6,8 @@ of the prompts that are taken in meanwhile. The draft rests where plain steps ar
 not.
 
 What is not seen cannot be known, so the other kind of step is tried now and then: once for each size of batch, and
-otherwise in one of PROBE_SHARE steps at most, those in which the draft catches up included.
+otherwise in one of PROBE_SHARE steps at most, those in which the draft catches up included. In between, what is known
+of it goes up and down with the steps that are seen: a host that is slower for some seconds is so for both.
 
 The time of a mixed step is that of its chunks more than of decoding, so under steady arrivals, when every step would
 take in prompts, some decode alone (`decodes_alone`): ALONE_STEPS behind every MIXED_STEPS, and behind each mixed one
@@ -71,10 +72,11 @@ class RestCause(enum.Enum):
 class _Mean:
     """A mean that forgets slowly."""
 
-    __slots__ = ("value", "weight", "window")
+    __slots__ = ("reference", "value", "weight", "window")
 
     def __init__(self, window: float) -> None:
-        self.value = self.weight = 0.0
+        self.value = self.weight = self.reference = 0.0
+        """`reference`: the value when steps of the other kind were seen last; 0 if they are seen now."""
         self.window = window
 
     def add(self, value: float, weight: float = 1.0) -> None:
@@ -237,13 +239,23 @@ class DraftPolicy:
         self._probe_left, self._num_disturbed = 0, None
         self._until_probe, self._backoff = self._first_probe, 1
 
-    def _turn(self, *, drafts: bool) -> None:
+    def _turn(self, *, drafts: bool, is_probe: bool = False) -> None:
+        if drafts is not self.drafts:
+            for bucket, mean in self._seconds[drafts].items():
+                mean.value *= self._drift(bucket)
+        for mean in self._seconds[drafts].values():
+            mean.reference = 0.0 if is_probe else mean.value
         self.drafts = drafts
         self._num_stayed = self._num_against = 0
         self._beside_s, self._num_beside = 0.0, 0
         self._is_behind_mixed, self._is_unsure = False, True
         if drafts:
             self._num_back = 0
+
+    def _drift(self, bucket: int) -> float:
+        """How much longer steps take than when the other kind was seen last."""
+        own = self._seconds[self.drafts].get(bucket)
+        return own.value / own.reference if own is not None and own.reference else 1.0
 
     @property
     def _stay(self) -> int:
@@ -262,7 +274,7 @@ class DraftPolicy:
             mean.age(PROBE_STEPS[other] / 2)
         if other:
             self._tokens.age(PROBE_STEPS[other] / 2)
-        self._turn(drafts=other)
+        self._turn(drafts=other, is_probe=True)
 
     def _go_on_with_probe(self, num_rows: int) -> None:
         self._probe_left -= 1
@@ -300,8 +312,11 @@ class DraftPolicy:
         if not known:
             return self._tokens.value / _ASSUMED_RATIO
         nearest = min(known, key=lambda other: abs(other - _bucket(num_rows)))
-        seconds = plain[nearest].value + num_rows * self._prompts_of_token(False)
-        with_draft = drafted[nearest].value + num_rows * self._tokens.value * self._prompts_of_token(True)
+        drift = self._drift(nearest)
+        of_plain, of_drafted = (1.0, drift) if not self.drafts else (drift, 1.0)
+        seconds = of_plain * plain[nearest].value + num_rows * self._prompts_of_token(False)
+        with_draft = of_drafted * drafted[nearest].value
+        with_draft += num_rows * self._tokens.value * self._prompts_of_token(True)
         return self._tokens.value * seconds / with_draft
 
     def _prompts_of_token(self, is_drafted: bool) -> float:

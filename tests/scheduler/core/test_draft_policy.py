@@ -30,6 +30,8 @@ class Server:
     accepted: float
     """Tokens of a draft that are accepted, on average."""
     noise: float = 0.0
+    slowness: float = 1.0
+    """Of the host, which both kinds of steps share."""
     num_rows: int = 8
     way_back: int = WAY_BACK
     prompt_s: tuple[float, float] = (0.0, 0.0)
@@ -64,7 +66,8 @@ class Server:
             was_drafted = not self.kinds or self.kinds[-1]
             self._left = self._left - 1 if self.policy.drafts and not was_drafted else self.way_back
             is_drafted = self.policy.drafts and (was_drafted or self._left <= 0)
-            seconds = (self.drafted_s() if is_drafted else self.plain_s()) * self.rng.lognormvariate(0, self.noise)
+            seconds = (self.drafted_s() if is_drafted else self.plain_s()) * self.slowness
+            seconds *= self.rng.lognormvariate(0, self.noise)
             num_tokens = self.num_rows + is_drafted * self._num_accepted()
             if self.prompt_s[0]:
                 prompts_s = num_tokens * self.prompt_s[is_drafted]
@@ -156,6 +159,17 @@ def test_it_does_not_flap_where_both_kinds_are_as_fast(way_back: int) -> None:
     server.run(20_000)
     assert server.num_changes < 200
     assert server.num_tokens / server.seconds > 0.96 * server.best
+
+
+@pytest.mark.parametrize("slowness", [0.5, 2.0])
+@pytest.mark.parametrize("accepted", [1.2, 2.2])
+def test_a_host_that_is_slower_or_faster_for_a_while_is_no_reason_to_change(accepted: float, slowness: float) -> None:
+    """Drafted steps bring 0.84 and 1.23 times as many tokens a second as plain ones; no probe comes meanwhile."""
+    server = make_server(accepted)
+    server.run(1000)
+    for server.slowness in (slowness, 1.0):
+        kinds = server.run(200)
+        assert kinds == [accepted > 2] * 200
 
 
 def test_it_comes_back_when_drafts_are_accepted_again() -> None:
