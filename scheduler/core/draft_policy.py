@@ -39,7 +39,7 @@ STAY_PER_STEP_BACK = 8
 """The same for each step that the draft took to come back last: its way has to pay."""
 PROBE_STEPS = {False: 8, True: 16}
 """Steps that are measured in a probe of plain and of drafted ones, which also say how much is accepted."""
-CLOSE = 0.15
+CLOSE = 0.25
 """Where the two kinds differ by less, a probe goes on for CLOSE_PROBES times as many steps."""
 CLOSE_PROBES = 3
 PROBE_SHARE = 128
