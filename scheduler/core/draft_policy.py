@@ -75,8 +75,9 @@ class _Mean:
     __slots__ = ("reference", "value", "weight", "window")
 
     def __init__(self, window: float) -> None:
-        self.value = self.weight = self.reference = 0.0
-        """`reference`: the value when steps of the other kind were seen last; 0 if they are seen now."""
+        self.value = self.weight = 0.0
+        self.reference = 0.0
+        """The value when steps of the other kind were seen last; 0 if they are seen now."""
         self.window = window
 
     def add(self, value: float, weight: float = 1.0) -> None:
@@ -312,11 +313,10 @@ class DraftPolicy:
         if not known:
             return self._tokens.value / _ASSUMED_RATIO
         nearest = min(known, key=lambda other: abs(other - _bucket(num_rows)))
-        drift = self._drift(nearest)
-        of_plain, of_drafted = (1.0, drift) if not self.drafts else (drift, 1.0)
-        seconds = of_plain * plain[nearest].value + num_rows * self._prompts_of_token(False)
-        with_draft = of_drafted * drafted[nearest].value
-        with_draft += num_rows * self._tokens.value * self._prompts_of_token(True)
+        times = {is_drafted: means[nearest].value for is_drafted, means in self._seconds.items()}
+        times[not self.drafts] *= self._drift(nearest)
+        seconds = times[False] + num_rows * self._prompts_of_token(False)
+        with_draft = times[True] + num_rows * self._tokens.value * self._prompts_of_token(True)
         return self._tokens.value * seconds / with_draft
 
     def _prompts_of_token(self, is_drafted: bool) -> float:
