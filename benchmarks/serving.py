@@ -58,6 +58,7 @@ class Plan:
     """The part of these, and of the capacity's, that does not count."""
     capacity_seconds: float = 12.0
     capacity_rounds: int = 5
+    """In which the algorithms take turns; the median counts."""
     drain_s: float = 60.0
     """Requests that take longer after the last arrival are left."""
     slots: int = 16

@@ -17,11 +17,7 @@ from slipstream.common.worker.contract import (
     DraftSizes,
     WorkerDescription,
 )
-from slipstream.common.worker.layout import (
-    LENT_WEIGHTS,
-    DraftShape,
-    EpochShape,
-)
+from slipstream.common.worker.layout import LENT_WEIGHTS, DraftShape, EpochShape
 from slipstream.common.worker.step import (
     FenceName,
     FenceOps,
@@ -36,7 +32,7 @@ from slipstream.common.worker.step import (
 UINT32, UINT64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 TOKEN_IDS = st.integers(0, 2**31 - 1)
 NUMBERS = st.integers(1, LARGEST_EPOCH)
-"""Of epochs and attachments."""
+"""The numbers that epochs and attachments may have."""
 
 
 def _tuples(items: st.SearchStrategy[int], max_size: int = 6) -> st.SearchStrategy[tuple[int, ...]]:

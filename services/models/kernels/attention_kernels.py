@@ -62,12 +62,13 @@ def attend_keys(
         is_key = key < stop
         if HAS_FIRST:
             is_key = is_key & (key >= lowest)
-        # Keys and values lie in the same layout, a constant apart: addresses are computed once.
         if READS_BLOCKS:
+            # What no query may see is read, too: its scores are masked, and its values finite (`keep_kernel`).
             row = rows
             keys = blocks.load([row, column])
         else:
-            # A key that no query may see must not be read: zero times NaN is NaN.
+            # Keys and values lie in the same layout, a constant apart: addresses are computed once. A key that no query
+            # may see must not be read: zero times NaN is NaN.
             is_read = is_key[:, None] & is_dim[None, :] if BLOCK_D > HEAD_DIM else is_key[:, None]
             at = kv + column + (rows.to(tl.int64) * (2 * KV_SIZE))[:, None] + d[None, :]
             keys = tl.load(at, mask=is_read, other=0.0)

@@ -312,7 +312,7 @@ def _are_long(ragged: RaggedRows) -> bool:
 def _has_blocks(cache: PagedKV, head_dim: int) -> bool:
     """Returns whether a page has whole blocks of keys, which the GPU's copy engine brings without any addresses.
 
-    A block is read whole: the keys of it that no query sees may be anything, and values are always finite.
+    A block is read whole: the keys of it that no query sees may be anything, and values are finite (`keep_kernel`).
     """
     kv = cache.rows[0]
     return (

@@ -93,7 +93,7 @@ def keep_kernel(
         head = Q_HEADS + pair + i // pairs * KV_HEADS
         is_head = pair < KV_HEADS
     else:
-        kv_row = index
+        kv_row = index  # of the same type: nothing is kept
         head = tl.program_id(1) * BLOCK_HEADS + i
         is_head = head < Q_HEADS
     wait_for_previous(OVERLAPS)

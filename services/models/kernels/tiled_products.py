@@ -73,7 +73,7 @@ _ALIGNED = 8
 
 
 def suits_tiles(x: torch.Tensor, layer: Linear, *, is_gated: bool = False) -> bool:
-    """True if a product of [N, size] by tiles takes a Hopper GPU less power or time than cuBLAS's, and no longer.
+    """True if a product of [N, size] by tiles takes a Hopper GPU less time than cuBLAS's, or less power and no longer.
 
     All tiles are of one size, and the last ones run beside idle multiprocessors. Where these are many, cuBLAS has
     others. Float32 stays with cuBLAS, which is as exact as the CPU.

@@ -23,11 +23,7 @@ from slipstream.common.worker.layout import (
     DraftShape,
     EpochShape,
 )
-from slipstream.common.worker.step import (
-    FenceName,
-    Role,
-    StepCommand,
-)
+from slipstream.common.worker.step import FenceName, Role, StepCommand
 from slipstream.common.worker.wire import (
     attached_to_pb,
     attachment_from_pb,

@@ -31,7 +31,7 @@ class Server:
     """Tokens of a draft that are accepted, on average."""
     noise: float = 0.0
     slowness: float = 1.0
-    """Of the host, which both kinds of steps share."""
+    """Times how long a step takes otherwise, of either kind: the host is busy with other things, too."""
     num_rows: int = 8
     way_back: int = WAY_BACK
     prompt_s: tuple[float, float] = (0.0, 0.0)

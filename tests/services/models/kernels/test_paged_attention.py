@@ -271,7 +271,7 @@ def test_rows_without_a_valid_query_are_left_alone(device: torch.device) -> None
 def test_a_token_that_is_not_finite_breaks_those_behind_it_alone(
     length: int, width: int, bad: str, device: torch.device
 ) -> None:
-    """Of a row alone, whose keys several programs share where they are many, and of a prompt's chunk."""
+    """A token of a decoding row, whose keys several programs share where they are many, and one of a prompt's chunk."""
     case = AttentionCase.random(some_config(), [length], width, device=device, dtype=torch.float32, seed=9)
     clean, broken = case.attend(), width // 2
     qkv = case.qkv.clone()
