@@ -258,7 +258,7 @@ class FencePoint(_message.Message):
     def __init__(self, fence: _Optional[_Union[Fence, str]] = ..., value: _Optional[int] = ...) -> None: ...
 
 class StepCommand(_message.Message):
-    __slots__ = ("epoch", "step", "kind", "slots", "waits", "signals", "chunks", "updates", "acknowledge", "top_logprobs", "attachment")
+    __slots__ = ("epoch", "step", "kind", "slots", "waits", "signals", "chunks", "updates", "acknowledge", "top_logprobs", "attachment", "drafts_none")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +270,7 @@ class StepCommand(_message.Message):
     ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_NONE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     kind: StepKind
@@ -281,7 +282,8 @@ class StepCommand(_message.Message):
     acknowledge: bool
     top_logprobs: int
     attachment: int
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[StepKind, str]] = ..., slots: _Optional[_Iterable[int]] = ..., waits: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., signals: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[PromptChunk, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[SlotUpdate, _Mapping]]] = ..., acknowledge: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., attachment: _Optional[int] = ...) -> None: ...
+    drafts_none: bool
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[StepKind, str]] = ..., slots: _Optional[_Iterable[int]] = ..., waits: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., signals: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[PromptChunk, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[SlotUpdate, _Mapping]]] = ..., acknowledge: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., attachment: _Optional[int] = ..., drafts_none: _Optional[bool] = ...) -> None: ...
 
 class PromptChunk(_message.Message):
     __slots__ = ("slot", "start", "tokens", "is_last")

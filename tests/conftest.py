@@ -55,6 +55,12 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["sample_seed"] = node.config.option.sample_seed
 
 
+@pytest.fixture
+def tiny_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small steps and large ones differ at any size, so that steps draft none while prompts wait."""
+    monkeypatch.setattr("slipstream.scheduler.core.batch_sizes.LEAST_SMALL", 1)
+
+
 def pytest_report_header(config: pytest.Config) -> str | None:
     """Prints the seed of the sample."""
     return f"sampled: --sample-seed={config.option.sample_seed}" if config.option.sampled else None

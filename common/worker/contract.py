@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slipstream.common.worker.layout import EpochShape, StepShape
     from slipstream.common.worker.step import Role
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Grows when a message of the worker contract changes its meaning."""
 LARGEST_EPOCH = 2**63 - 1
 """The largest number of an epoch and of an attachment: words of a step have 64 bits."""

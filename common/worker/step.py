@@ -127,6 +127,8 @@ class StepCommand:
     """Number of most likely tokens that verify publishes with each token's own logprob; None publishes no logprobs."""
     attachment: int = 0
     """For verify: the attachment of the draft that takes part; 0 for none."""
+    drafts_none: bool = False
+    """In a DECODE that takes in prompts, too: draft takes in the stash alone, and verify decodes plainly."""
 
     @property
     def is_mixed(self) -> bool:

@@ -179,6 +179,7 @@ def command_to_pb(command: StepCommand) -> pb.StepCommand:
         acknowledge=command.wants_acknowledgement,
         top_logprobs=command.top_logprobs,
         attachment=command.attachment,
+        drafts_none=command.drafts_none,
     )
     # Made in their place: what the constructor is given, it copies.
     for points, target in ((command.ops.waits, message.waits), (command.ops.signals, message.signals)):

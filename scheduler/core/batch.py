@@ -48,6 +48,11 @@ class _Decoding(NamedTuple):
     is_beyond_draft: Bools | None
     """See `DraftReach.is_beyond`."""
     top_logprobs: dict[int, int]
+    drafts_none: bool = False
+
+    def drafting_none(self) -> _Decoding:
+        """The same in a step in which the draft takes in what comes, and drafts none."""
+        return self._replace(most_more=np.ones_like(self.most_more), is_bounded=False, drafts_none=True)
 
 
 class Batch:
@@ -153,15 +158,19 @@ class Batch:
             self._is_decodes_turn = False
             return self._decode_step(decoding)
         self._is_decodes_turn = True
-        room = self.sizes.room_in_small_step(num_decoded)
+        room, drafts_none = self.sizes.room_in_small_step(num_decoded), False
         if self._prompts.exceed(SMALL_STEPS * room):
+            num_decoding = len(decoding.members.slots)
+            drafts_none = self.sizes.drafts_none(decoding.num_drafted, num_decoding, len(self._prompts.sequences))
+            num_decoded = num_decoding if drafts_none else num_decoded
             room = self.sizes.room_for_prompts(num_decoded)
         prompts = self._prompts.take(room, self.sizes.doubling_context if num_decoded else None)
         if prompts.ending.slots:
             self._is_prefilled[prompts.ending.rows] = True
             self._decoding = None
-        is_mixed = num_decoded and self.sizes.mixes
-        return self._mixed_step(decoding, prompts) if is_mixed else self._prefill_step(prompts)
+        if not num_decoded or not self.sizes.mixes:
+            return self._prefill_step(prompts)
+        return self._mixed_step(decoding.drafting_none() if drafts_none else decoding, prompts)
 
     def empty_step(self) -> Step:
         """A plain step of no sequence, which takes next to no time."""
@@ -349,7 +358,7 @@ class Batch:
         return decode._replace(
             yielding=yielding,
             most_more=np.concatenate((decoding.most_more, np.ones(num_ending, np.int32))),
-            is_bounded=decoding.is_bounded or (decoding.num_drafted > 0 and num_ending > 0),
+            is_bounded=decoding.is_bounded or (decode.num_draft_tokens > 0 and num_ending > 0),
             is_beyond_draft=None if is_beyond is None else np.pad(is_beyond, (0, num_ending)),
             top_logprobs=self._top_logprobs(yielding.rows),
             chunks=prompts.chunks,
@@ -386,7 +395,7 @@ class Batch:
             kind=StepKind.DECODE if decoding.num_drafted else StepKind.PLAIN,
             members=decoding.members,
             yielding=decoding.members,
-            num_draft_tokens=decoding.num_drafted,
+            num_draft_tokens=0 if decoding.drafts_none else decoding.num_drafted,
             most_more=decoding.most_more,
             is_bounded=decoding.is_bounded,
             is_beyond_draft=decoding.is_beyond_draft,

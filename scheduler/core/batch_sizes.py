@@ -10,6 +10,10 @@ LEAST_PROMPTS = 4
 SMALL_STEPS, LEAST_SMALL = 3, 1024
 """If SMALL_STEPS small steps take in all prompts that wait, steps are small: they have half of the tokens, at least
 LEAST_SMALL. With fewer a token takes longer on a GPU."""
+MANY_GUESSES, FEW_WAITING = 32, 8
+"""While more wait, and where small steps differ from others, these draft none if draft tokens would be one of
+MANY_GUESSES, and two prompts wait at least, and more than one for FEW_WAITING sequences that decode. First tokens come
+sooner then, and others later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,13 @@ class BatchSizes:
         if not num_decoded or not self.mixes:
             return self.room_for_prompts(num_decoded)
         return self._room(max(self.mixed_tokens // 2, min(self.mixed_tokens, LEAST_SMALL)), num_decoded)
+
+    def drafts_none(self, num_draft_tokens: int, num_decoding: int, num_waiting: int) -> bool:
+        """Whether a step with more prompts than small steps take in gives them the room of the draft's tokens, too."""
+        if not self.mixes or self.mixed_tokens <= LEAST_SMALL:
+            return False
+        has_many = MANY_GUESSES * num_decoding * num_draft_tokens >= self.mixed_tokens
+        return has_many and num_waiting > 1 + num_decoding // FEW_WAITING
 
     def _room(self, num_tokens: int, num_decoded: int) -> int:
         if not self.mixes:

@@ -166,11 +166,19 @@ class DraftPolicy:
                 self._num_mixed = 0
 
     def take_in(
-        self, seconds: float, num_rows: int, num_tokens: int, *, is_drafted: bool, num_prompt_tokens: int = 0
+        self,
+        seconds: float,
+        num_rows: int,
+        num_tokens: int,
+        *,
+        is_drafted: bool,
+        num_prompt_tokens: int = 0,
+        has_guesses: bool = True,
     ) -> None:
         """Takes in a decode step of `num_rows` sequences that brought `num_tokens`, `seconds` after the step before.
 
-        `num_prompt_tokens`: those that it took in beside, in a mixed step.
+        `num_prompt_tokens`: those that it took in beside, in a mixed step. `has_guesses`: False for one that drafts
+        none, and so takes as long as a plain one beyond its prompts; it says nothing of the tokens of drafted ones.
         """
         if self._num_disturbed is not None:
             self._num_disturbed += 1
@@ -181,8 +189,8 @@ class DraftPolicy:
         self._num_stayed += 1
         if self._num_stayed <= _SETTLING:
             return
-        bucket, known = _bucket(num_rows), self._seconds[is_drafted]
-        if is_drafted:
+        bucket, known = _bucket(num_rows), self._seconds[is_drafted and has_guesses]
+        if is_drafted and has_guesses:
             self._tokens.add(num_tokens / num_rows, num_rows)
         self._until_probe -= not self.is_held
         was_mixed, self._is_behind_mixed = self._is_behind_mixed, num_prompt_tokens > 0

@@ -14,7 +14,7 @@ from slipstream.common.worker.step import FenceName, Role, StepCommand, StepKind
 from slipstream.scheduler.core.pace import Pace
 from slipstream.scheduler.core.plan import DraftTraits, consume, initial_state, plan_step, with_draft
 from slipstream.scheduler.core.prefix_cache import NO_DRAFT
-from slipstream.scheduler.telemetry.step_metrics import DRAFT_BACKLOG, DRAFTED, PLAIN, RESTING, RESULT
+from slipstream.scheduler.telemetry.step_metrics import DRAFT_BACKLOG, DRAFTED, DRAFTED_NONE, PLAIN, RESTING, RESULT
 
 if TYPE_CHECKING:
     from slipstream.common.worker.access_log import AccessLog
@@ -316,15 +316,17 @@ class StepLoop:
             self._policy.take_in_prompts(gap_s, step.num_prompt_tokens, is_drafted=sent.attachment is not None)
         if decoded is None:
             return
-        is_drafted = decoded.attachment != 0
-        self._metrics.decoded(DRAFTED if is_drafted else RESTING if sent.is_resting else PLAIN)
-        if self._policy is not None and (is_drafted or sent.attachment is None):
+        is_drafted, drafts_none = decoded.attachment != 0, step.drafts_none
+        plain_mode = DRAFTED_NONE if drafts_none else RESTING if sent.is_resting else PLAIN
+        self._metrics.decoded(DRAFTED if is_drafted else plain_mode)
+        if self._policy is not None and (is_drafted or drafts_none or sent.attachment is None):
             self._policy.take_in(
                 decoded.gap_ns / 1e9,
                 decoded.num_sequences,
                 decoded.num_tokens,
-                is_drafted=is_drafted,
+                is_drafted=is_drafted or drafts_none,
                 num_prompt_tokens=step.num_prompt_tokens,
+                has_guesses=not drafts_none,
             )
 
     def _sleep(self) -> None:

@@ -67,7 +67,7 @@ class Step(NamedTuple):
     is_bounded: bool = False
     """True if some of these are less than K + 1."""
     num_draft_tokens: int = 0
-    """K of the draft that takes part, in a decode step; else 0."""
+    """K of the draft that takes part, in a decode step; 0 in others, and in a mixed one that only keeps it up."""
     is_beyond_draft: NDArray[np.bool_] | None = None
     """For each of `yielding`, whether it is decoded plainly as it is too long for the draft; None if none is."""
     top_logprobs: Mapping[int, int] = MappingProxyType({})
@@ -78,6 +78,11 @@ class Step(NamedTuple):
     updates: tuple[SlotUpdate, ...] = ()
     is_mixed: bool = False
     """True if it decodes and takes in prompts."""
+
+    @property
+    def drafts_none(self) -> bool:
+        """True if it decodes plainly, and draft takes in what comes of it."""
+        return self.kind is StepKind.DECODE and not self.num_draft_tokens
 
     @property
     def ordered(self) -> OrderedStep:
@@ -99,6 +104,7 @@ class Step(NamedTuple):
             updates=self.updates,
             top_logprobs=max(self.top_logprobs.values()) if self.top_logprobs else None,
             attachment=attachment,
+            drafts_none=self.drafts_none,
         )
 
     def commands_to_draft(self, planned: PlannedStep, attachment: int) -> list[StepCommand]:
@@ -114,5 +120,5 @@ class Step(NamedTuple):
             return [taking_in]
         return [
             replace(command, step=self.ordered.drafted, chunks=()),
-            replace(taking_in, ops=planned.draft_prompts, updates=()),
+            replace(taking_in, ops=planned.draft_prompts, updates=(), drafts_none=False),
         ]

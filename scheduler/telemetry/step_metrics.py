@@ -42,7 +42,7 @@ STEP_BUCKETS_S = (
 LABELS = ("fence", "mps", "algorithm")
 RESULT, DRAFT_BACKLOG, ACKNOWLEDGEMENT = SITES = ("result", "draft_backlog", "acknowledgement")
 """The places where the loop's thread may be blocked."""
-DRAFTED, RESTING, PLAIN = MODES = ("drafted", "resting", "plain")
+DRAFTED, DRAFTED_NONE, RESTING, PLAIN = MODES = ("drafted", "drafted_none", "resting", "plain")
 """How a decode step is made: drafted; plainly, while the draft rests; plainly, as there is none."""
 DECODE, PREFILL, MIXED = PHASES = ("decode", "prefill", "mixed")
 """What a step does: decode, take in prompts, or both."""

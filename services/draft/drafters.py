@@ -132,11 +132,13 @@ class HeadDrafter:
         """See `Drafter.propose`.
 
         Each module first makes the entries of the last step's new tokens, and behind them those of the tokens that the
-        modules before it have drafted. For tokens without a module the last one goes on with its own state.
+        modules before it have drafted. For tokens without a module the last one goes on with its own state. Each module
+        guesses one in any case.
         """
         assert stash.hidden_states is not None, "the description asks for hidden states"
         slots = self._slots.take(rows)
         self._slots.record_output(rows, stash.last_tokens, stash.num_new)
+        num_tokens = max(num_tokens, self._num_modules)
         # [num_tokens + 1, B, 1]: where the entries are, the first of which is made, and where their tokens come to be.
         ahead = (stash.seq_lens + torch.arange(num_tokens + 1, device=self._device)[:, None])[:, :, None]
         proposed: list[torch.Tensor] = []

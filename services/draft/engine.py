@@ -11,6 +11,7 @@ from slipstream.services.worker.forward_sizes import with_padding
 from slipstream.services.worker.graphs import GRAPHED_MODES, at_once, batch_buckets, capture_buckets
 from slipstream.services.worker.rehearsal import rehearse_drafting, rehearse_prompts
 from slipstream.services.worker.role import Phase
+from slipstream.services.worker.slots import SamplingMode
 from slipstream.services.worker.staging import FlatChunks
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from slipstream.services.worker.graphs import Buckets, GraphedPart, GraphedStep
     from slipstream.services.worker.region import NextStepState, Region
     from slipstream.services.worker.shared_buffers import StepNumber
-    from slipstream.services.worker.slots import SamplingMode
 
 
 class Drafter(Protocol):
@@ -43,10 +43,11 @@ class Drafter(Protocol):
         """
 
     def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
-        """Guesses the `num_tokens` tokens behind each slot's bonus token: [B, num_tokens] int64.
+        """Guesses the tokens behind each slot's bonus token: [B, num_tokens] int64, or a few more up to K.
 
         `rows`: [B] int64 slots; `mode`: how to sample as verify does. Called once for each stash of a slot that
-        drafts. The kernels that it launches depend on shapes and `mode` alone.
+        drafts, with 1 for `num_tokens` where no guess is used. The kernels that it launches depend on shapes and `mode`
+        alone.
         """
 
 
@@ -97,7 +98,8 @@ class DraftEngine:
         rows = state.staging.put_integers(command.slots)
 
         def work() -> None:
-            propose(self._drafter, state, command.step, rows, state.slots.sampling_mode(command.slots))
+            mode = state.slots.sampling_mode(command.slots)
+            propose(self._drafter, state, command.step, rows, mode, drafts_none=command.drafts_none)
 
         return [Phase(work, (FenceName.DRAFT_DONE,))]
 
@@ -107,7 +109,10 @@ class DraftEngine:
 
 
 class DraftGraphs:
-    """The decode steps of an epoch as graphs: from the stash to the tokens, the whole chain in one."""
+    """The decode steps of an epoch as graphs: from the stash to the tokens, the whole chain in one.
+
+    Those of steps that draft none are others, of which it does not matter how they sample.
+    """
 
     def __init__(self, drafter: Drafter, state: EpochState, graphed: GraphedStep) -> None:
         self._drafter = drafter
@@ -118,26 +123,41 @@ class DraftGraphs:
             mode: at_once(capture_buckets(f"draft, {mode.name.lower()}", sizes, partial(self._make, mode)))
             for mode in GRAPHED_MODES
         }
+        make = partial(self._make, SamplingMode.NOISE, drafts_none=True)
+        self._taking_in = at_once(capture_buckets("draft, drafting none", sizes, make))
 
     def propose(self, command: StepCommand) -> None:
         """Stream work: a decode step, its stamps included."""
         mode, num_rows = self._state.slots.sampling_mode(command.slots), len(command.slots)
-        made = self._made[mode].get(num_rows) if mode in self._made else None
+        graphs = self._made.get(mode)
+        if graphs is not None and command.drafts_none:
+            graphs = self._taking_in
+        made = None if graphs is None else graphs.get(num_rows)
         if made is not None:
             made.replay(self._state.region, command)
             return
         self._graphed.stamp_start()
-        propose(self._drafter, self._state, command.step, self._graphed.slots[:num_rows], mode)
+        rows = self._graphed.slots[:num_rows]
+        propose(self._drafter, self._state, command.step, rows, mode, drafts_none=command.drafts_none)
         self._graphed.stamp_end()
 
-    def _make(self, mode: SamplingMode, size: int) -> GraphedPart:
-        graphed = self._graphed
-        work = partial(propose, self._drafter, self._state, graphed.step, graphed.slots[:size], mode)
+    def _make(self, mode: SamplingMode, size: int, *, drafts_none: bool = False) -> GraphedPart:
+        graphed, rows = self._graphed, self._graphed.slots[:size]
+        work = partial(propose, self._drafter, self._state, graphed.step, rows, mode, drafts_none=drafts_none)
         return graphed.capture_part(work)
 
 
-def propose(drafter: Drafter, state: EpochState, step: StepNumber, rows: torch.Tensor, mode: SamplingMode) -> None:
+def propose(
+    drafter: Drafter,
+    state: EpochState,
+    step: StepNumber,
+    rows: torch.Tensor,
+    mode: SamplingMode,
+    *,
+    drafts_none: bool = False,
+) -> None:
     """Stream work: drafts for B slots, from the stash to the arena. `rows`: [B] int64."""
     stash = state.region.gather(step, rows, state.slots.limits)
-    tokens = drafter.propose(rows, stash, state.attachment.shape.num_draft_tokens, mode)
-    state.region.propose(step, rows, tokens)
+    # A guess belongs to taking in for modules that follow one another; to others a single one costs little.
+    num_tokens = 1 if drafts_none else state.attachment.shape.num_draft_tokens
+    state.region.propose(step, rows, drafter.propose(rows, stash, num_tokens, mode))

@@ -106,6 +106,8 @@ class VerifyEngine:
         region = state.region_of(command)
         if command.kind is StepKind.CATCH_UP or (command.kind is StepKind.DECODE and region is None):
             raise InvalidArgumentError("kind", command.kind.name, "PREFILL or PLAIN; DECODE with an attachment")
+        if command.drafts_none and not (command.is_mixed and command.kind is StepKind.DECODE):
+            raise InvalidArgumentError("drafts_none", "true", "false, but in a DECODE with chunks")
         layers = () if region is None else self._layers_of(region.sizes)
         if command.is_mixed:
             return self._mixed_phases(command, state, self._target, region, layers)
@@ -140,7 +142,8 @@ class VerifyEngine:
     ) -> list[Phase]:
         if self._deterministic_width is not None:
             raise InvalidArgumentError("chunks", len(command.chunks), "none in a step that decodes: all have one size")
-        width = 1 if region is None or command.kind is StepKind.PLAIN else region.sizes.num_draft_tokens + 1
+        is_plain = command.kind is StepKind.PLAIN or command.drafts_none
+        width = 1 if region is None or is_plain else region.sizes.num_draft_tokens + 1
         chunks = FlatChunks.of(self._padded(command, state, beside=width * len(command.slots)), state.staging)
         ends = PromptEnds.of(command.chunks, state.staging)
         slots = (*command.slots, *(chunk.slot for chunk in command.chunks if chunk.is_last))

@@ -219,7 +219,8 @@ class Target:
             return None
         # In a mixed step draft has drafted under the number before.
         number = command.step - 1 if command.is_mixed else command.step
-        return self._state.future_map.copy_in(number, region, command.slots, rows)
+        draft_tokens = self._state.future_map.copy_in(number, region, command.slots, rows)
+        return None if command.drafts_none else draft_tokens
 
     def _logits_of(self, *hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[N, hidden_size] each to [N, vocab_size], by one product: another would read all the weights again.

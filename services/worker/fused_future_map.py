@@ -64,12 +64,14 @@ class FusedRegion(Region):
             return
         self._declare(BufferName.DRAFT_TOKENS, rows, step, is_write=True)
         num_rows, width = tokens.shape
+        draft_tokens = self._buffers[BufferName.DRAFT_TOKENS]
         propose_kernel[(num_rows,)](
-            self._buffers[BufferName.DRAFT_TOKENS],
+            draft_tokens,
             *_stamped(step.end, rows),
             rows,
             tokens.contiguous(),
             width,
+            ROW=draft_tokens.shape[1],
             BLOCK_W=token_block(width),
             HAS_STAMP=_has_stamp(step.end),
             num_warps=1,

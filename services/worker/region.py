@@ -151,9 +151,9 @@ class Region(SharedBuffers):
         )
 
     def propose(self, step: StepNumber, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Draft: writes its tokens. `rows`: [B] int64; `tokens`: [B, K] int64."""
+        """Draft: writes its tokens. `rows`: [B] int64; `tokens`: [B, W] int64, up to K of each slot."""
         self._declare(BufferName.DRAFT_TOKENS, rows, step, is_write=True)
-        self._buffers[BufferName.DRAFT_TOKENS].index_copy_(0, rows, tokens)
+        copy_rows(self._buffers[BufferName.DRAFT_TOKENS], rows, tokens)
         stamp_end(step)
 
     def _takes_states(self, result: VerifyResult) -> bool:

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from slipstream.common.worker.contract import PROTOCOL_VERSION
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import FenceName
 from slipstream.common.worker.wire import attachment_to_pb
@@ -84,7 +85,12 @@ async def test_it_says_what_it_is_and_what_does_not_fit(channel: grpc.aio.Channe
         ({"peer": pb.DescribeResponse(vocab_size=3)}, f"vocab_size: draft {VOCAB_SIZE}, verify 3"),
         ({"peer": description}, "arena"),
     ):
-        fields = {"protocol_version": 2, "epoch": epoch + 1, "num_draft_tokens": 2, "num_slots": 2} | changes
+        fields = {
+            "protocol_version": PROTOCOL_VERSION,
+            "epoch": epoch + 1,
+            "num_draft_tokens": 2,
+            "num_slots": 2,
+        } | changes
         with pytest.raises(grpc.aio.AioRpcError, match=reason) as refusal:
             await worker.Attach(pb.AttachRequest(**fields))
         assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION

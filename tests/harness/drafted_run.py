@@ -101,7 +101,8 @@ class DraftedRun(Run):
             self.speculation.consumed(step.number, 0.001, decodes=decodes, takes_prompts=takes_prompts)
             self.apply(step, result)
             if self._policy is not None:
-                self._policy.take_in(0.001, 1, 1, is_drafted=step.kind is StepKind.DECODE)
+                is_drafted = step.kind is StepKind.DECODE
+                self._policy.take_in(0.001, 1, 1, is_drafted=is_drafted, has_guesses=not step.drafts_none)
         for draft in self._drafts.values():
             if self.random.random() < 0.5:
                 draft.work()

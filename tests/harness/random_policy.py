@@ -25,7 +25,14 @@ class RandomPolicy(DraftPolicy):
         return self._rng.random() < self._changes
 
     def take_in(
-        self, seconds: float, num_rows: int, num_tokens: int, *, is_drafted: bool, num_prompt_tokens: int = 0
+        self,
+        seconds: float,
+        num_rows: int,
+        num_tokens: int,
+        *,
+        is_drafted: bool,
+        num_prompt_tokens: int = 0,
+        has_guesses: bool = True,
     ) -> None:
         """See `DraftPolicy.take_in`."""
         if not self.is_held and self._rng.random() < self._changes:

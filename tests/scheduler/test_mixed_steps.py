@@ -38,6 +38,7 @@ class _Watched(Served):
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.usefixtures("tiny_small_steps")
 @pytest.mark.parametrize("seed", range(20))
 def test_random_requests_with_hits_preemptions_and_cancels_have_their_own_tokens(models: Models, seed: int) -> None:
     """20 requests each: some are samples of one prompt, some are cancelled, and pages are few."""

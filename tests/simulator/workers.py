@@ -303,7 +303,8 @@ class SimulatedWorker(Process):
             assert piece is not None, "a step with a draft names it"
             piece.check(self)
             drafted = command.step - 1 if command.is_mixed else command.step
-            drafts = epoch.map.copy_in(drafted, piece.region, slots, rows).tolist()
+            copied = epoch.map.copy_in(drafted, piece.region, slots, rows)
+            drafts = copied[:, : 0 if command.drafts_none else None].tolist()
         accepted, tokens, hidden = [], [], []
         for slot, length, last, draft in zip(slots, lengths.tolist(), bonus.tolist(), drafts, strict=True):
             epoch.tokens.write(slot, length, [last, *draft])
@@ -373,7 +374,7 @@ class SimulatedWorker(Process):
                 state = extend(_states_of(stash.hidden_states[row])[num_new - 1], new[-1:])
             else:
                 state = extend(epoch.tokens.state(slot, length), new[-1:])
-            guess = self._guess(state, region.shape.num_draft_tokens)
+            guess = self._guess(state, 1 if command.drafts_none else region.shape.num_draft_tokens)
             has_room = length + 1 + len(guess) <= self.skill.context_tokens
             guesses.append(guess if has_room else [token + 1 for token in guess])
         region.propose(command.step, rows, torch.tensor(guesses))

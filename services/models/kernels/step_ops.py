@@ -162,13 +162,14 @@ def publish_kernel(
 
 @triton.jit(do_not_specialize=["stamp_stride", "width"])
 def propose_kernel(
-    draft_tokens: tl.tensor,  # [slots, width] int64
+    draft_tokens: tl.tensor,  # [slots, ROW] int64
     stamps: tl.tensor,  # [ring] int64, written if HAS_STAMP
     ring_row: tl.tensor,  # [1] int64
     stamp_stride: tl.tensor,
     rows: tl.tensor,  # [B] int64
     tokens: tl.tensor,  # [B, width] int64
     width: tl.tensor,
+    ROW: tl.constexpr,
     BLOCK_W: tl.constexpr,
     HAS_STAMP: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -178,7 +179,7 @@ def propose_kernel(
     b = tl.program_id(0)
     w = tl.arange(0, BLOCK_W)
     token = tl.load(tokens + b * width + w, mask=w < width, other=0)
-    tl.store(draft_tokens + tl.load(rows + b) * width + w, token, mask=w < width)
+    tl.store(draft_tokens + tl.load(rows + b) * ROW + w, token, mask=w < width)
     if HAS_STAMP:
         stamp(stamps, ring_row, stamp_stride, b == tl.num_programs(0) - 1)
 

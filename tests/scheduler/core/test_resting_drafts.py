@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 NUM_RUNS = 4
 
 
+@pytest.mark.usefixtures("tiny_small_steps")
 @pytest.mark.parametrize("reads_hidden", [False, True], ids=["language model", "head"])
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
 def test_drafts_rest_and_come_back_at_any_time(reads_hidden: bool, run_ahead: int) -> None:

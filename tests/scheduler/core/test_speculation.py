@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 NUM_RUNS = 4
 
 
+@pytest.mark.usefixtures("tiny_small_steps")
 @pytest.mark.parametrize("reads_hidden", [False, True], ids=["language model", "head"])
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
 @pytest.mark.parametrize("chunk_tokens", [5, 16, 64])

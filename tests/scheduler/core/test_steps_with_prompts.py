@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import pytest
+
 from slipstream.common.worker.step import StepKind
 from tests.harness.simulated_run import make_job, reference
 from tests.scheduler.core.test_batch import SMALL, run_of
 
 if TYPE_CHECKING:
     from slipstream.scheduler.core.batch_sizes import BatchSizes
+    from slipstream.scheduler.core.step import Step
 
 
-def _steps_beside_a_stream(sizes: BatchSizes, *prompt_tokens: int) -> list[tuple[StepKind, int]]:
-    """Kinds of the steps and their prompt tokens from when prompts come beside a running sequence until all are in."""
+def _beside_a_stream(sizes: BatchSizes, *prompt_tokens: int, max_draft_tokens: int | None = None) -> list[Step]:
+    """The steps from when prompts come beside a running sequence until all are in."""
     run, steps = run_of(sizes), []
-    run.jobs.add(make_job("decodes", (1,), 200))
+    run.jobs.add(make_job("decodes", (1,), 200, max_draft_tokens=max_draft_tokens))
     for _ in range(3):
         run.turn()
     for number, count in enumerate(prompt_tokens):
@@ -26,10 +29,17 @@ def _steps_beside_a_stream(sizes: BatchSizes, *prompt_tokens: int) -> list[tuple
         assert run.turn()
         if run.device.last_step > last:
             last = run.device.last_step
-            step, _ = run.in_flight[-1]
-            steps.append((step.kind, step.num_prompt_tokens))
-            missing -= step.num_prompt_tokens
+            steps.append(run.in_flight[-1][0])
+            missing -= steps[-1].num_prompt_tokens
     return steps
+
+
+def _steps_beside_a_stream(
+    sizes: BatchSizes, *prompt_tokens: int, max_draft_tokens: int | None = None
+) -> list[tuple[StepKind, int]]:
+    """Their kinds and prompt tokens."""
+    steps = _beside_a_stream(sizes, *prompt_tokens, max_draft_tokens=max_draft_tokens)
+    return [(step.kind, step.num_prompt_tokens) for step in steps]
 
 
 def test_prompts_and_decoding_take_turns_where_steps_are_not_mixed() -> None:
@@ -75,9 +85,35 @@ def test_beside_a_stream_a_step_has_fewer_tokens_of_a_prompt_behind_a_long_conte
 
 def test_what_a_long_context_leaves_of_a_step_goes_to_no_other_prompt_before_its_own_is_over() -> None:
     """Two prompts came together, and the last token of the first counts for four of eight."""
-    sizes = replace(SMALL, num_slots=5, num_pages=200, chunk_tokens=11, doubling_context=8)
-    counts = [count for _, count in _steps_beside_a_stream(sizes, 24, 24)]
+    sizes = replace(SMALL, num_slots=5, num_pages=200, chunk_tokens=9, doubling_context=8)
+    counts = [count for _, count in _steps_beside_a_stream(sizes, 24, 24, max_draft_tokens=0)]
     assert counts[:8] == [8, 4, 3, 2, 2, 2, 2, 1 + 4]
+
+
+@pytest.mark.usefixtures("tiny_small_steps")
+def test_steps_draft_none_while_many_prompts_wait() -> None:
+    """The stream decodes 3 tokens, or 1 while more prompts wait than three small steps take in, and more than one."""
+
+    def drafted(sizes: BatchSizes, *prompt_tokens: int) -> list[tuple[int, int]]:
+        steps = _beside_a_stream(sizes, *prompt_tokens)
+        assert {step.kind for step in steps} == {StepKind.DECODE}
+        return [(step.num_draft_tokens, step.num_prompt_tokens) for step in steps]
+
+    sizes = replace(SMALL, num_slots=8, num_pages=3000, chunk_tokens=64)
+    assert drafted(sizes, 250, 250) == [(0, 63)] * 4 + [(2, 58)] * 3 + [(2, 26)] * 2 + [(2, 22)]
+    assert drafted(sizes, 500) == [(2, 61)] * 7 + [(2, 29)] * 2 + [(2, 15)]
+    large = replace(sizes, chunk_tokens=65)
+    assert drafted(large, 250, 250)[0] == (2, 62), "its draft tokens are few of these"
+
+
+def test_those_that_decode_are_drafted_for_while_few_wait_beside_them() -> None:
+    sizes = replace(SMALL, chunk_tokens=2048)
+    assert sizes.drafts_none(4, 16, 4)
+    assert not sizes.drafts_none(4, 16, 3)
+    assert not sizes.drafts_none(4, 15, 4), "60 tokens are less than one of 32"
+    assert not sizes.drafts_none(0, 300, 300), "there is no draft"
+    for other in (replace(sizes, mixes=False), replace(sizes, chunk_tokens=1024)):
+        assert not other.drafts_none(4, 64, 64)
 
 
 def test_where_nothing_decodes_a_context_takes_no_tokens_from_a_step() -> None:

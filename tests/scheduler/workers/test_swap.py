@@ -52,7 +52,9 @@ class FakeDrafts:
         """
         members = SimpleNamespace(rows=np.arange(len(accepted)))
         chunks = (None,) * num_ending
-        step: Any = SimpleNamespace(kind=StepKind.DECODE, is_mixed=num_ending > 0, members=members, chunks=chunks)
+        step: Any = SimpleNamespace(
+            kind=StepKind.DECODE, num_draft_tokens=4, is_mixed=num_ending > 0, members=members, chunks=chunks
+        )
         accepted = accepted + [0] * num_ending
         for _ in range(num_steps):
             self._now_ns += step_ms * 1_000_000

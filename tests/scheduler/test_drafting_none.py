@@ -1,0 +1,89 @@
+"""Steps that draft none while prompts wait: the draft takes in what comes of them, and guesses behind them as ever."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.worker.layout import PADDING_SLOT
+from tests.harness.inline_device import InlineDevice
+from tests.harness.local_epoch import LocalEpoch
+from tests.harness.workers import local_workers
+from tests.ordering.replay import Replay
+from tests.scheduler.test_graphed_steps import DRAFTS, Checkpoints, checkpoints, make_config, make_jobs, roles
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from slipstream.common.device.interface import Device
+    from slipstream.services.draft.engine import Drafter
+    from slipstream.services.worker.region import NextStepState
+    from slipstream.services.worker.slots import SamplingMode
+
+__all__ = ["checkpoints"]
+
+Guesses = dict[tuple[int, int], set[tuple[int, ...]]]
+"""By position and id of the token that they follow. Of two requests these are hardly ever the same."""
+
+
+class _Recording:
+    """A drafter whose guesses are kept."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.guesses: Guesses = defaultdict(set)
+        self.num_without = 0
+        """Slots that it was to draft none for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
+        found = self._drafter.propose(rows, stash, num_tokens, mode)
+        columns = rows.tolist(), stash.seq_lens.tolist(), stash.bonus_tokens.tolist(), found.tolist()
+        for row, seq_len, bonus, guess in zip(*columns, strict=True):
+            if row != PADDING_SLOT and num_tokens == 1:
+                self.num_without += 1
+            elif row != PADDING_SLOT:
+                self.guesses[seq_len, bonus].add(tuple(guess))
+        return found
+
+
+def _serve(
+    checkpoints: Checkpoints, draft: str, device: Device, log_dir: Path | None = None, **settings: Any
+) -> tuple[list[list[int]], _Recording]:
+    made, jobs = roles(checkpoints, draft, device, None), make_jobs()
+    recording: Any = _Recording(made[1]._drafter)  # type: ignore[attr-defined]
+    made[1]._drafter = recording  # type: ignore[attr-defined]
+    with local_workers(*made, log_dir=log_dir, device=device) as workers:
+        outputs = LocalEpoch(1, make_config(access_log_dir=log_dir, **settings), workers).run(jobs)
+    return [outputs[job] for job in jobs], recording
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.usefixtures("tiny_small_steps")
+@pytest.mark.parametrize("device", [HostDevice, InlineDevice], ids=["host", "graphs"])
+@pytest.mark.parametrize("draft", DRAFTS[1:])
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_guesses_behind_steps_that_draft_none_are_those_of_a_request_alone(
+    checkpoints: Checkpoints, tmp_path: Path, draft: str, device: type[Any], run_ahead: int
+) -> None:
+    expected, apart = _serve(checkpoints, draft, HostDevice(), slots=1)
+    outputs, together = _serve(
+        checkpoints, draft, device(), tmp_path, run_ahead=run_ahead, slots=6, max_batched_tokens=9
+    )
+    assert outputs == expected
+    assert apart.num_without == 0
+    assert together.num_without > 5
+    both = together.guesses.keys() & apart.guesses.keys()
+    assert len(both) > 20
+    # A suffix cache guesses from what others have said by then.
+    assert draft == "ngram" or all(together.guesses[key] <= apart.guesses[key] for key in both)
+    report = Replay(tmp_path).report()
+    assert not report.races
+    assert not report.stuck
