@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import math
 import time
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -18,9 +20,12 @@ from slipstream.cli.up.smg import HTTP, smg_answers, wait_until_smg_serves
 from slipstream.common.rpc.service_options import WRONG_SETTINGS
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from slipstream.cli.up.process import ServiceCommand
+
+    Answers = Callable[[float], Awaitable[bool]]
+    """Checks the health of a service: whether it answers in so many seconds."""
 
 
 class ServiceState(enum.Enum):
@@ -47,6 +52,10 @@ class Service:
         self.was_ever_ready = False
         self.num_failed_starts = 0
         """Processes in a row that ended before they were ready."""
+        self.num_hung_starts = 0
+        """Processes in a row that were killed before they were ready, as they hung or took too long."""
+        self.slowest_start_s = 0
+        """The longest that a process took to its first answer to a health check, in whole seconds."""
         self.due: float | None = None
         """When it is started again, by `time.monotonic`; None while it is to have the process that it has."""
         self.is_leaving = False
@@ -54,7 +63,7 @@ class Service:
         self.process: ServiceProcess
         self.watching: asyncio.Task[str]
         """Ends with the process, whose fault is its result: "did not answer for 10 s"; empty if it ended by itself.
-        A TimeoutError says that it was not ready in time."""
+        A TimeoutError says that it was not ready in time, though it may answer."""
 
     @property
     def name(self) -> str:
@@ -110,27 +119,47 @@ class Service:
         self.process = ServiceProcess(command)
         self.watching = asyncio.create_task(self._watch(self.process, ready_timeout_s, hang_timeout_s, on_ready))
 
+    def start_timeout_s(self, hang_timeout_s: float) -> float:
+        """Time that a process has to its first answer to a health check: any until one was ready, then by the slowest.
+
+        It doubles with each start that hangs: one may only be slower than those before, as from a cold disk.
+        """
+        if not self.was_ever_ready:
+            return math.inf
+        return _START_FACTOR * max(hang_timeout_s, self.slowest_start_s) * 2.0 ** min(self.num_hung_starts, 10)
+
     async def stop_watching(self) -> None:
         """From here on its process is ended by plan."""
         self.is_leaving, self.due = True, None
         self.watching.cancel()
         await asyncio.gather(self.watching, return_exceptions=True)
 
-    @staticmethod
     async def _watch(
-        process: ServiceProcess, ready_timeout_s: float, hang_timeout_s: float, on_ready: Callable[[], None]
+        self, process: ServiceProcess, ready_timeout_s: float, hang_timeout_s: float, on_ready: Callable[[], None]
     ) -> str:
-        async def become_ready() -> str:
+        address, begun = process.command.address, time.monotonic()
+
+        async def become_ready() -> None:
             async with asyncio.timeout(ready_timeout_s):
-                await _until_serving(process.command.address)
+                await _until_serving(address)
             process.ready.set()
             on_ready()
-            await until_hung(process.command.address, hang_timeout_s)
-            return f"did not answer for {hang_timeout_s:g} s"
 
-        async with background(become_ready(), process.ended.wait()) as (living, ending):
-            await asyncio.wait((living, ending), return_when=asyncio.FIRST_COMPLETED)
-            return "" if ending.done() else await living
+        async def find_hang() -> str:
+            missed_s = self.start_timeout_s(hang_timeout_s)
+            async with health_checks(address) as answers:
+                if await _answers_within(answers, missed_s, hang_timeout_s / NUM_CHECKS):
+                    self.slowest_start_s = max(self.slowest_start_s, math.ceil(time.monotonic() - begun))
+                    missed_s = hang_timeout_s
+                    await until_hung(answers, missed_s)
+            return f"did not answer for {missed_s:g} s"
+
+        async with background(become_ready(), find_hang(), process.ended.wait()) as (readying, hanging, ending):
+            await asyncio.wait((readying, hanging, ending), return_when=asyncio.FIRST_COMPLETED)
+            if readying.done() and not ending.done():
+                await readying
+                await asyncio.wait((hanging, ending), return_when=asyncio.FIRST_COMPLETED)
+            return "" if ending.done() else await hanging
 
 
 async def _until_serving(address: str) -> None:
@@ -140,29 +169,43 @@ async def _until_serving(address: str) -> None:
 NUM_CHECKS = 4
 """Health checks in a row that a service must leave without an answer. Several, for this process may have been stopped
 itself: then the deadline of the check that was under way has passed, and that of the next one has not."""
+_START_FACTOR = 3
+"""How many times as long as the slowest start before, and as one that has answered, a start may leave them so."""
 
 
-async def until_hung(address: str, timeout_s: float) -> None:
-    """Returns when the service at `address` has answered no health check for so long. Any answer counts as one."""
+@asynccontextmanager
+async def health_checks(address: str) -> AsyncIterator[Answers]:
+    """Yields what checks the health of the service at `address`. Any answer counts as one."""
     if address.startswith(HTTP):
-        await _until_missed(lambda part_s: smg_answers(address, part_s), timeout_s)
+        yield partial(smg_answers, address)
         return
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 
-        async def answers(part_s: float) -> bool:
+        async def answers(timeout_s: float) -> bool:
             with suppress(grpc.aio.AioRpcError):
-                await stub.Check(WHOLE_SERVER, timeout=part_s, wait_for_ready=True)
+                await stub.Check(WHOLE_SERVER, timeout=timeout_s, wait_for_ready=True)
                 return True
             return False
 
-        await _until_missed(answers, timeout_s)
+        yield answers
 
 
-async def _until_missed(answers: Callable[[float], Awaitable[bool]], timeout_s: float) -> None:
-    part_s = timeout_s / NUM_CHECKS
+async def until_hung(answers: Answers, timeout_s: float) -> None:
+    """Returns when a service that has answered a health check just now answers none for so long."""
+    part_s, is_alive = timeout_s / NUM_CHECKS, True
+    while is_alive:
+        await asyncio.sleep(part_s)
+        is_alive = await _answers_within(answers, timeout_s, part_s)
+
+
+async def _answers_within(answers: Answers, timeout_s: float, part_s: float) -> bool:
+    """Returns whether one of the health checks of that time, which take `part_s` each, is answered."""
     num_missed = 0
-    while num_missed < NUM_CHECKS:
+    while num_missed * part_s < timeout_s:
         begun = time.monotonic()
-        num_missed = 0 if await answers(part_s) else num_missed + 1
+        if await answers(part_s):
+            return True
+        num_missed += 1
         await asyncio.sleep(max(0.0, part_s - (time.monotonic() - begun)))
+    return False

@@ -122,9 +122,10 @@ class Supervisor:
         """Returns never: raises UnavailableError, with the end of its log, when a service dies for good.
 
         A service that dies or hangs, and whose command says `restarts`, is started again instead, with all services of
-        its `group` if its death breaks them; unless it dies before it was ever ready, or too often. Raises
-        DeadlineExceededError when it then does not become ready in time. An optional one is always started again, but
-        for one with wrong settings, without which the others serve on; until `end_start` it dies for good, too.
+        its `group` if its death breaks them; unless it dies before it was ever ready, or too often. One that is not
+        ready in time hangs; where it was never ready, this raises DeadlineExceededError. An optional one is always
+        started again, but for one with wrong settings, without which the others serve on; until `end_start` it dies for
+        good, too.
         """
         while True:
             changed = self._changed
@@ -196,7 +197,7 @@ class Supervisor:
 
     def _begin(self, service: Service) -> None:
         def on_ready() -> None:
-            service.was_ever_ready, service.num_failed_starts = True, 0
+            service.was_ever_ready, service.num_failed_starts, service.num_hung_starts = True, 0, 0
             self._set(service, ServiceState.READY)
 
         service.start(
@@ -226,6 +227,8 @@ class Supervisor:
         Raises as `watch` does.
         """
         lost.process.fault = self._fault_of(lost)
+        if lost.process.fault and not lost.is_ready:
+            lost.num_hung_starts += 1
         lost.last_end = lost.process.describe_end()
         self._set(lost, ServiceState.DIED)
         record = self._records[lost.group if lost.ended_at_work else lost.name]
@@ -244,7 +247,7 @@ class Supervisor:
             return lost.watching.result()
         except TimeoutError:
             late = f"not ready after {self._ready_timeout_s:g} s"
-            if lost.command.is_optional or not lost.is_kept:
+            if lost.command.is_optional or not lost.is_kept or lost.was_ever_ready:
                 return f"was {late}"
             names = [one for one in self.services() if not (one.is_ready or one.command.is_optional)]
             logs = "\n".join(_log_of(one.process) for one in names)
@@ -267,10 +270,14 @@ class Supervisor:
         optional = [one for one in affected if one.command.is_optional]
         needed = [one for one in affected if not one.command.is_optional]
         is_wrong = lost in needed and not lost.was_ever_ready
-        is_used_up = record.is_used_up(now)
+        # Starts that hang may take longer than the window.
+        hangs_always = lost in needed and lost.num_hung_starts > self._settings.max_restarts
+        is_used_up = record.is_used_up(now) or hangs_always
         if is_wrong or not all(one.command.restarts for one in affected) or (is_used_up and not optional):
             before, window_s = len(record.recent(now)), self._settings.restart_window_s
             often = f", the last of {before + 1} ends within {window_s:g} s" if before else ""
+            if hangs_always:
+                often = f", the last of {lost.num_hung_starts} such starts"
             raise UnavailableError(f"{end}{often}; {_log_of(lost.process)}")
         for service in optional:
             service.due = record.due(now)

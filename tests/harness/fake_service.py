@@ -6,6 +6,7 @@ SIGTERM ends it (unless it is deaf), removing its socket; SIGUSR1 makes it die w
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ def main() -> None:
     parser.add_argument("--ready-when", type=Path, help="SERVING once this file exists")
     parser.add_argument("--die-at-once", action="store_true")
     parser.add_argument("--die-when", type=Path, help="dies once this file exists, at the start at once")
+    parser.add_argument("--stop-when", type=Path, help="stops at the start, as by SIGSTOP, if this file exists")
     parser.add_argument("--status", type=int, default=1, help="exit status of a death at the start")
     parser.add_argument("--deaf", type=int, default=0, help="ignore this many SIGTERM")
     parser.add_argument("--journal", type=Path, help="gets a line for each SIGTERM")
@@ -35,6 +37,8 @@ def main() -> None:
     if must_die():
         print("fake service cannot load its model", file=sys.stderr)
         sys.exit(options.status)
+    if options.stop_when is not None and options.stop_when.exists():
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     num_terms = 0
 

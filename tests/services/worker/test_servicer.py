@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.benchmarks.dummy_model import DummyDraft
 from slipstream.cli.status import check
-from slipstream.cli.up.service import until_hung
+from slipstream.cli.up.service import health_checks, until_hung
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, StaleEpochError, UnavailableError
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.worker.step import FenceName, Role
@@ -209,7 +209,8 @@ async def test_a_worker_whose_device_thread_hangs_counts_as_one_that_does_not_an
     served.device_thread.submit(go_on.wait)
     assert await check(served.address) == "SERVING"
     try:
-        await until_hung(served.address, 0.5)
+        async with health_checks(served.address) as answers:
+            await until_hung(answers, 0.5)
         hangs = (
             r"the thread that owns the device has been at the same work for \d+ s: wait \(threading.py:\d+\) in wait"
         )
@@ -225,10 +226,10 @@ async def test_an_attach_that_waits_behind_work_that_hangs_does_not_hide_it(serv
     """A scheduler whose stream has ended tries to attach again and again."""
     go_on = threading.Event()
     served.device_thread.submit(go_on.wait)
-    async with served.scheduler() as stub:
+    async with served.scheduler() as stub, health_checks(served.address) as answers:
         attaching = stub.Attach(served.attach_request(1))
         try:
-            await until_hung(served.address, 0.5)
+            await until_hung(answers, 0.5)
         finally:
             go_on.set()
         await attaching
