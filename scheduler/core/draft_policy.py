@@ -13,9 +13,9 @@ The time of a mixed step is that of its chunks more than of decoding, so under s
 take in prompts, some decode alone (`decodes_alone`): ALONE_STEPS behind every MIXED_STEPS, and behind each mixed one
 while it matters: in a probe, at a size of batch that is new, and while the other kind seems faster. Only the last of
 them counts as a decode step, because the chunks of a mixed step may be taken in during the step behind it: by a head,
-and on a CPU by verify. What mixed steps take beyond a decode step is the time of their prompts; what they accept counts
-as anywhere else. No step waits for that: decoding is done in any case, and prompts come in with every other step at
-worst of three.
+and on a CPU by verify. What mixed steps take beyond a decode step, a plain one if they draft none, is the time of their
+prompts; what they accept counts as anywhere else. No step waits for that: decoding is done in any case, and prompts
+come in with every other step at worst of three.
 """
 
 from __future__ import annotations

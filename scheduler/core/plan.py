@@ -15,7 +15,8 @@ that touched it; a wait that the stream's knowledge covers is left out.
 
 A mixed step takes in prompts beside decoding. Where it is drafted it has two numbers and draft two commands, the first
 of which drafts: its tokens are needed before verify's work, and the target's states of the prompts are there behind it.
-Where nothing is drafted it is ordered as a prefill of all its slots.
+One that drafts none is ordered alike, as draft reads the stash in it. Without a draft it is ordered as a prefill of all
+its slots.
 
 Stash and done are those of the draft's attachment, which has memory and fences of its own: nothing of an earlier draft
 counts for the next one. It joins behind a plain step n-1 that stashes for it: then decode n is as after any other step.

@@ -107,7 +107,7 @@ class VerifyEngine:
         if command.kind is StepKind.CATCH_UP or (command.kind is StepKind.DECODE and region is None):
             raise InvalidArgumentError("kind", command.kind.name, "PREFILL or PLAIN; DECODE with an attachment")
         if command.drafts_none and not (command.is_mixed and command.kind is StepKind.DECODE):
-            raise InvalidArgumentError("drafts_none", "true", "false, but in a DECODE with chunks")
+            raise InvalidArgumentError("drafts_none", command.drafts_none, "false, but in a DECODE with chunks")
         layers = () if region is None else self._layers_of(region.sizes)
         if command.is_mixed:
             return self._mixed_phases(command, state, self._target, region, layers)

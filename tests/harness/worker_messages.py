@@ -88,6 +88,7 @@ COMMANDS = st.builds(
     wants_acknowledgement=st.booleans(),
     top_logprobs=st.none() | st.integers(0, 20),
     attachment=UINT64,
+    drafts_none=st.booleans(),
 )
 
 

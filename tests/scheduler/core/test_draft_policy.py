@@ -38,6 +38,8 @@ class Server:
     """For each token of the output, of the prompts that are taken in: without a draft, and with one."""
     chunk_s: tuple[float, float] | None = None
     """Of the chunk in each step that decodes, if the policy wants none without: in verify, and in a draft behind it."""
+    drafts_none: bool = False
+    """Whether nothing is drafted in mixed steps."""
     policy: DraftPolicy = field(init=False)
     causes: list[RestCause] = field(default_factory=list)
     kinds: list[bool] = field(default_factory=list)
@@ -66,20 +68,26 @@ class Server:
             was_drafted = not self.kinds or self.kinds[-1]
             self._left = self._left - 1 if self.policy.drafts and not was_drafted else self.way_back
             is_drafted = self.policy.drafts and (was_drafted or self._left <= 0)
-            seconds = (self.drafted_s() if is_drafted else self.plain_s()) * self.slowness
+            num_prompt_tokens = self._take_chunk()
+            has_guesses = is_drafted and not (self.drafts_none and num_prompt_tokens)
+            seconds = (self.drafted_s() if has_guesses else self.plain_s()) * self.slowness
             seconds *= self.rng.lognormvariate(0, self.noise)
-            num_tokens = self.num_rows + is_drafted * self._num_accepted()
+            num_tokens = self.num_rows + has_guesses * self._num_accepted()
             if self.prompt_s[0]:
                 prompts_s = num_tokens * self.prompt_s[is_drafted]
                 self.policy.take_in_prompts(prompts_s, 2 * num_tokens, is_drafted=is_drafted)
                 self.seconds += prompts_s
-            num_prompt_tokens = self._take_chunk()
             if self.chunk_s is not None:
                 chunk_s, draft_s = (num_prompt_tokens / CHUNK * each for each in self.chunk_s)
                 seconds += chunk_s + self._draft_lags_s
                 self._draft_lags_s = draft_s * is_drafted
             self.policy.take_in(
-                seconds, self.num_rows, num_tokens, is_drafted=is_drafted, num_prompt_tokens=num_prompt_tokens
+                seconds,
+                self.num_rows,
+                num_tokens,
+                is_drafted=is_drafted,
+                num_prompt_tokens=num_prompt_tokens,
+                has_guesses=has_guesses or not is_drafted,
             )
             self.kinds.append(is_drafted)
             self.seconds += seconds
@@ -204,10 +212,11 @@ def test_prompts_count_where_they_take_longer_with_a_draft(with_draft: int) -> N
     assert server.policy.drafts is (with_draft == 1)
 
 
+@pytest.mark.parametrize("drafts_none", [False, True])
 @pytest.mark.parametrize("accepted", [0.0, 4.0])
-def test_it_learns_where_every_step_would_be_mixed(accepted: float) -> None:
+def test_it_learns_where_every_step_would_be_mixed(accepted: float, drafts_none: bool) -> None:
     """With chunks that take ten times as long as a decode step, which says nothing of decoding."""
-    server = make_server(accepted, noise=0.1)
+    server = make_server(accepted, noise=0.1, drafts_none=drafts_none)
     server.chunk_s = 10 * server.drafted_s(), 0.0
     server.run(1000)
     is_better = (1 + accepted) / server.drafted_s() > 1 / server.plain_s()
@@ -237,6 +246,16 @@ def test_the_drafts_part_of_a_chunk_counts_though_it_comes_in_the_step_behind(dr
     server.chunk_s = 0.02, draft_s * 0.02
     server.run(3000)
     assert server.policy.drafts is (draft_s == 0.0)
+
+
+def test_steps_that_draft_none_say_what_their_prompts_cost_and_nothing_of_guesses() -> None:
+    server = make_server(3.0, drafts_none=True)
+    server.chunk_s = 0.02, 0.0
+    server.run(3000)
+    assert server.policy.drafts
+    assert server.policy._tokens.value == pytest.approx(4.0, rel=0.05)
+    for is_drafted in (False, True):
+        assert server.policy._prompt_seconds[is_drafted].value == pytest.approx(0.02 / CHUNK, rel=0.05)
 
 
 def test_where_no_step_would_be_mixed_none_is_kept_from_it() -> None:
