@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from slipstream.scheduler.core.page_lists import PageLists
 from slipstream.scheduler.core.prefix_cache import NO_DRAFT, Prefix, PrefixCache
 from slipstream.scheduler.core.prompts import Prompts
 from slipstream.scheduler.core.sequence import NO_SLOT, SlotAllocator
-from slipstream.scheduler.core.step import Step, StepSlots
+from slipstream.scheduler.core.step import Decoding, Step, StepSlots
 
 if TYPE_CHECKING:
     from slipstream.scheduler.core.accounts import Bools, Counts, Ints, TakenIn
@@ -31,28 +31,6 @@ if TYPE_CHECKING:
 _NOT_FINITE = "the model's logits for this sequence are NaN or infinite, so it has no next token"
 _MANY = 1 << 30
 """Steps of no sequence that pages last."""
-
-
-class _Decoding(NamedTuple):
-    """The sequences that decode, the same from step to step until one comes, goes or is sure to end."""
-
-    members: StepSlots
-    most_more: Counts
-    """Most tokens that a step brings to each."""
-    is_bounded: bool
-    """True if some of these are less than K + 1."""
-    num_draft_tokens: int
-    """The K that it was made for."""
-    num_drafted: int
-    """K of its steps; 0 if they are plain."""
-    is_beyond_draft: Bools | None
-    """See `DraftReach.is_beyond`."""
-    top_logprobs: dict[int, int]
-    drafts_none: bool = False
-
-    def drafting_none(self) -> _Decoding:
-        """The same in a step in which the draft takes in what comes, and drafts none."""
-        return self._replace(most_more=np.ones_like(self.most_more), is_bounded=False, drafts_none=True)
 
 
 class Batch:
@@ -76,7 +54,7 @@ class Batch:
         self._prompts = Prompts(sizes, self.pages, self.committed, self._count_looked_up)
         self._is_prefilled = np.zeros(sizes.num_slots, np.bool_)
         """[slots]: the slot has a sequence all of whose tokens were sent."""
-        self._decoding: _Decoding | None = None
+        self._decoding: Decoding | None = None
         """None if a sequence came or went since it was made."""
         self._room = 0
         """No sequence of `_decoding` is sure to end before so many more tokens are sure."""
@@ -150,7 +128,7 @@ class Batch:
             self.accounts.lengths.begin(step.yielding.rows, step.most_more)
         return step
 
-    def _make_step(self, decoding: _Decoding, *, decodes_first: bool) -> Step:
+    def _make_step(self, decoding: Decoding, *, decodes_first: bool) -> Step:
         num_decoded = len(decoding.members.slots) * (decoding.num_drafted + 1)
         self.last_step += 1
         has_turn = decodes_first or (self._is_decodes_turn and not self.sizes.mixes)
@@ -158,19 +136,18 @@ class Batch:
             self._is_decodes_turn = False
             return self._decode_step(decoding)
         self._is_decodes_turn = True
-        room, drafts_none = self.sizes.room_in_small_step(num_decoded), False
+        room = self.sizes.room_in_small_step(num_decoded)
         if self._prompts.exceed(SMALL_STEPS * room):
-            num_decoding = len(decoding.members.slots)
-            drafts_none = self.sizes.drafts_none(decoding.num_drafted, num_decoding, len(self._prompts.sequences))
-            num_decoded = num_decoding if drafts_none else num_decoded
+            num_decoding, num_waiting = len(decoding.members.slots), len(self._prompts.sequences)
+            if self.sizes.drafts_none(decoding.num_drafted, num_decoding, num_waiting):
+                decoding, num_decoded = decoding.drafting_none(), num_decoding
             room = self.sizes.room_for_prompts(num_decoded)
         prompts = self._prompts.take(room, self.sizes.doubling_context if num_decoded else None)
         if prompts.ending.slots:
             self._is_prefilled[prompts.ending.rows] = True
             self._decoding = None
-        if not num_decoded or not self.sizes.mixes:
-            return self._prefill_step(prompts)
-        return self._mixed_step(decoding.drafting_none() if drafts_none else decoding, prompts)
+        is_mixed = num_decoded and self.sizes.mixes
+        return self._mixed_step(decoding, prompts) if is_mixed else self._prefill_step(prompts)
 
     def empty_step(self) -> Step:
         """A plain step of no sequence, which takes next to no time."""
@@ -264,7 +241,7 @@ class Batch:
         is_current: Bools = self.slots.generations[slots.rows] == slots.generations
         return None if is_current.all() else is_current
 
-    def _decoding_with(self, num_draft_tokens: int) -> _Decoding:
+    def _decoding_with(self, num_draft_tokens: int) -> Decoding:
         decoding = self._decoding
         if decoding is not None and self._room <= 0:
             self._room = self.accounts.least_room(decoding.members.rows)
@@ -275,7 +252,7 @@ class Batch:
             decoding = self._decoding = self._find_decoding(num_draft_tokens)
         return decoding
 
-    def _has_pages(self, decoding: _Decoding) -> bool:
+    def _has_pages(self, decoding: Decoding) -> bool:
         """Gives the members the pages that the next step may write to. Returns False if it took some sequences' slots.
 
         The first in the queue's order gets its pages first; the last one that runs is preempted when none are left.
@@ -309,7 +286,7 @@ class Batch:
             while sequence.lease is not NO_SLOT and not self._page_lists.grow(sequence, length):
                 self._preempt(max(self._running.values(), key=lambda one: one.rank))
 
-    def _find_decoding(self, num_draft_tokens: int) -> _Decoding:
+    def _find_decoding(self, num_draft_tokens: int) -> Decoding:
         rows = self._is_prefilled.nonzero()[0]
         is_decoding = self._is_prefilled.copy()
         is_decoding[rows] = ~self.accounts.is_sure_to_end(rows)
@@ -326,7 +303,7 @@ class Batch:
         self._room = self._num_covered = 0
         is_beyond, top_logprobs = self._reach.is_beyond(rows), self._top_logprobs(rows)
         is_bounded = bool((most < num_drafted).any())
-        return _Decoding(members, most + 1, is_bounded, num_draft_tokens, num_drafted, is_beyond, top_logprobs)
+        return Decoding(members, most + 1, is_bounded, num_draft_tokens, num_drafted, is_beyond, top_logprobs)
 
     def _leave_draft(self, sequence: Sequence) -> None:
         """The draft has no room for a sequence that decodes from now on; for its pages so far it had."""
@@ -351,7 +328,7 @@ class Batch:
             updates=(*self._page_lists.take_updates(), *prompts.updates),
         )
 
-    def _mixed_step(self, decoding: _Decoding, prompts: TakenPrompts) -> Step:
+    def _mixed_step(self, decoding: Decoding, prompts: TakenPrompts) -> Step:
         self.last_step += decoding.num_drafted > 0  # it takes two numbers
         decode, num_ending = self._decode_step(decoding), len(prompts.ending.slots)
         yielding, is_beyond = decode.yielding + prompts.ending, decode.is_beyond_draft
@@ -386,22 +363,11 @@ class Batch:
         # The newest token has none yet. A draft's next step writes again what belongs to the last step's tokens.
         return num_known - 1 - (self.sizes.num_draft_tokens + max(1, draft.tokens_ahead) if draft.attachment else 0)
 
-    def _decode_step(self, decoding: _Decoding) -> Step:
+    def _decode_step(self, decoding: Decoding) -> Step:
         self._room -= 1
         self._num_covered -= 1
         self._num_in_reach -= 1
-        return Step(
-            number=self.last_step,
-            kind=StepKind.DECODE if decoding.num_drafted else StepKind.PLAIN,
-            members=decoding.members,
-            yielding=decoding.members,
-            num_draft_tokens=0 if decoding.drafts_none else decoding.num_drafted,
-            most_more=decoding.most_more,
-            is_bounded=decoding.is_bounded,
-            is_beyond_draft=decoding.is_beyond_draft,
-            top_logprobs=decoding.top_logprobs,
-            updates=self._page_lists.take_updates(),
-        )
+        return decoding.step(self.last_step, self._page_lists.take_updates())
 
 
 def _mask(rows: Bools) -> int:

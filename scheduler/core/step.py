@@ -122,3 +122,41 @@ class Step(NamedTuple):
             replace(command, step=self.ordered.drafted, chunks=()),
             replace(taking_in, ops=planned.draft_prompts, updates=(), drafts_none=False),
         ]
+
+
+class Decoding(NamedTuple):
+    """The sequences that decode, the same from step to step until one comes, goes or is sure to end."""
+
+    members: StepSlots
+    most_more: NDArray[np.int32]
+    """Most tokens that a step brings to each."""
+    is_bounded: bool
+    """True if some of these are less than K + 1."""
+    num_draft_tokens: int
+    """The K that it was made for."""
+    num_drafted: int
+    """K of its steps; 0 if they are plain."""
+    is_beyond_draft: NDArray[np.bool_] | None
+    """See `DraftReach.is_beyond`."""
+    top_logprobs: dict[int, int]
+    drafts_none: bool = False
+    """See `Step.drafts_none`."""
+
+    def drafting_none(self) -> Decoding:
+        """The same in a step that drafts none, though there is a draft."""
+        return self._replace(most_more=np.ones_like(self.most_more), is_bounded=False, drafts_none=True)
+
+    def step(self, number: int, updates: tuple[SlotUpdate, ...]) -> Step:
+        """A step of these sequences alone."""
+        return Step(
+            number=number,
+            kind=StepKind.DECODE if self.num_drafted else StepKind.PLAIN,
+            members=self.members,
+            yielding=self.members,
+            num_draft_tokens=0 if self.drafts_none else self.num_drafted,
+            most_more=self.most_more,
+            is_bounded=self.is_bounded,
+            is_beyond_draft=self.is_beyond_draft,
+            top_logprobs=self.top_logprobs,
+            updates=updates,
+        )

@@ -82,8 +82,7 @@ ACCEPTED_PER_POSITION = counter(
 )
 DECODE_STEPS = counter(
     "slipstream_decode_steps_total",
-    "Decode steps, by mode: drafted; drafted_none, plain while many prompts wait and the draft follows; resting, plain "
-    "while the draft rests or comes back; plain, without a draft.",
+    "Decode steps: drafted; drafted_none, plain beside many prompts; resting, plain as the draft does; plain, without one.",
     "mode",
 )
 RESTS = counter(
