@@ -82,7 +82,7 @@ ACCEPTED_PER_POSITION = counter(
 )
 DECODE_STEPS = counter(
     "slipstream_decode_steps_total",
-    "Decode steps: drafted; drafted_none, plain beside many prompts; resting, plain as the draft does; plain, without one.",
+    "Decode steps: drafted; drafted_none, plain beside many prompts; resting, plain as the draft is; plain, without.",
     "mode",
 )
 RESTS = counter(
