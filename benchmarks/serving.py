@@ -57,7 +57,7 @@ class Plan:
     warm_up_s: float = 3.0
     """The part of these, and of the capacity's, that does not count."""
     capacity_seconds: float = 12.0
-    capacity_rounds: int = 5
+    capacity_rounds: int = 7
     """In which the algorithms take turns; the median counts."""
     drain_s: float = 60.0
     """Requests that take longer after the last arrival are left."""
@@ -77,8 +77,8 @@ class ServingRun:
     """There should be none."""
 
 
-async def measure(plan: Plan) -> tuple[dict[str, LoadReport], list[ServingRun]]:
-    """Starts the services once for each algorithm; returns the capacity by algorithm, and all rates with each."""
+async def measure(plan: Plan) -> tuple[dict[str, list[LoadReport]], list[ServingRun]]:
+    """Starts the services once for each algorithm; returns its rounds of capacity, and all rates with each."""
     models, lengths = Models(), LENGTHS
     workload = Workload(models.target, lengths)
     async with AsyncExitStack() as held:
@@ -97,10 +97,10 @@ async def measure(plan: Plan) -> tuple[dict[str, LoadReport], list[ServingRun]]:
             )
             addresses[algorithm] = (await held.enter_async_context(running)).address
         capacity = await _capacities(workload, addresses, plan)
-        most = max(capacity.values(), key=lambda report: report.tokens_per_second)
+        most = max(_median(rounds).tokens_per_second for rounds in capacity.values())
         runs = []
         for fraction in plan.fractions:
-            rate = fraction * most.tokens_per_second / workload.mean_output_tokens
+            rate = fraction * most / workload.mean_output_tokens
             for algorithm, address in addresses.items():
                 runs.append(await _run(workload, address, plan, algorithm, fraction, rate))
                 speed = runs[-1].report.tokens_per_second
@@ -108,8 +108,8 @@ async def measure(plan: Plan) -> tuple[dict[str, LoadReport], list[ServingRun]]:
     return capacity, runs
 
 
-async def _capacities(workload: Workload, addresses: dict[str, str], plan: Plan) -> dict[str, LoadReport]:
-    """Returns the median report of each algorithm."""
+async def _capacities(workload: Workload, addresses: dict[str, str], plan: Plan) -> dict[str, list[LoadReport]]:
+    """Returns the reports of each algorithm's rounds."""
     found: dict[str, list[LoadReport]] = {algorithm: [] for algorithm in addresses}
     for number in range(1, plan.capacity_rounds + 1):
         for algorithm, address in addresses.items():
@@ -118,10 +118,11 @@ async def _capacities(workload: Workload, addresses: dict[str, str], plan: Plan)
             )
             print(f"{algorithm}, round {number}: capacity {report.tokens_per_second:.0f} tokens/s", flush=True)
             found[algorithm].append(report)
-    return {
-        algorithm: sorted(reports, key=lambda report: report.tokens_per_second)[len(reports) // 2]
-        for algorithm, reports in found.items()
-    }
+    return found
+
+
+def _median(rounds: list[LoadReport]) -> LoadReport:
+    return sorted(rounds, key=lambda report: report.tokens_per_second)[len(rounds) // 2]
 
 
 async def find_capacity(
@@ -159,7 +160,10 @@ def main(json_file: JsonOption = None) -> None:
     plan = Plan()
     capacity, runs = asyncio.run(measure(plan))
     about = {"host": host(), "plan": asdict(plan), "lengths": asdict(LENGTHS), "temperature": TEMPERATURE}
-    capacities = {algorithm: asdict(report) for algorithm, report in capacity.items()}
+    capacities = {
+        algorithm: {**asdict(_median(rounds)), "rounds": [report.tokens_per_second for report in rounds]}
+        for algorithm, rounds in capacity.items()
+    }
     write_json({**about, "capacity": capacities, "runs": [asdict(run) for run in runs]}, json_file)
     failed = [failure for run in runs for failure in run.failures]
     for run in runs:
