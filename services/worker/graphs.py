@@ -31,8 +31,9 @@ logger = logging.getLogger(__name__)
 GRAPHED_MODES = (SamplingMode.NOISE, SamplingMode.FILTERS)
 """Adjustments and logprobs come without a graph: they take tables of the vocabulary for each row."""
 MIB = 2**20
-_FIRST_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-_FURTHER = 32
+_STEPS = ((4, 1), (16, 2), (64, 4))
+"""Up to so many rows, the sizes of batches that are captured are so many apart, and beyond them _FURTHER."""
+_FURTHER = 16
 _REPEATS = 3
 """Runs of which the shortest counts: other processes start at the same time."""
 T = TypeVar("T")
@@ -143,8 +144,11 @@ class Latest(Generic[T]):
 
 def batch_buckets(num_rows: int) -> tuple[int, ...]:
     """Sizes of batches to capture, up to `num_rows`: small ones close together, as padding costs them most."""
-    beyond = range(_FIRST_BUCKETS[-1] + _FURTHER, num_rows, _FURTHER)
-    return (*(size for size in (*_FIRST_BUCKETS, *beyond) if size < num_rows), num_rows)
+    sizes = [0]
+    while sizes[-1] < num_rows:
+        step = next((step for most, step in _STEPS if sizes[-1] < most), _FURTHER)
+        sizes.append(min(sizes[-1] + step, num_rows))
+    return tuple(sizes[1:])
 
 
 class Buckets(Generic[T]):

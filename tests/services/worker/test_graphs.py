@@ -24,9 +24,9 @@ CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(hand
     [
         (1, (1,)),
         (3, (1, 2, 3)),
-        (16, (1, 2, 4, 8, 16)),
-        (64, (1, 2, 4, 8, 16, 24, 32, 48, 64)),
-        (130, (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 130)),
+        (9, (1, 2, 3, 4, 6, 8, 9)),
+        (64, (1, 2, 3, 4, 6, 8, 10, 12, 14, *range(16, 65, 4))),
+        (130, (1, 2, 3, 4, 6, 8, 10, 12, 14, *range(16, 65, 4), 80, 96, 112, 128, 130)),
     ],
 )
 def test_buckets_end_with_all_slots(num_rows: int, expected: tuple[int, ...]) -> None:
