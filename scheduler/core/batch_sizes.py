@@ -11,9 +11,9 @@ SMALL_STEPS, LEAST_SMALL = 3, 1024
 """If SMALL_STEPS small steps take in all prompts that wait, steps are small: they have half of the tokens, at least
 LEAST_SMALL. With fewer a token takes longer on a GPU."""
 MANY_GUESSES, FEW_WAITING = 32, 8
-"""While more wait, and where small steps differ from others, these draft none if draft tokens would be one of
-MANY_GUESSES, and two prompts wait at least, and more than one for FEW_WAITING sequences that decode. First tokens come
-sooner then, and others later."""
+"""If more wait than that, a step drafts none where draft tokens would be one in MANY_GUESSES of its tokens or more; but
+only while two prompts wait at least, and more than one for FEW_WAITING sequences that decode, and where small steps
+differ from others. First tokens come sooner then, and others later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,7 @@ class Step(NamedTuple):
     is_bounded: bool = False
     """True if some of these are less than K + 1."""
     num_draft_tokens: int = 0
-    """K of the draft that takes part, in a decode step; 0 in others, and in a mixed one that only keeps it up."""
+    """K of the draft that takes part, in a decode step; 0 in others, and in a mixed one that drafts none."""
     is_beyond_draft: NDArray[np.bool_] | None = None
     """For each of `yielding`, whether it is decoded plainly as it is too long for the draft; None if none is."""
     top_logprobs: Mapping[int, int] = MappingProxyType({})
