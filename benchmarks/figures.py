@@ -142,7 +142,7 @@ def _decode_section() -> list[str]:
         "length of 3.5, contexts that grow from 1,024 tokens to 1,400; medians. *Floor* is the time to read the step's "
         "bytes at the bandwidth of a copy. CPU time is that of each process, and of the *loop*, the thread of the "
         "scheduler that decides the steps. Draft and verify are processes of their own under MPS; *one process* is all "
-        "of it in one, on one stream. Shapes that a run left out are of one before."
+        "of it in one, on one stream. Shapes that the last run left out are of an earlier one."
     )
     sections = section("Decode steps", "decode", "decode_h200", measurements[0].host, words)
     times = "batch | tokens/s | step, ms | draft, ms | verify, ms | bubble, ms"

@@ -127,6 +127,20 @@ def guesses_alike(bench: Bench) -> None:
     _compare(found, expected, "a stash that is there before the command and one that comes after it")
 
 
+def takes_in_where_it_need_not_guess(bench: Bench) -> None:
+    """Takes in the stash of a step that drafts none as that of another."""
+    with bench.attached() as verify:
+        verify.take_in(1, PROMPT)
+        expected = [verify.decode(1, accepted=accepted)[0] for accepted in (1, 0, 0, 1)]
+    with bench.attached() as verify:
+        verify.take_in(1, PROMPT)
+        found = verify.decode(1, accepted=1)
+        verify.decode_plainly(1)
+        verify.decode_plainly(1)
+        found += verify.decode(1, accepted=1)
+    _compare(found, [expected[0], expected[-1]], "steps that draft none and steps whose guesses are wrong")
+
+
 def forgets_a_slots_last_sequence(bench: Bench) -> None:
     """Forgets a slot's last sequence."""
     expected = _guesses(bench, OTHER_PROMPT)
@@ -229,6 +243,7 @@ CHECKS = (
     drafts,
     waits_for_the_stash,
     guesses_alike,
+    takes_in_where_it_need_not_guess,
     forgets_a_slots_last_sequence,
     catches_up,
     goes_on_after_a_release,

@@ -155,6 +155,12 @@ class ScriptedVerify:
         self.accept(step, slots, guesses, accepted)
         return guesses
 
+    def decode_plainly(self, slot: int) -> None:
+        """A step for which the drafter need not guess."""
+        step = self.send(StepKind.DECODE, (slot,), drafts_none=True)
+        self.finish(step, (slot,), has_guesses=False)
+        self.accept(step, (slot,), [[]], 0)
+
     def accept(self, step: int, slots: Sequence[int], guesses: list[list[int]], accepted: int) -> None:
         """Verify is done with a step."""
         new = {}
@@ -170,6 +176,7 @@ class ScriptedVerify:
         chunks: tuple[PrefillChunk, ...] = (),
         updates: tuple[SlotUpdate, ...] = (),
         wants_acknowledgement: bool = False,
+        drafts_none: bool = False,
     ) -> int:
         """Sends the drafter its part of the next step, and returns the step's number."""
         step = self.last_sent + 1
@@ -190,6 +197,7 @@ class ScriptedVerify:
                 chunks=chunks,
                 updates=updates,
                 wants_acknowledgement=wants_acknowledgement,
+                drafts_none=drafts_none,
             )
         )
         return step
@@ -241,14 +249,14 @@ class ScriptedVerify:
             raise ContractError(f"step {waiting} is signalled before the stash that it waits for")
         self.check_memory(f"before the stash that step {waiting} waits for")
 
-    def finish(self, step: int, slots: Sequence[int]) -> list[list[int]]:
+    def finish(self, step: int, slots: Sequence[int], *, has_guesses: bool = True) -> list[list[int]]:
         """Waits for a step, checks all that the drafter did, and returns its guesses for `slots`."""
         if not self._done.wait_on_host(step, self._timeout_s):
             failure = None if self._link is None else self._link.failure
             reason = "" if failure is None else f": {failure}"
             raise ContractError(f"step {step} is not signalled within {self._timeout_s:g} s{reason}")
         guesses = [self.own.row(BufferName.DRAFT_TOKENS, slot) for slot in slots]
-        for slot, row in zip(slots, guesses, strict=True):
+        for slot, row in zip(slots, guesses, strict=True) if has_guesses else ():
             if NO_TOKEN in row:
                 raise ContractError(f"step {step} is signalled before draft_tokens of slot {slot} are written: {row}")
             if not all(0 <= token < self._draft.vocab_size for token in row):

@@ -53,7 +53,7 @@ class Service:
         self.num_failed_starts = 0
         """Processes in a row that ended before they were ready."""
         self.num_hung_starts = 0
-        """Processes in a row that were killed before they were ready, as they hung or took too long."""
+        """Processes that were killed before they were ready, as they hung or took too long, since one was ready."""
         self.slowest_start_s = 0
         """The longest that a process took to its first answer to a health check, in whole seconds."""
         self.due: float | None = None
@@ -170,7 +170,7 @@ NUM_CHECKS = 4
 """Health checks in a row that a service must leave without an answer. Several, for this process may have been stopped
 itself: then the deadline of the check that was under way has passed, and that of the next one has not."""
 _START_FACTOR = 3
-"""How many times as long as the slowest start before, and as one that has answered, a start may leave them so."""
+"""A restart has so many times the slowest start, or the hang timeout if that is longer, to its first answer."""
 
 
 @asynccontextmanager

@@ -276,7 +276,7 @@ class Supervisor:
         if is_wrong or not all(one.command.restarts for one in affected) or (is_used_up and not optional):
             before, window_s = len(record.recent(now)), self._settings.restart_window_s
             often = f", the last of {before + 1} ends within {window_s:g} s" if before else ""
-            if hangs_always:
+            if hangs_always and lost.num_hung_starts > 1:
                 often = f", the last of {lost.num_hung_starts} such starts"
             raise UnavailableError(f"{end}{often}; {_log_of(lost.process)}")
         for service in optional:

@@ -128,7 +128,7 @@ class StepCommand:
     attachment: int = 0
     """For verify: the attachment of the draft that takes part; 0 for none."""
     drafts_none: bool = False
-    """In a DECODE that takes in prompts, too: draft takes in the stash alone, and verify decodes plainly."""
+    """Only in a mixed DECODE, and in draft's part of it: draft takes in the stash alone, and verify decodes plainly."""
 
     @property
     def is_mixed(self) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from slipstream.common.errors import DeadlineExceededError, InternalError
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.accounts import CommittedTokens, SlotAccounts
-from slipstream.scheduler.core.batch_sizes import SMALL_STEPS, BatchCounts, BatchSizes
+from slipstream.scheduler.core.batch_sizes import MOST_WITHOUT, SMALL_STEPS, BatchCounts, BatchSizes
 from slipstream.scheduler.core.draft_reach import DraftReach
 from slipstream.scheduler.core.outbox import Outbox
 from slipstream.scheduler.core.page_lists import PageLists
@@ -70,6 +70,8 @@ class Batch:
         """Number of the last step that was made."""
         self._is_decodes_turn = False
         """True behind a step of prompts. Counts where steps are not mixed."""
+        self._num_without = 0
+        """Steps that drafted none since fewer prompts waited than make them do so."""
 
     def bound_shared_steps(self, num_tokens: int, doubling_context: int | None = None) -> None:
         """Sets the tokens of a step that takes in prompts while sequences decode; see `BatchSizes`."""
@@ -139,9 +141,13 @@ class Batch:
         room = self.sizes.room_in_small_step(num_decoded)
         if self._prompts.exceed(SMALL_STEPS * room):
             num_decoding, num_waiting = len(decoding.members.slots), len(self._prompts.sequences)
-            if self.sizes.drafts_none(decoding.num_drafted, num_decoding, num_waiting):
+            drafts_none = self.sizes.drafts_none(decoding.num_drafted, num_decoding, num_waiting)
+            if drafts_none and self._num_without < MOST_WITHOUT:
                 decoding, num_decoded = decoding.drafting_none(), num_decoding
+                self._num_without += 1
             room = self.sizes.room_for_prompts(num_decoded)
+        else:
+            self._num_without = 0
         prompts = self._prompts.take(room, self.sizes.doubling_context if num_decoded else None)
         if prompts.ending.slots:
             self._is_prefilled[prompts.ending.rows] = True

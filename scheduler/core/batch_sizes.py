@@ -10,10 +10,11 @@ LEAST_PROMPTS = 4
 SMALL_STEPS, LEAST_SMALL = 3, 1024
 """If SMALL_STEPS small steps take in all prompts that wait, steps are small: they have half of the tokens, at least
 LEAST_SMALL. With fewer a token takes longer on a GPU."""
-MANY_GUESSES, FEW_WAITING = 32, 8
-"""If more wait than that, a step drafts none where draft tokens would be one in MANY_GUESSES of its tokens or more; but
-only while two prompts wait at least, and more than one for FEW_WAITING sequences that decode, and where small steps
-differ from others. First tokens come sooner then, and others later."""
+MANY_GUESSES, FEW_WAITING, MOST_WITHOUT = 32, 8, 32
+"""While more wait than that, steps of more than LEAST_SMALL tokens draft none if draft tokens would be one in
+MANY_GUESSES of these or more, and two prompts wait at least, and more than one for FEW_WAITING sequences that decode.
+First tokens come sooner then, and others later. So MOST_WITHOUT steps do so at most until fewer wait: bursts are over
+by then, and what lasts longer is the usual load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class BatchSizes:
         return self._room(max(self.mixed_tokens // 2, min(self.mixed_tokens, LEAST_SMALL)), num_decoded)
 
     def drafts_none(self, num_draft_tokens: int, num_decoding: int, num_waiting: int) -> bool:
-        """Whether a step with more prompts than small steps take in gives them the room of the draft's tokens, too."""
+        """Whether a step drafts none while more prompts wait than small steps take in."""
         if not self.mixes or self.mixed_tokens <= LEAST_SMALL:
             return False
         has_many = MANY_GUESSES * num_decoding * num_draft_tokens >= self.mixed_tokens

@@ -81,7 +81,7 @@ class Step(NamedTuple):
 
     @property
     def drafts_none(self) -> bool:
-        """True if it decodes plainly, and draft takes in what comes of it."""
+        """True if it decodes plainly though there is a draft, which takes in the stash as in every other step."""
         return self.kind is StepKind.DECODE and not self.num_draft_tokens
 
     @property

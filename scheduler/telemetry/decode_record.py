@@ -79,7 +79,8 @@ class DecodeRecord:
         if step.is_mixed:
             columns = columns[0][:num_sequences], columns[1][:num_sequences], columns[2][:num_sequences]
         outcome = DecodedStep(number, gap_ns, num_sequences, *columns, has_prompts)
-        (self._drafted if number else self._plain).append((self._num_added, outcome))
+        if not step.drafts_none:  # it says nothing of the draft, nor of steps without one
+            (self._drafted if number else self._plain).append((self._num_added, outcome))
         self._num_added += 1
         return outcome
 

@@ -43,7 +43,7 @@ LABELS = ("fence", "mps", "algorithm")
 RESULT, DRAFT_BACKLOG, ACKNOWLEDGEMENT = SITES = ("result", "draft_backlog", "acknowledgement")
 """The places where the loop's thread may be blocked."""
 DRAFTED, DRAFTED_NONE, RESTING, PLAIN = MODES = ("drafted", "drafted_none", "resting", "plain")
-"""How a decode step is made: drafted; plainly, while the draft rests; plainly, as there is none."""
+"""How a decode step is made: drafted; plainly, as many prompts wait, while the draft rests, or as there is none."""
 DECODE, PREFILL, MIXED = PHASES = ("decode", "prefill", "mixed")
 """What a step does: decode, take in prompts, or both."""
 
@@ -82,7 +82,7 @@ ACCEPTED_PER_POSITION = counter(
 )
 DECODE_STEPS = counter(
     "slipstream_decode_steps_total",
-    "Decode steps: drafted; drafted_none, plain beside many prompts; resting, plain as the draft is; plain, without.",
+    "Drafted; drafted_none, plain while many prompts wait; resting, plain while the draft rests; plain, without one.",
     "mode",
 )
 RESTS = counter(

@@ -113,13 +113,13 @@ class Swap:
         """The first steps of a draft, as many as the comparison wants, or as come."""
         record, wanted = self._epoch.decodes, min(self._request.terms.judge_steps, KEPT_STEPS)
         steps: list[DecodedStep] = []
-        moved_at = time.monotonic()
+        moved_at, position = time.monotonic(), record.position
         while len(steps) < wanted and time.monotonic() - moved_at < IDLE_S:
             if self._session.wait_for(self._epoch, lambda: held is not None and held.cause is not None, LOOK_S):
                 break
-            found = record.first(number, wanted, since=since)
-            if len(found) > len(steps):
-                steps, moved_at = found, time.monotonic()
+            steps = record.first(number, wanted, since=since)
+            if record.position > position:
+                moved_at, position = time.monotonic(), record.position
         return steps
 
     def _reason_against(

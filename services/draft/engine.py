@@ -111,7 +111,7 @@ class DraftEngine:
 class DraftGraphs:
     """The decode steps of an epoch as graphs: from the stash to the tokens, the whole chain in one.
 
-    Those of steps that draft none are others, of which it does not matter how they sample.
+    Steps that draft none have graphs of their own. These are for all ways to sample, as no token of theirs is used.
     """
 
     def __init__(self, drafter: Drafter, state: EpochState, graphed: GraphedStep) -> None:
@@ -158,6 +158,6 @@ def propose(
 ) -> None:
     """Stream work: drafts for B slots, from the stash to the arena. `rows`: [B] int64."""
     stash = state.region.gather(step, rows, state.slots.limits)
-    # A guess belongs to taking in for modules that follow one another; to others a single one costs little.
+    # Modules that follow one another take in with their guesses; for other drafts a single one costs little.
     num_tokens = 1 if drafts_none else state.attachment.shape.num_draft_tokens
     state.region.propose(step, rows, drafter.propose(rows, stash, num_tokens, mode))

@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 GRAPHED_MODES = (SamplingMode.NOISE, SamplingMode.FILTERS)
 """Adjustments and logprobs come without a graph: they take tables of the vocabulary for each row."""
 MIB = 2**20
-_STEPS = ((4, 1), (16, 2), (64, 4))
+_STEPS = ((4, 1), (16, 2), (64, 4), (256, 16))
 """Up to so many rows, the sizes of batches that are captured are so many apart, and beyond them _FURTHER."""
-_FURTHER = 16
+_FURTHER = 64
 _REPEATS = 3
 """Runs of which the shortest counts: other processes start at the same time."""
 T = TypeVar("T")

@@ -33,6 +33,7 @@ NAMED = {
         r"a stash that is there before the command",
     ),
     "keeps-history": ("Forgets a slot's last sequence", r"differ between a sequence in a new slot"),
+    "skips-steps": ("Takes in the stash of a step that drafts none", r"differ between steps that draft none"),
     "never-leaves": ("Ends with the stream", r"has_scheduler is true after the end of Execute"),
     "takes-anything": ("Refuses an attachment that does not fit", r"Attach with an epoch that is over is taken"),
 }

@@ -102,6 +102,17 @@ class NeverLeaves(Epoch):
         self.finish()
 
 
+class SkipsSteps(Epoch):
+    """Does nothing in steps for which it need not guess."""
+
+    def _carry_out(self, command: Any) -> None:
+        done = pb.StepCommand()
+        done.CopyFrom(command)
+        if command.drafts_none:
+            del done.slots[:]
+        super()._carry_out(done)
+
+
 class TakesAnything(DraftServicer):
     """Compares nothing with verify's description."""
 
@@ -118,6 +129,7 @@ FAULTS: dict[str, Any] = {
     "reads-early": ReadsEarly,
     "keeps-history": KeepsHistory,
     "never-leaves": NeverLeaves,
+    "skips-steps": SkipsSteps,
     "takes-anything": Epoch,
 }
 

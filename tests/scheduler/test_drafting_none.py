@@ -12,11 +12,13 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.worker.layout import PADDING_SLOT
 from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.core.draft_policy import DraftPolicy
 from slipstream.services.verify.engine import VerifyEngine
 from tests.harness.inline_device import InlineDevice
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import local_workers
 from tests.ordering.replay import Replay
+from tests.scheduler.core.test_loop import metric
 from tests.scheduler.test_graphed_steps import DRAFTS, Checkpoints, checkpoints, make_config, make_jobs, roles
 
 if TYPE_CHECKING:
@@ -110,3 +112,25 @@ def test_verify_drafts_none_only_beside_prompts(checkpoints: Checkpoints, monkey
     monkeypatch.setattr(VerifyEngine, "phases", watched)
     _serve(checkpoints, "standalone", HostDevice())
     assert refused == {StepKind.PREFILL, StepKind.DECODE}
+
+
+@pytest.mark.usefixtures("tiny_small_steps")
+def test_metrics_and_policy_tell_such_steps_apart(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    take_in = DraftPolicy.take_in
+
+    def noted(policy: DraftPolicy, *counts: Any, **about: Any) -> None:
+        told.append(about)
+        take_in(policy, *counts, **about)
+
+    monkeypatch.setattr(DraftPolicy, "take_in", noted)
+    device = HostDevice()
+    with local_workers(*roles(checkpoints, "standalone", device, None), device=device) as workers:
+        epoch = LocalEpoch(1, make_config(num_draft_tokens=None, slots=6, max_batched_tokens=9), workers)
+        epoch.run(make_jobs())
+    without = [about for about in told if not about["has_guesses"]]
+    assert without
+    assert all(about["is_drafted"] and about["num_prompt_tokens"] for about in without)
+    assert metric(epoch, 'slipstream_decode_steps_total{mode="drafted_none"}') == len(without)
+    num_others = sum(len(epoch.epoch.decodes.last(number, 1000)) for number in (0, epoch.attachments[0].number))
+    assert epoch.epoch.decodes.position == num_others + len(without)

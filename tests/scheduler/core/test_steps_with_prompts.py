@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.core.batch_sizes import MOST_WITHOUT
 from tests.harness.simulated_run import make_job, reference
 from tests.scheduler.core.test_batch import SMALL, run_of
 
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
     from slipstream.scheduler.core.step import Step
 
 
-def _beside_a_stream(sizes: BatchSizes, *prompt_tokens: int, max_draft_tokens: int | None = None) -> list[Step]:
+def _beside_a_stream(sizes: BatchSizes, *prompt_tokens: int) -> list[Step]:
     """The steps from when prompts come beside a running sequence until all are in."""
     run, steps = run_of(sizes), []
-    run.jobs.add(make_job("decodes", (1,), 200, max_draft_tokens=max_draft_tokens))
+    run.jobs.add(make_job("decodes", (1,), 200))
     for _ in range(3):
         run.turn()
     for number, count in enumerate(prompt_tokens):
@@ -34,12 +35,9 @@ def _beside_a_stream(sizes: BatchSizes, *prompt_tokens: int, max_draft_tokens: i
     return steps
 
 
-def _steps_beside_a_stream(
-    sizes: BatchSizes, *prompt_tokens: int, max_draft_tokens: int | None = None
-) -> list[tuple[StepKind, int]]:
+def _steps_beside_a_stream(sizes: BatchSizes, *prompt_tokens: int) -> list[tuple[StepKind, int]]:
     """Their kinds and prompt tokens."""
-    steps = _beside_a_stream(sizes, *prompt_tokens, max_draft_tokens=max_draft_tokens)
-    return [(step.kind, step.num_prompt_tokens) for step in steps]
+    return [(step.kind, step.num_prompt_tokens) for step in _beside_a_stream(sizes, *prompt_tokens)]
 
 
 def test_prompts_and_decoding_take_turns_where_steps_are_not_mixed() -> None:
@@ -85,8 +83,8 @@ def test_beside_a_stream_a_step_has_fewer_tokens_of_a_prompt_behind_a_long_conte
 
 def test_what_a_long_context_leaves_of_a_step_goes_to_no_other_prompt_before_its_own_is_over() -> None:
     """Two prompts came together, and the last token of the first counts for four of eight."""
-    sizes = replace(SMALL, num_slots=5, num_pages=200, chunk_tokens=9, doubling_context=8)
-    counts = [count for _, count in _steps_beside_a_stream(sizes, 24, 24, max_draft_tokens=0)]
+    sizes = replace(SMALL, num_slots=5, num_pages=200, chunk_tokens=11, doubling_context=8)
+    counts = [count for _, count in _steps_beside_a_stream(sizes, 24, 24)]
     assert counts[:8] == [8, 4, 3, 2, 2, 2, 2, 1 + 4]
 
 
@@ -102,6 +100,8 @@ def test_steps_draft_none_while_many_prompts_wait() -> None:
     sizes = replace(SMALL, num_slots=8, num_pages=3000, chunk_tokens=64)
     assert drafted(sizes, 250, 250) == [(0, 63)] * 4 + [(2, 58)] * 3 + [(2, 26)] * 2 + [(2, 22)]
     assert drafted(sizes, 500) == [(2, 61)] * 7 + [(2, 29)] * 2 + [(2, 15)]
+    lasting = [num_drafted for num_drafted, _ in drafted(sizes, 2000, 2000, 2000)]
+    assert lasting[: MOST_WITHOUT + 1] == [0] * MOST_WITHOUT + [2]
     large = replace(sizes, chunk_tokens=65)
     assert drafted(large, 250, 250)[0] == (2, 62), "its draft tokens are few of these"
 

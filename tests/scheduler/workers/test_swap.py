@@ -53,7 +53,12 @@ class FakeDrafts:
         members = SimpleNamespace(rows=np.arange(len(accepted)))
         chunks = (None,) * num_ending
         step: Any = SimpleNamespace(
-            kind=StepKind.DECODE, num_draft_tokens=4, is_mixed=num_ending > 0, members=members, chunks=chunks
+            kind=StepKind.DECODE,
+            num_draft_tokens=4,
+            drafts_none=False,
+            is_mixed=num_ending > 0,
+            members=members,
+            chunks=chunks,
         )
         accepted = accepted + [0] * num_ending
         for _ in range(num_steps):

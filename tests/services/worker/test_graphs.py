@@ -27,6 +27,7 @@ CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(hand
         (9, (1, 2, 3, 4, 6, 8, 9)),
         (64, (1, 2, 3, 4, 6, 8, 10, 12, 14, *range(16, 65, 4))),
         (130, (1, 2, 3, 4, 6, 8, 10, 12, 14, *range(16, 65, 4), 80, 96, 112, 128, 130)),
+        (500, (1, 2, 3, 4, 6, 8, 10, 12, 14, *range(16, 65, 4), *range(80, 257, 16), 320, 384, 448, 500)),
     ],
 )
 def test_buckets_end_with_all_slots(num_rows: int, expected: tuple[int, ...]) -> None:

@@ -154,7 +154,8 @@ def _fused() -> tuple[tuple[type[FutureMap], type[Region]], ...]:
 
 @pytest.mark.parametrize("ring_row", [0, 2])
 @pytest.mark.parametrize("width", [0, 12])
-def test_rows_of_a_captured_step(ring_row: int, width: int, device: torch.device) -> None:
+@pytest.mark.parametrize("num_guesses", [1, 3])
+def test_rows_of_a_captured_step(ring_row: int, width: int, num_guesses: int, device: torch.device) -> None:
     rows = torch.tensor([5, 1, 3], device=device)
     limits = torch.tensor([0, 60, 0, 3, 0, 20], device=device)
     seen, left, accessed = [], [], []
@@ -164,7 +165,7 @@ def test_rows_of_a_captured_step(ring_row: int, width: int, device: torch.device
         stash = memory.region.gather(step, rows, limits)
         memory.map.publish(step, rows, _outcome(width, 4, device))
         ends = memory.map.ends(step, rows, limits)
-        memory.region.propose(step, rows, numbers(3, 3, high=VOCAB_SIZE).to(device))
+        memory.region.propose(step, rows, numbers(3, num_guesses, high=VOCAB_SIZE).to(device))
         gathered = [getattr(stash, field.name) for field in fields(stash)]
         seen.append([None if tensor is None else tensor.tolist() for tensor in (*ends, *gathered)])
         left.append(memory.state())
