@@ -54,6 +54,8 @@ class DecodeRecord:
         self._drafted: deque[tuple[int, DecodedStep]] = deque(maxlen=KEPT_STEPS)
         """Each with its position. They are kept while a draft rests."""
         self._num_added = 0
+        self.num_drafting_none = 0
+        """Steps that drafted none, though there is a draft. They are not kept."""
         self._landed_ns: int | None = None
         self._longest_gap_ns = 0
         self._had_chunks = False
@@ -79,8 +81,10 @@ class DecodeRecord:
         if step.is_mixed:
             columns = columns[0][:num_sequences], columns[1][:num_sequences], columns[2][:num_sequences]
         outcome = DecodedStep(number, gap_ns, num_sequences, *columns, has_prompts)
-        if not step.drafts_none:  # it says nothing of the draft, nor of steps without one
-            (self._drafted if number else self._plain).append((self._num_added, outcome))
+        if step.drafts_none:  # it says nothing of the draft, nor of steps without one
+            self.num_drafting_none += 1
+            return outcome
+        (self._drafted if number else self._plain).append((self._num_added, outcome))
         self._num_added += 1
         return outcome
 

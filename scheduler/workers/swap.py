@@ -113,13 +113,14 @@ class Swap:
         """The first steps of a draft, as many as the comparison wants, or as come."""
         record, wanted = self._epoch.decodes, min(self._request.terms.judge_steps, KEPT_STEPS)
         steps: list[DecodedStep] = []
-        moved_at, position = time.monotonic(), record.position
+        moved_at, num_seen = time.monotonic(), 0
         while len(steps) < wanted and time.monotonic() - moved_at < IDLE_S:
             if self._session.wait_for(self._epoch, lambda: held is not None and held.cause is not None, LOOK_S):
                 break
             steps = record.first(number, wanted, since=since)
-            if record.position > position:
-                moved_at, position = time.monotonic(), record.position
+            # Behind those that draft none, it drafts again.
+            if len(steps) + record.num_drafting_none > num_seen:
+                moved_at, num_seen = time.monotonic(), len(steps) + record.num_drafting_none
         return steps
 
     def _reason_against(

@@ -133,4 +133,5 @@ def test_metrics_and_policy_tell_such_steps_apart(checkpoints: Checkpoints, monk
     assert all(about["is_drafted"] and about["num_prompt_tokens"] for about in without)
     assert metric(epoch, 'slipstream_decode_steps_total{mode="drafted_none"}') == len(without)
     num_others = sum(len(epoch.epoch.decodes.last(number, 1000)) for number in (0, epoch.attachments[0].number))
-    assert epoch.epoch.decodes.position == num_others + len(without)
+    assert epoch.epoch.decodes.position == num_others
+    assert epoch.epoch.decodes.num_drafting_none == len(without)

@@ -14,7 +14,7 @@ from slipstream.scheduler.core.draft_policy import DraftPolicy
 from slipstream.scheduler.telemetry.decode_record import DecodeRecord
 from slipstream.scheduler.telemetry.decode_record import figures as figures_of
 from slipstream.scheduler.workers.held import DraftTarget, Held
-from slipstream.scheduler.workers.swap import Swap
+from slipstream.scheduler.workers.swap import IDLE_S, LOOK_S, Swap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,14 @@ class FakeDrafts:
         self._numbers = iter((NEW, BACK))
 
     def decode(
-        self, number: int, accepted: list[int], *, step_ms: int = 1, num_ending: int = 0, num_steps: int = NUM_STEPS + 1
+        self,
+        number: int,
+        accepted: list[int],
+        *,
+        step_ms: int = 1,
+        num_ending: int = 0,
+        num_steps: int = NUM_STEPS + 1,
+        drafts_none: bool = False,
     ) -> None:
         """Steps of sequences of which so many draft tokens were accepted, and of prompts that end in them.
 
@@ -54,8 +61,8 @@ class FakeDrafts:
         chunks = (None,) * num_ending
         step: Any = SimpleNamespace(
             kind=StepKind.DECODE,
-            num_draft_tokens=4,
-            drafts_none=False,
+            num_draft_tokens=0 if drafts_none else 4,
+            drafts_none=drafts_none,
             is_mixed=num_ending > 0,
             members=members,
             chunks=chunks,
@@ -92,9 +99,34 @@ class FakeDrafts:
         """See `Drafts.take_away`."""
 
 
-def swap(before: tuple[int, list[int]], after: tuple[int, list[int]]) -> SwapOutcome:
+class BusyDrafts(FakeDrafts):
+    """The new draft first drafts none in a few steps, as many prompts wait."""
+
+    def __init__(self, accepted: list[int]) -> None:
+        super().__init__(accepted)
+        self.now = 0.0
+        self._num_looks = 0
+
+    def attach(self, epoch: Epoch, target: DraftTarget) -> Held:
+        """See `Drafts.attach`."""
+        accepted, self._accepted = self._accepted, []
+        held = super().attach(epoch, target)
+        self._accepted = accepted
+        return held
+
+    def wait_for(self, epoch: Epoch, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """See `Drafts.wait_for`. Nearly so much time passes that no step more is awaited."""
+        if timeout_s == LOOK_S:
+            self.now += 0.9 * IDLE_S
+            self._num_looks += 1
+            is_busy = self._num_looks < 5
+            self.decode(NEW, [0, 0] if is_busy else self._accepted, drafts_none=is_busy)
+        return super().wait_for(epoch, is_so, timeout_s)
+
+
+def swap(before: tuple[int, list[int]], after: tuple[int, list[int]], drafts: FakeDrafts | None = None) -> SwapOutcome:
     """Of two drafts, each with its draft tokens and the accepted ones of its sequences."""
-    drafts, old = FakeDrafts(after[1]), DraftTarget("unix:/old", before[0])
+    drafts, old = drafts or FakeDrafts(after[1]), DraftTarget("unix:/old", before[0])
     drafts.decode(OLD, before[1])
     epoch = cast("Epoch", SimpleNamespace(decodes=drafts.record, policy=DraftPolicy()))
     request = DraftSwap(address="unix:/new", terms=SwapTerms(judge_steps=NUM_STEPS, rollback_below=0.7))
@@ -126,6 +158,14 @@ def test_a_draft_that_guesses_worse_goes_though_it_has_more_accepted_tokens() ->
     assert outcome.rolled_back
     expected = "of the first draft token of a step 0.50 are accepted, 1.00 were: fewer than 0.7 times as many"
     assert outcome.reason == expected
+
+
+def test_a_new_draft_is_judged_behind_steps_that_draft_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = BusyDrafts([0, 0])
+    monkeypatch.setattr("slipstream.scheduler.workers.swap.time.monotonic", lambda: drafts.now)
+    outcome = swap((1, [1, 1]), (1, [0, 0]), drafts)
+    assert outcome.rolled_back
+    assert outcome.after.num_steps == NUM_STEPS
 
 
 def test_mixed_steps_say_how_much_is_accepted_and_the_others_how_long_a_step_takes() -> None:
