@@ -13,8 +13,8 @@ LEAST_SMALL. With fewer a token takes longer on a GPU."""
 MANY_GUESSES, FEW_WAITING, MOST_WITHOUT = 32, 8, 32
 """While more wait than that, steps of more than LEAST_SMALL tokens draft none if draft tokens would be one in
 MANY_GUESSES of these or more, and two prompts wait at least, and more than one for FEW_WAITING sequences that decode.
-First tokens come sooner then, and others later. So MOST_WITHOUT steps do so at most until fewer wait: bursts are over
-by then, and what lasts longer is the usual load."""
+First tokens come sooner then, and others later. So MOST_WITHOUT steps do so at most until fewer wait: what lasts
+longer is no burst, but the usual load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,8 +75,7 @@ class DecodeRecord:
             num_sequences = int(np.isin(taken_in.rows, step.members.rows).sum())
         if step.kind is StepKind.PREFILL or not num_sequences or not gap_ns:
             return None
-        is_drafted = step.num_draft_tokens > 0 and attachment is not None
-        number = attachment.number if is_drafted and attachment is not None else 0
+        number = attachment.number if attachment is not None and step.num_draft_tokens else 0
         columns = taken_in.num_accepted, taken_in.is_speculating, taken_in.num_tokens
         if step.is_mixed:
             columns = columns[0][:num_sequences], columns[1][:num_sequences], columns[2][:num_sequences]

@@ -118,7 +118,7 @@ class Swap:
             if self._session.wait_for(self._epoch, lambda: held is not None and held.cause is not None, LOOK_S):
                 break
             steps = record.first(number, wanted, since=since)
-            # Behind those that draft none, it drafts again.
+            # Steps that draft none say nothing of the draft, but it guesses again behind them.
             if len(steps) + record.num_drafting_none > num_seen:
                 moved_at, num_seen = time.monotonic(), len(steps) + record.num_drafting_none
         return steps

@@ -31,9 +31,8 @@ logger = logging.getLogger(__name__)
 GRAPHED_MODES = (SamplingMode.NOISE, SamplingMode.FILTERS)
 """Adjustments and logprobs come without a graph: they take tables of the vocabulary for each row."""
 MIB = 2**20
-_STEPS = ((4, 1), (16, 2), (64, 4), (256, 16))
-"""Up to so many rows, the sizes of batches that are captured are so many apart, and beyond them _FURTHER."""
-_FURTHER = 64
+_SPACINGS = ((4, 1), (16, 2), (64, 4), (256, 16), (math.inf, 64))
+"""Up to so many rows, the sizes of batches that are captured are so many apart."""
 _REPEATS = 3
 """Runs of which the shortest counts: other processes start at the same time."""
 T = TypeVar("T")
@@ -146,8 +145,8 @@ def batch_buckets(num_rows: int) -> tuple[int, ...]:
     """Sizes of batches to capture, up to `num_rows`: small ones close together, as padding costs them most."""
     sizes = [0]
     while sizes[-1] < num_rows:
-        step = next((step for most, step in _STEPS if sizes[-1] < most), _FURTHER)
-        sizes.append(min(sizes[-1] + step, num_rows))
+        spacing = next(spacing for most, spacing in _SPACINGS if sizes[-1] < most)
+        sizes.append(min(sizes[-1] + spacing, num_rows))
     return tuple(sizes[1:])
 
 

@@ -24,16 +24,7 @@ class RandomPolicy(DraftPolicy):
         """See `DraftPolicy.decodes_alone`."""
         return self._rng.random() < self._changes
 
-    def take_in(
-        self,
-        seconds: float,
-        num_rows: int,
-        num_tokens: int,
-        *,
-        is_drafted: bool,
-        num_prompt_tokens: int = 0,
-        has_guesses: bool = True,
-    ) -> None:
+    def take_in(self, *_: float, **__: float) -> None:
         """See `DraftPolicy.take_in`."""
         if not self.is_held and self._rng.random() < self._changes:
             self.drafts = not self.drafts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -66,10 +66,10 @@ class _Recording:
 def _serve(
     checkpoints: Checkpoints, draft: str, device: Device, log_dir: Path | None = None, **settings: Any
 ) -> tuple[list[list[int]], _Recording]:
-    made, jobs = roles(checkpoints, draft, device, None), make_jobs()
-    recording: Any = _Recording(made[1]._drafter)  # type: ignore[attr-defined]
-    made[1]._drafter = recording  # type: ignore[attr-defined]
-    with local_workers(*made, log_dir=log_dir, device=device) as workers:
+    verify, drafting = cast("list[Any]", roles(checkpoints, draft, device, None))
+    recording = drafting._drafter = _Recording(drafting._drafter)
+    jobs = make_jobs()
+    with local_workers(verify, drafting, log_dir=log_dir, device=device) as workers:
         outputs = LocalEpoch(1, make_config(access_log_dir=log_dir, **settings), workers).run(jobs)
     return [outputs[job] for job in jobs], recording
 
