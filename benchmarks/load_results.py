@@ -217,7 +217,8 @@ def load_sections(name: str) -> list[str]:
         "Tokens/s are those of the output, and of prompts and output in "
         f"{' and '.join(PROMPT_WORKLOADS)}. Latencies count from the time at which a request had to be made; the time "
         "per token is a request's mean behind its first one; cached is the part of the prompts' tokens that was in the "
-        f"prefix cache. Rows that the last run left out are of an earlier one. The busiest client took {share:.2f} of a core."
+        "prefix cache. Rows that the last run left out are of an earlier one. The busiest client took "
+        f"{share:.2f} of a core."
     )
     parts = section("Whole requests", "load", name, hosts, words)
     for model in dict.fromkeys(result.model for result in results):
