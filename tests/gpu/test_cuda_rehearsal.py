@@ -29,8 +29,8 @@ SAMPLINGS = (
     SamplingParams(temperature=0.8, top_p=0.9, seed=2),
     SamplingParams(temperature=0.8, repetition_penalty=1.2, seed=3),
 )
-WAVES = ((1,), (2,), (3, 5), (20, 1), (40, 9, 7), (63, 64, 65), (1, 100, 1, 1), (300, 2, 900), (130,) * 6, (4,) * 6)
-"""Lengths of prompts that come together."""
+WAVES = ((1,), (2,), (3, 5), (20, 1), (40, 9, 7), (63, 64, 65), (1, 100, 1, 1), (300, 2, 900), (130,) * 6, (4,) * 6, (300,) * 14)
+"""Lengths of prompts that come together. With the last ones, more wait than small steps take in, so steps draft none."""
 CROWD = ((8,) * 200,)
 """With so many slots, some mixed steps have more tokens than graphs take."""
 
@@ -43,6 +43,8 @@ class ListeningWorker(LocalWorker):
 
     compiled: list[str]
     allocated: list[str]
+    drafting_none: list[int]
+    """The numbers of the steps that draft none, by each worker that is told so."""
 
     def send(self, command: StepCommand) -> None:
         """See `LocalWorker.send`."""
@@ -52,6 +54,8 @@ class ListeningWorker(LocalWorker):
         def note(**arguments: Any) -> None:
             self.compiled.append(f"{command.kind.name}: {arguments['repr']}")
 
+        if command.drafts_none:
+            self.drafting_none.append(command.step)
         triton.knobs.runtime.jit_cache_hook = note
         before = _reserved()
         try:
@@ -83,9 +87,10 @@ def forget_kernels() -> None:
                     kernel.device_caches.clear()
 
 
+@pytest.mark.usefixtures("tiny_small_steps")
 @pytest.mark.parametrize(
     ("draft", "slots", "lengths_of_waves"),
-    [*(pytest.param(draft, 6, WAVES, id=draft) for draft in DRAFTS), pytest.param(EAGLE3, 200, CROWD, id="crowd")],
+    [*(pytest.param(draft, 12, WAVES, id=draft) for draft in DRAFTS), pytest.param(EAGLE3, 200, CROWD, id="crowd")],
 )
 def test_no_kernel_is_compiled_for_a_request(
     device: CudaDevice,
@@ -95,8 +100,8 @@ def test_no_kernel_is_compiled_for_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     forget_kernels()
-    monkeypatch.setattr(ListeningWorker, "compiled", [], raising=False)
-    monkeypatch.setattr(ListeningWorker, "allocated", [], raising=False)
+    for name in ("compiled", "allocated", "drafting_none"):
+        monkeypatch.setattr(ListeningWorker, name, [], raising=False)
     roles = [make_verify(WorkerConfig(model=target_dir(), dtype="bfloat16"), device, 0)]
     if draft != "none":
         model = MODELS.get(draft)
@@ -119,6 +124,7 @@ def test_no_kernel_is_compiled_for_a_request(
     assert all(outputs.values())
     assert ListeningWorker.compiled == []
     assert ListeningWorker.allocated == []
+    assert bool(ListeningWorker.drafting_none) == (draft != "none")
 
 
 def job(generator: random.Random, num_tokens: int, number: int) -> Job:
