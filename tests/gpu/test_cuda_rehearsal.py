@@ -29,8 +29,10 @@ SAMPLINGS = (
     SamplingParams(temperature=0.8, top_p=0.9, seed=2),
     SamplingParams(temperature=0.8, repetition_penalty=1.2, seed=3),
 )
-WAVES = ((1,), (2,), (3, 5), (20, 1), (40, 9, 7), (63, 64, 65), (1, 100, 1, 1), (300, 2, 900), (130,) * 6, (4,) * 6, (300,) * 14)
-"""Lengths of prompts that come together. With the last ones, more wait than small steps take in, so steps draft none."""
+WAVES = ((1,), (2,), (3, 5), (20, 1), (40, 9, 7), (63, 64, 65), (1, 100, 1, 1), (300, 2, 900), (130,) * 6, (4,) * 6)
+"""Lengths of prompts that come together."""
+FLOOD = (300,) * 14
+"""More wait than small steps take in, so steps draft none."""
 CROWD = ((8,) * 200,)
 """With so many slots, some mixed steps have more tokens than graphs take."""
 
@@ -90,7 +92,10 @@ def forget_kernels() -> None:
 @pytest.mark.usefixtures("tiny_small_steps")
 @pytest.mark.parametrize(
     ("draft", "slots", "lengths_of_waves"),
-    [*(pytest.param(draft, 12, WAVES, id=draft) for draft in DRAFTS), pytest.param(EAGLE3, 200, CROWD, id="crowd")],
+    [
+        *(pytest.param(draft, 12, (*WAVES, FLOOD), id=draft) for draft in DRAFTS),
+        pytest.param(EAGLE3, 200, CROWD, id="crowd"),
+    ],
 )
 def test_no_kernel_is_compiled_for_a_request(
     device: CudaDevice,
