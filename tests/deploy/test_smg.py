@@ -88,7 +88,7 @@ def test_a_stop_while_a_trio_is_about_to_start_again_ends_all(number: signal.Sig
         (tmp_path / name).write_text(f"#!/bin/bash\n{lines}\n")
         (tmp_path / name).chmod(0o700)
     settings = {name.upper(): str(tmp_path / name) for name in programs} | {"STATE_DIR": str(tmp_path), "TRIOS": "1"}
-    command = ["env", "--default-signal=HUP", SERVE]  # which tests that run under nohup ignore
+    command = ["env", "--default-signal=HUP", SERVE]  # under nohup it would be ignored
     with subprocess.Popen(command, env=os.environ | settings, stderr=subprocess.PIPE, text=True) as script:
         try:
             assert script.stderr is not None
