@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.gateway.detokenizer import (
-    MAX_WINDOW_TOKENS,
+    REPLACEMENT,
     ByteLevelDetokenizer,
     PieceDetokenizer,
     Vocabulary,
@@ -204,4 +204,16 @@ def test_a_window_has_an_end(character: str) -> None:
         yield detokenizer.finish()
 
     assert "".join(pushed()) == character * 1000
-    assert decoder.longest <= 3 * MAX_WINDOW_TOKENS
+    assert decoder.longest == 2 * 32
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 5])
+@pytest.mark.parametrize(("num_tokens", "sent"), [(32, "é"), (33, REPLACEMENT)])
+def test_a_character_has_at_most_32_tokens(num_before: int, num_tokens: int, sent: str) -> None:
+    def decode(ids: Sequence[int]) -> str:
+        num_whole, num_more = divmod(ids.count(1), num_tokens)
+        return "a" * ids.count(0) + "é" * num_whole + REPLACEMENT * (num_more > 0)
+
+    detokenizer = WindowDetokenizer(decode)
+    expected = ["a"] * num_before + [""] * 31 + [sent]
+    assert [detokenizer.push(token) for token in [0] * num_before + [1] * 32] == expected

@@ -78,13 +78,20 @@ async def test_work_that_is_given_up_gives_its_turn_away(executor: ThreadPoolExe
 
 async def test_a_turn_that_was_given_as_its_client_left_goes_to_the_next(executor: ThreadPoolExecutor) -> None:
     turns, works = FairTurns(executor, num_threads=1), Works()
-    first, second, third = start(turns, works, "a", "b", "c")
+
+    async def pass_on_and_cancel() -> None:
+        await turns.run("a", 1, works.named("a"))
+        second.cancel()  # it has its turn, and has not run since
+
+    first = asyncio.create_task(pass_on_and_cancel())
     await asyncio.sleep(0)
-    # In the same pass of the event loop in which `second` gets its turn.
-    first.add_done_callback(lambda _: second.cancel())
+    second, third = start(turns, works, "b", "c")
+    await asyncio.sleep(0)
     works.may_end.set()
-    assert await third == "c"
-    assert await first == "a"
+    await first
+    assert await asyncio.wait_for(third, 10) == "c"
+    assert works.done == ["a", "c"]
+    assert second.cancelled()
 
 
 async def test_an_error_ends_a_turn_like_a_result(executor: ThreadPoolExecutor) -> None:

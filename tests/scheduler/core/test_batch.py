@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
 from slipstream.common.api.sequence import StepOutput
-from slipstream.common.errors import PendingLengthError
+from slipstream.common.errors import InternalError, PendingLengthError
 from slipstream.common.worker.step import FenceOps, StepKind
 from slipstream.scheduler.core.batch_sizes import BatchSizes
+from slipstream.scheduler.core.prefix_cache import NO_DRAFT, DraftKV
 from tests.harness.counted_jobs import Job
 from tests.harness.simulated_run import Run, make_job, reference, result_of, token_of
 
@@ -311,3 +312,44 @@ def test_a_result_that_no_step_was_to_bring_is_an_error() -> None:
     run.apply(step, run.device.run(step))
     with pytest.raises(PendingLengthError, match="no step was to change"):
         run.batch.apply(step, result_of([[1]], 3))
+
+
+@pytest.mark.parametrize("num_steps", [3, 20])
+def test_pages_of_a_sequence_whose_logits_are_not_finite_are_not_shared(num_steps: int) -> None:
+    """The prompt takes 3 steps."""
+    run = run_of()
+    job = make_job("job", tuple(range(20)), 60)
+    run.jobs.add(job)
+    run.batch.admit(run.queue)
+    for number in range(1, num_steps + 1):
+        step = run.batch.next_step(0)
+        assert step is not None
+        run.apply(step, run.device.run(step)._replace(not_finite=(0,) if number == num_steps else ()))
+    assert isinstance(run.jobs.refused[job], InternalError)
+    assert len(run.jobs.outputs[job]) == num_steps - 3
+    assert (run.batch.counts.not_finite, run.batch.num_running) == (1, 0)
+    assert (run.batch.pages.num_cached, run.batch.pages.num_free) == (0, run.batch.pages.num_pages)
+
+
+@pytest.mark.parametrize(
+    ("draft", "of_prompt", "of_all"),
+    [
+        (NO_DRAFT, [7, 15, 19], 29),
+        (DraftKV(1), [7, 15, 19], 26),
+        (DraftKV(1, tokens_ahead=1), [7, 15, 19], 26),
+        (DraftKV(1, tokens_ahead=3), [5, 13, 17], 24),
+    ],
+)
+def test_a_page_is_kept_when_what_a_draft_writes_to_it_is_whole(
+    draft: DraftKV, of_prompt: list[int], of_all: int
+) -> None:
+    """With pages of one token, 20 in the prompt and 10 in the output: those kept after each chunk, and at the end."""
+    run, num_draft_tokens = run_of(replace(SMALL, num_pages=100, page_tokens=1)), 2 if draft.attachment else 0
+    job, num_cached = make_job("job", tuple(range(20)), 10), list[int]()
+    run.jobs.add(job)
+    run.batch.admit(run.queue)
+    while (step := run.batch.next_step(num_draft_tokens, draft=draft)) is not None:
+        if step.chunks:
+            num_cached.append(run.batch.pages.num_cached)
+        run.apply(step, run.device.run(step))
+    assert (num_cached, run.batch.pages.num_cached) == (of_prompt, of_all)

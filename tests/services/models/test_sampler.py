@@ -122,6 +122,21 @@ def test_ties_go_to_the_lower_id(changes: dict[str, Any], expected: set[int]) ->
     assert set(draw(logits, [params] * 600, list(range(600)))) == expected
 
 
+@pytest.mark.parametrize("changes", [{}, {"top_k": 2}, {"top_p": 0.999}])
+def test_ties_of_scores_go_to_the_lower_id(changes: dict[str, Any]) -> None:
+    """Of two tokens, the one with less noise has as much more in its logit."""
+    params, num_ties = replace(SamplingParams(temperature=1.0, seed=4), **changes), 0
+    for position in range(100):
+        low, high = gumbel_noise(SamplingRows.of([params]).seed, torch.tensor([position]), 10)[0, [2, 7]].numpy()
+        deficits = np.array([low, high]) - min(low, high)
+        if deficits.max() < 3 and len(set(np.array([low, high]) - deficits)) == 1:
+            logits = np.full((1, 10), -50, np.float32)
+            logits[0, [2, 7]] = -deficits
+            assert draw(logits, [params], [position]) == [2]
+            num_ties += 1
+    assert num_ties > 20
+
+
 @pytest.mark.parametrize(
     "changes",
     [

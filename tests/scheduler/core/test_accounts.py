@@ -1,9 +1,10 @@
-"""Lengths that only the device knows yet, of all slots at once."""
+"""The accounts of all slots at once: lengths that only the device knows yet, and tokens that are known."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.common.errors import PendingLengthError
-from slipstream.scheduler.core.accounts import PendingLengths
+from slipstream.scheduler.core.accounts import CommittedTokens, PendingLengths
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from slipstream.scheduler.core.accounts import TakenIn
 
 ROWS = np.array([1, 3])
 
@@ -90,3 +93,22 @@ def test_bounds_contain_every_outcome(steps: list[tuple[int, int, bool]]) -> Non
     while under_way:
         lengths.end(rows(1), counts(under_way.popleft()))
     assert lengths.least(rows(1)).tolist() == [length]
+
+
+def test_every_slot_keeps_its_tokens_when_the_table_grows() -> None:
+    """Slot 2 begins a second time; steps of the same slots are written together."""
+    committed, expected, number = CommittedTokens(4), dict[int, list[int]](), 0
+    for slot, most in ((2, 9), (1, 12), (3, 40), (2, 90)):
+        expected[slot] = [slot, 50, 60]
+        committed.begin(slot, tuple(expected[slot]), most)
+        slots = rows(*expected)
+        for num_tokens in ([1, 3, 2], [2, 0, 1]):
+            tokens = np.arange(number, number + 3 * len(slots)).reshape(-1, 3)
+            step = SimpleNamespace(rows=slots, tokens=tokens, num_tokens=counts(*num_tokens[: len(slots)]))
+            committed.append(cast("TakenIn", step))
+            number += tokens.size
+            for of_slot, new, count in zip(expected, tokens.tolist(), num_tokens, strict=False):
+                expected[of_slot] += new[:count]
+        for of_slot, known in expected.items():
+            assert committed.num_tokens(of_slot) == len(known)
+            assert committed.read(of_slot, 0, len(known)) == tuple(known)
