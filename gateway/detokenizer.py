@@ -8,6 +8,9 @@ all tokens again. So the kind of the tokenizer's decoder decides, and the text o
 - Decoders that go piece by piece, with bytes as a fallback (SentencePiece, as a rule): the text of a token depends
   only on whether it is the first. Several byte tokens in a row are text only together, when the row has ended.
 - Any other decoder: a window of the last tokens is decoded, as far back as their text was certain.
+
+The text of a completion continues its prompt's: it is what `decode(prompt + output)` has after `decode(prompt)`. So the
+prompt's last tokens are decoded first, and their text is dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import takewhile
+from operator import eq
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -26,7 +31,12 @@ REPLACEMENT = "\ufffd"
 MAX_WINDOW_TOKENS = 32
 """No character takes as many tokens: bytes that are no text by then never will be."""
 
+MAX_ROW_TOKENS = 4096
+"""The most byte tokens at the end of a prompt that are decoded with an output's first ones."""
+
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_INNER_BYTE_PIECE = re.compile(r"<0x[89ABab][0-9A-Fa-f]>")
+"""A byte that is not the first of a character in UTF-8."""
 _PIECEWISE = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"})
 
 
@@ -72,7 +82,8 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._steps = [] if self._backend is None else _decoder_steps(self._backend.decoder)
-        self._special = self._special_tokens()
+        self.special_tokens = self._special_tokens()
+        """By name, the ids of the tokens that have no text."""
         self._bytes: dict[int, bytes] = {}
         self._pieces: dict[int, str | None] = {}
         self._texts: dict[int, tuple[str, str]] = {}
@@ -81,14 +92,37 @@ class Vocabulary:
         self.inner_pieces = KnownTexts(self._inner_piece)
         """For a vocabulary of pieces: pieces after the first that are no single byte."""
 
-    def new_detokenizer(self) -> Detokenizer:
-        """Makes a detokenizer for a sample."""
+    def new_detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        """Makes a detokenizer for a sample; `prompt` is what its text continues, empty for a text of its own."""
+        if not prompt:
+            return self._new_detokenizer()
+        return ContinuingDetokenizer(self._new_detokenizer, partial(self.end_of, prompt))
+
+    def _new_detokenizer(self) -> Detokenizer:
         kinds = [step["type"] for step in self._steps]
         if kinds == ["ByteLevel"]:
             return ByteLevelDetokenizer(self)
         if self._backend is not None and _is_piecewise(self._steps):
             return PieceDetokenizer(self, has_byte_pieces="ByteFallback" in kinds)
         return WindowDetokenizer(self.decode)
+
+    def end_of(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of a prompt, on which the text of the next tokens may depend. Special tokens are left out.
+
+        They begin before any byte tokens at the end, which are text only together; of more than MAX_ROW_TOKENS, with
+        the first byte of a character.
+        """
+        end: list[int] = []
+        for token in reversed(prompt):
+            piece = self._piece_of_any(token)
+            if piece is None:
+                continue
+            if len(end) >= MAX_WINDOW_TOKENS and not _BYTE_PIECE.fullmatch(piece):
+                break
+            end.append(token)
+            if len(end) >= MAX_ROW_TOKENS and not _INNER_BYTE_PIECE.fullmatch(piece):
+                break
+        return end[::-1]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The tokenizer's text of the tokens, without special tokens."""
@@ -102,7 +136,13 @@ class Vocabulary:
         except KeyError:
             assert self._backend is not None, "pieces are a tokenizer backend's"
             piece = self._backend.id_to_token(token_id)
-            return self._pieces.setdefault(token_id, None if piece in self._special else piece)
+            return self._pieces.setdefault(token_id, None if piece in self.special_tokens else piece)
+
+    def _piece_of_any(self, token_id: int) -> str | None:
+        """`piece`; empty for a tokenizer without a backend, which has no pieces."""
+        if self._backend is not None:
+            return self.piece(token_id)
+        return None if token_id in self.special_tokens.values() else ""
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of a token of a byte-level vocabulary."""
@@ -140,11 +180,11 @@ class Vocabulary:
             return ""
         return None if _BYTE_PIECE.fullmatch(piece) else self.texts_of(token_id, piece)[1]
 
-    def _special_tokens(self) -> frozenset[str]:
+    def _special_tokens(self) -> dict[str, int]:
         if self._backend is None:
-            return frozenset()
-        added = self._backend.get_added_tokens_decoder().values()
-        return frozenset(token.content for token in added if token.special)
+            return dict(zip(self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids, strict=True))
+        added = self._backend.get_added_tokens_decoder().items()
+        return {token.content: token_id for token_id, token in added if token.special}
 
 
 class ByteLevelDetokenizer:
@@ -233,6 +273,44 @@ class WindowDetokenizer:
 
     def finish(self) -> str:
         return self._decode(self._window)[len(self._sent) :]
+
+
+class ContinuingDetokenizer:
+    """Implements `Detokenizer` for a text that continues a prompt's: drops what the prompt's own text has of it."""
+
+    def __init__(self, make: Callable[[], Detokenizer], end_of_prompt: Callable[[], Sequence[int]]) -> None:
+        """Both are called when the first token comes, and may raise what `Detokenizer.push` raises."""
+        self._make = make
+        self._end_of_prompt = end_of_prompt
+        self._detokenizer: Detokenizer | None = None
+        self._prompt_rest = ""
+        """The end of the prompt's text, where the detokenizer still holds back its tokens."""
+
+    def push(self, token_id: int) -> str:
+        return self._without_prompt(self._begun().push(token_id))
+
+    def push_all(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
+        detokenizer = self._begun()
+        return _push_each(self, token_ids) if self._prompt_rest else detokenizer.push_all(token_ids)
+
+    def finish(self) -> str:
+        return self._without_prompt(self._begun().finish())
+
+    def _begun(self) -> Detokenizer:
+        if self._detokenizer is None:
+            end = self._end_of_prompt()
+            ended, detokenizer = self._make(), self._make()
+            ended.push_all(end)
+            self._prompt_rest = ended.finish()
+            detokenizer.push_all(end)
+            self._detokenizer = detokenizer
+        return self._detokenizer
+
+    def _without_prompt(self, text: str) -> str:
+        if not (text and self._prompt_rest):
+            return text
+        rest, self._prompt_rest = self._prompt_rest, ""
+        return text[len(list(takewhile(bool, map(eq, rest, text)))) :]
 
 
 def _text_by(decode: Callable[..., str], tokens: list[Any], **options: bool) -> str:

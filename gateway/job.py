@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.errors import SlipstreamError
     from slipstream.common.rpc.loop_turns import LoopTurns
-    from slipstream.gateway.detokenizer import Detokenizer
+    from slipstream.gateway.detokenizer import Vocabulary
     from slipstream.gateway.request_metrics import RequestMetrics
     from slipstream.gateway.sample import RunningSequence
     from slipstream.gateway.served_model import ServedModel
@@ -56,10 +57,11 @@ class Job:
         self.num_prompt_tokens = len(request.samples[0].prompt)
         self.attempt = attempt
         self.model_identity = model.identity
+        detokenizer = partial(model.vocabulary.new_detokenizer, request.text_before)
         self.samples = tuple(
             Sample(
                 sequence,
-                SampleOutput(request, model.vocabulary.new_detokenizer(), sample_index=index, attempt=attempt),
+                SampleOutput(request, detokenizer(), sample_index=index, attempt=attempt),
                 key=_key(number, index),
             )
             for index, sequence in enumerate(sequences)
@@ -145,7 +147,7 @@ class Job:
         self._has_started = self.num_tokens > 0
         self.is_over = all(sample.sequence is None for sample in self.samples)
 
-    def go_on(self, number: int, new_detokenizer: Callable[[], Detokenizer]) -> list[tuple[Sample, RunningSequence]]:
+    def go_on(self, number: int, vocabulary: Vocabulary) -> list[tuple[Sample, RunningSequence]]:
         """Begins again from the output kept, under a new number.
 
         Returns the samples that are not whole, with their new sequences.
@@ -153,10 +155,11 @@ class Job:
         self.number = number
         self.left_as = self.failure = None
         self.is_over = self.is_cancelled = False
+        detokenizer = partial(vocabulary.new_detokenizer, self.request.text_before)
         begun = [
             (sample, sequence)
             for index, sample in enumerate(self.samples)
-            if (sequence := sample.go_on(new_detokenizer(), key=_key(number, index))) is not None
+            if (sequence := sample.go_on(detokenizer(), key=_key(number, index))) is not None
         ]
         if self.error is None:
             return begun

@@ -35,6 +35,7 @@ def record_of(job: Job) -> bytes:
         num_samples=len(request.samples),
         stop=request.stop,
         min_new_tokens=request.min_new_tokens,
+        continues_prompt=request.continues_prompt,
         digest=request.digest,
         attempt=job.attempt,
         created_ns=round(job.created_at.timestamp() * 1e9),
@@ -91,6 +92,7 @@ def job_of(stored: StoredJob, model: ServedModel) -> Job | None:
         samples=samples_of(first, record.num_samples),
         stop=tuple(record.stop),
         min_new_tokens=record.min_new_tokens,
+        continues_prompt=record.continues_prompt,
     )
     arrived_at = (record.created_ns - _UNIX_EPOCH_NS) / 1e9
     output = journal_pb2.JournaledOutput.FromString(stored.output or b"")

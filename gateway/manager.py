@@ -148,7 +148,7 @@ class JobManager:
             self._alive.pop(sequence, None)
         # Under its old number, the journal may have output that was not taken in.
         old_number = job.number
-        begun = job.go_on(next(self._numbers), model.vocabulary.new_detokenizer)
+        begun = job.go_on(next(self._numbers), model.vocabulary)
         self.journal.accept(job)
         self.journal.forget(old_number)
         for sample, sequence in begun:

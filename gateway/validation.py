@@ -69,6 +69,13 @@ class CheckedRequest:
     """Stop strings."""
     min_new_tokens: int = 0
     """No stop string is completed by the text of the first so many tokens."""
+    continues_prompt: bool = False
+    """Whether the text continues the prompt's; the answer in a conversation is a text of its own."""
+
+    @property
+    def text_before(self) -> tuple[int, ...]:
+        """The tokens that the text continues."""
+        return self.samples[0].prompt if self.continues_prompt else ()
 
 
 def parse_request(
@@ -115,6 +122,7 @@ def parse_request(
         samples=samples_of(first, num_samples),
         stop=stop,
         min_new_tokens=min_new_tokens,
+        continues_prompt=request.WhichOneof("prompt") != "messages",
     )
 
 

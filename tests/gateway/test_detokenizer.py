@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.gateway.detokenizer import (
+    MAX_ROW_TOKENS,
     REPLACEMENT,
     ByteLevelDetokenizer,
     PieceDetokenizer,
@@ -18,7 +19,7 @@ from slipstream.gateway.detokenizer import (
     WindowDetokenizer,
 )
 from tests.harness.sampling import examples
-from tests.harness.tokenizers_by_kind import EXACT_KINDS, KINDS, PANICS, TEXT, make_tokenizer
+from tests.harness.tokenizers_by_kind import EXACT_KINDS, KINDS, PANICS, TEXT, make_tokenizer, text_after
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -45,8 +46,7 @@ def parts(vocabulary: Vocabulary, ids: Sequence[int]) -> list[str]:
 
 def whole(tokenizer: Any, ids: Sequence[int]) -> str:
     """Decodes all tokens at once with the tokenizer itself."""
-    text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return text
+    return text_after(tokenizer, (), ids)
 
 
 @pytest.mark.parametrize("kind", EXACT_KINDS)
@@ -159,10 +159,75 @@ def test_text_is_certain_as_soon_as_it_can_be() -> None:
     assert parts(Vocabulary(tokenizer), ids) == [*(tokenizer.decode([token]) for token in ids), ""]
 
 
-def test_a_first_token_loses_its_space_and_no_other_does() -> None:
-    tokenizer = make_tokenizer("llama")
+@pytest.mark.parametrize(("kind", "expected"), [("llama", " Hello Hello"), ("gemma", " Hello Hello")])
+def test_a_completion_keeps_its_first_space_and_an_answer_does_as_the_decoder_says(kind: str, expected: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    vocabulary = Vocabulary(tokenizer)
     hello = tokenizer.convert_tokens_to_ids("▁Hello")
-    assert parts(Vocabulary(tokenizer), [tokenizer.bos_token_id, hello, hello]) == ["", "Hello", " Hello", ""]
+    bos = tokenizer.bos_token_id
+    assert continued(vocabulary, [bos, hello, bos], [hello, hello]) == expected
+    # Without a word before it, and as the answer in a conversation, the text is the tokenizer's own.
+    for prompt in ([bos], []):
+        assert continued(vocabulary, prompt, [hello, hello]) == whole(tokenizer, [hello, hello])
+
+
+def continued(vocabulary: Vocabulary, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """Returns the text of an output that continues a prompt's, token by token."""
+    detokenizer = vocabulary.new_detokenizer(prompt)
+    return "".join([*(detokenizer.push(token) for token in ids), detokenizer.finish()])
+
+
+@pytest.mark.parametrize("kind", EXACT_KINDS)
+def test_random_tokens_continue_random_prompts_as_the_whole_would(kind: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    vocabulary = Vocabulary(tokenizer)
+    character = [vocabulary_byte(tokenizer, kind, byte) for byte in "你".encode()]
+    # Bytes at the end of a prompt are many more than those of a character, and none of them is certain.
+    token = st.one_of(st.integers(0, MAX_ID), st.sampled_from(character))
+    row = st.tuples(st.integers(0, 40), st.integers(0, 2)).map(lambda size: (character * 41)[: 3 * size[0] + size[1]])
+    prompts = st.tuples(st.lists(token, max_size=60), row).map(lambda parts: parts[0] + parts[1])
+
+    @settings(max_examples=examples(200), deadline=None)
+    @given(prompts, st.lists(token, max_size=12), st.integers(0, 12))
+    def check(prompt: list[int], ids: list[int], cut: int) -> None:
+        expected = text_after(tokenizer, prompt, ids)
+        assert continued(vocabulary, prompt, ids) == expected
+        detokenizer = vocabulary.new_detokenizer(prompt)
+        steps = [detokenizer.push_all(step) for step in (ids[:cut], ids[cut:]) if step]
+        assert "".join(text for text, _ in steps) + detokenizer.finish() == expected
+        assert [sum(lengths) for _, lengths in steps] == [len(text) for text, _ in steps]
+
+    check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_continues_its_prompt(kind: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    vocabulary = Vocabulary(tokenizer)
+    texts = st.one_of(st.sampled_from([TEXT, "Hello", "你好" * 80, " world", "a b", " "]), st.text(max_size=30))
+
+    @settings(max_examples=examples(100), deadline=None)
+    @given(texts, texts)
+    def check(prompt_text: str, text: str) -> None:
+        prompt, ids = tokenizer.encode(prompt_text), tokenizer.encode(text)
+        assert continued(vocabulary, prompt, ids) == text_after(tokenizer, prompt, ids)
+
+    check()
+
+
+@pytest.mark.parametrize("kind", ["byte level", "llama"])
+def test_a_long_row_of_bytes_before_an_output_is_bounded(kind: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    vocabulary = Vocabulary(tokenizer)
+    character = [vocabulary_byte(tokenizer, kind, byte) for byte in "你".encode()]
+    prompt = character * MAX_ROW_TOKENS
+    assert len(vocabulary.end_of(prompt)) <= MAX_ROW_TOKENS + 2
+    assert continued(vocabulary, prompt, character) == "你"
+    # Special tokens before the output are looked past, however many they are.
+    hello = tokenizer.encode("Hello")
+    prompt = [*hello, *[tokenizer.bos_token_id] * 100]
+    assert vocabulary.end_of(prompt) == hello
+    assert continued(vocabulary, prompt, hello) == text_after(tokenizer, prompt, hello)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -26,7 +26,7 @@ from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, TOKENS_PER_STEP, VOCAB_SIZE
 from tests.harness.generation_server import collect, generation_server, tokens_of
 from tests.harness.scripted_scheduler import EOS_ID
-from tests.harness.tokenizers_by_kind import TEXT, make_tokenizer
+from tests.harness.tokenizers_by_kind import TEXT, make_tokenizer, text_after
 from tests.harness.waiting import TIMEOUT_S, block_until, until
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ async def test_a_text_is_continued(kind: str) -> None:
         chunks = await collect(client.generate(TEXT, job_id="job", max_new_tokens=100, seed=5))
         expected = [prompt[number % len(prompt)] for number in range(100)]
         assert tokens_of(chunks) == expected
-        text = server.model.tokenizer.decode(expected, skip_special_tokens=True)
+        text = text_after(server.model.tokenizer, prompt, expected)
         assert "".join(chunk.text for chunk in chunks) == text
         lengths = [length for chunk in chunks for length in chunk.text_lengths]
         assert len(lengths) == 100
@@ -214,7 +214,7 @@ async def test_a_text_has_the_tokens_of_the_model_that_continues_it(
     prompt = server.model.tokenizer.encode("Hello world " * 400)
     chunks = await collect(client.watch_job("mine"))
     assert tokens_of(chunks) == prompt[:300]
-    text = server.model.tokenizer.decode(prompt[:300], skip_special_tokens=True)
+    text = text_after(server.model.tokenizer, prompt, prompt[:300])
     assert "".join(chunk.text for chunk in chunks) == text
 
 

@@ -73,6 +73,17 @@ def _pieces(decoder: Any) -> Tokenizer:
     return tokenizer
 
 
+def text_after(tokenizer: Any, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """What the tokenizer's own text of a prompt and an output has after that of the prompt."""
+    both, before = (
+        str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        for tokens in ([*prompt, *ids], prompt)
+    )
+    while not both.startswith(before):
+        before = before[:-1]
+    return both[len(before) :]
+
+
 class BrokenDetokenizer:
     """Knows no token."""
 
@@ -92,4 +103,4 @@ class BrokenDetokenizer:
 def break_first_detokenizer(model: ServedModel) -> None:
     """Gives the next sample that comes to `model` a detokenizer that fails; those behind it have their own."""
     made, make = iter([BrokenDetokenizer()]), model.vocabulary.new_detokenizer
-    model.vocabulary.new_detokenizer = lambda: next(made, None) or make()  # type: ignore[method-assign]
+    model.vocabulary.new_detokenizer = lambda prompt=(): next(made, None) or make(prompt)  # type: ignore[method-assign]
