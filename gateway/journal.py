@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.errors import ResourceExhaustedError, SlipstreamError, UnavailableError
-from slipstream.common.fail_points import failing_after, failing_before
 from slipstream.gateway.journal_codec import add_rows, job_of, output_of, record_of, rows_of
 from slipstream.gateway.journal_file import Accepted, Forgotten, Saved
 from slipstream.gateway.request_metrics import DISCONNECTED
@@ -67,7 +66,6 @@ class Journal:
         self._is_saving = False
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         if file is not None:
-            self._write = failing_before("gateway.before_commit", failing_after("gateway.after_commit", file.commit))
             self._thread.start()
 
     def accepted(self, number: int, record: bytes, output: bytes | None = None) -> None:
@@ -140,7 +138,7 @@ class Journal:
         try:
             changes = [item.change for item in items if item.change is not None]
             rows = [item.rows for item in items if item.rows is not None]
-            step = self._write(changes, rows) if changes or rows else file.next_step - 1
+            step = file.commit(changes, rows) if changes or rows else file.next_step - 1
             self._call(self._commit_is_done, items, step, file.jobs_to_save())
             file.collect()
         except sqlite3.Error as error:

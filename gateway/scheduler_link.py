@@ -21,7 +21,6 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnavailableError,
 )
-from slipstream.common.fail_points import failing_before
 from slipstream.common.rpc.loop_turns import SLICE_S
 from slipstream.gateway.scheduler_stream import RECONNECT_S, SchedulerConnection, SchedulerGoneError
 from slipstream.protos import scheduler_pb2
@@ -204,7 +203,6 @@ class SchedulerLink:
     async def run(self, receiver: Receiver) -> NoReturn:
         """Keeps the link until it is cancelled. Raises CheckpointError when the tokenizer cannot be loaded."""
         self._receiver = receiver
-        deliver = failing_before("gateway.before_delivery", receiver.deliver)
         with self._connect(self._address) as self._connection:
             while True:
                 self._stream = self._connection.open()
@@ -212,7 +210,7 @@ class SchedulerLink:
                     while True:
                         messages, begun_at = await self._stream.receive(), time.monotonic()
                         for message in messages:
-                            await self._take(message, receiver, deliver)
+                            await self._take(message, receiver)
                             # All that has arrived is taken in before readers go on, so that each gets it in one
                             # message; but clients are served in between, also when the gateway is far behind.
                             if time.monotonic() - begun_at > SLICE_S:
@@ -225,15 +223,13 @@ class SchedulerLink:
                     await asyncio.to_thread(self._stream.close)
                 await asyncio.sleep(RECONNECT_S)
 
-    async def _take(
-        self, message: scheduler_pb2.RunResponse, receiver: Receiver, deliver: Callable[[StepOutput], None]
-    ) -> None:
+    async def _take(self, message: scheduler_pb2.RunResponse, receiver: Receiver) -> None:
         if message.HasField("state"):
             await self._change_state(SchedulerState.from_pb(message.state), receiver)
         if message.HasField("output"):
             step = StepOutput.from_pb(message.output)
             self._note_admitted(step)
-            deliver(step)
+            receiver.deliver(step)
         for refusal in map(Refusal.from_pb, message.refusals):
             if (sequence := self.running.get(refusal.sequence)) is not None:
                 receiver.end(sequence, error=refusal.error)

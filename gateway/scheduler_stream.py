@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import grpc
 
-from slipstream.common.fail_points import failing_before
 from slipstream.common.rpc.keepalive import SAME_HOST
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.protos import scheduler_pb2, scheduler_pb2_grpc
@@ -113,12 +112,11 @@ class SchedulerStream:
         self._inbox = Inbox()
         self._requests: SimpleQueue[scheduler_pb2.RunRequest | None] = SimpleQueue()
         self._call = stub.Run(iter(self._requests.get, None))
-        self._submit = failing_before("gateway.before_submit", self._requests.put)
         self._thread = threading.Thread(target=self._read, name="scheduler link", daemon=True)
         self._thread.start()
 
     def send(self, request: scheduler_pb2.RunRequest) -> None:
-        self._submit(request)
+        self._requests.put(request)
 
     async def receive(self) -> list[scheduler_pb2.RunResponse]:
         return await self._inbox.take()

@@ -18,7 +18,6 @@ from slipstream.common.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
-from slipstream.common.fail_points import failing_before
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.common.worker.recorder import Record, Site
 from slipstream.common.worker.trace import HostRecords
@@ -208,8 +207,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
     async def _send(self, reader: JobReader, context: Any, encode: Encode | None = None) -> None:
         timeout_s = context.time_remaining()
-        write = failing_before("gateway.before_write", context.write)
-        async with self._writes.bounding(write) as write_message:
+        async with self._writes.bounding(context.write) as write_message:
             # In a task of its own, which each message wakes: the way to it would lead through all interceptors' frames.
             await asyncio.create_task(
                 reader.send(

@@ -12,14 +12,13 @@ from slipstream.bundled import prompts, target_dir
 from slipstream.client import AsyncClient
 from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.fail_points import NAMES
 from slipstream.gateway.tokenizer import load_tokenizer
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_verify
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
-from tests.harness.planted_faults import PlantedFaults
+from tests.harness.planted_faults import POINTS, PlantedFaults
 from tests.harness.running import running_up, until
 from tests.harness.workers import local_workers
 
@@ -105,7 +104,7 @@ async def check_until_failed(faults: PlantedFaults, state_dir: Path, expected: l
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize("name", sorted(POINTS))
 def test_a_service_that_dies(expected: list[tuple[int, ...]], tmp_path: Path, name: str) -> None:
     points = (f"{name}:kill@2", AGAIN[name]) if name in AGAIN else (f"{name}:kill@{TIMES.get(name, TIME)}",)
     faults, state_dir = PlantedFaults(tmp_path / "record", *points), tmp_path / "state"

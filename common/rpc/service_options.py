@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import typer
 
 from slipstream.common.errors import AddressInUseError, CheckpointError, ConfigError, SlipstreamError
-from slipstream.common.fail_points import check_fail_points
 from slipstream.common.rpc.access import AccessSettings, check_internal
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.logs import CONSOLE, FORMATS, LEVELS, configure_logging
@@ -62,7 +61,6 @@ def serve(
     on a Unix socket only. An error of ours, or of the operating system, is one line, with the status of `report`.
     """
     try:
-        check_fail_points()
         options = shared(ServiceOptions, {**values, "log_level": values["log_level"].upper()})
         max_bytes = options.log_max_mib * 2**20
         configure_logging(name, options.log_level, options.log_format, log_file=options.log_file, max_bytes=max_bytes)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
-from slipstream.common.fail_points import failing_after, failing_before
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.step import FenceName, Role, StepCommand, StepKind
 from slipstream.scheduler.core.pace import Pace
@@ -115,9 +114,7 @@ class StepLoop:
         self._batch = batch
         self._verify = verify
         self._speculation = speculation
-        self._send_command = failing_before(
-            "scheduler.before_send", failing_after("scheduler.after_send", dispatch.send)
-        )
+        self._dispatch = dispatch
         self._results = results
         self._timings = timings
         self._metrics = metrics
@@ -125,8 +122,7 @@ class StepLoop:
         self._decodes = decodes
         self._policy = policy
         self._log = log
-        self._put = failing_before("scheduler.before_output", sink.put)
-        self._apply = failing_before("scheduler.before_take_in", batch.apply)
+        self._sink = sink
         self._plan = initial_state(_NO_DRAFT, batch.sizes.numbers_ahead)
         self._planned_for: DraftAttachment | None = None
         self._in_flight: deque[_Sent] = deque()
@@ -207,7 +203,7 @@ class StepLoop:
         """Hands out the output of the last result, and what begins or ends otherwise, and does what can wait."""
         outgoing = self._batch.outbox.take()
         if outgoing.taken_ns:
-            self._put(outgoing)
+            self._sink.put(outgoing)
         self._batch.grow_ahead()
         if self._consumed is None:
             return
@@ -254,7 +250,7 @@ class StepLoop:
         if self._log.is_enabled:
             self._log.send(Role.DRAFT, epoch=attachment.number, step=command.step)
         try:
-            self._send_command(attachment.link, command, self._verify, attachment.link)
+            self._dispatch.send(attachment.link, command, self._verify, attachment.link)
         except SlipstreamError as error:
             self._check_verify()
             self._speculation.lose(attachment, error)
@@ -271,7 +267,7 @@ class StepLoop:
             self._log.send(Role.VERIFY, epoch=self._settings.epoch, step=step.number)
         command = step.command(ops, self._settings.epoch, number)
         try:
-            self._send_command(self._verify, command, self._verify, draft)
+            self._dispatch.send(self._verify, command, self._verify, draft)
             if drafting is not None and waits_for:
                 drafting.awaited = waits_for
         except SlipstreamError as error:
@@ -280,7 +276,7 @@ class StepLoop:
                 raise
             # Draft did not acknowledge the steps that this one waits for: it goes on without.
             self._speculation.lose(attachment, error)
-            self._send_command(
+            self._dispatch.send(
                 self._verify, replace(command, ops=ops.without(FenceName.DRAFT_DONE)), self._verify, draft
             )
 
@@ -304,7 +300,7 @@ class StepLoop:
             waited_for=sent.waits_for,
         )
         self._timings.came(step, result.stamps_before)
-        self._consumed = _Consumed(sent, self._apply(step, result, landed_ns), landed_ns, gap_s)
+        self._consumed = _Consumed(sent, self._batch.apply(step, result, landed_ns), landed_ns, gap_s)
         self._recorder.consumed(step.number, sent.sent_ns, wait_ns, landed_ns, time.monotonic_ns())
 
     def _note(self, sent: _Sent, outcome: TakenIn, landed_ns: int, gap_s: float) -> None:

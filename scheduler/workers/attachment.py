@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import FailedPreconditionError, SlipstreamError
-from slipstream.common.fail_points import failing_before
 from slipstream.common.worker.contract import Attachment, DraftRegion, DraftSizes
 from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, BufferName
 from slipstream.common.worker.step import FenceName, Role
@@ -109,8 +108,7 @@ class DraftAttachment:
         )
         sizes = draft_sizes(self.description, self.num_draft_tokens)
         self.was_taken, self._verify = True, verify
-        attach_to_verify = failing_before("scheduler.before_attach_draft", verify.attach_draft)
-        attach_to_verify(DraftRegion(epoch=self._epoch, attachment=self.number, own=own, given=given, draft=sizes))
+        verify.attach_draft(DraftRegion(epoch=self._epoch, attachment=self.number, own=own, given=given, draft=sizes))
         # All processes that need the memory have mapped it by now.
         self._own.seal()
         self._given.seal()

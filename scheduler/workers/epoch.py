@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.device.manifest import EVENT
 from slipstream.common.errors import FailedPreconditionError
-from slipstream.common.fail_points import failing_before
 from slipstream.common.worker.access_log import StreamName, open_access_log
 from slipstream.common.worker.contract import Attachment, slot_pages
 from slipstream.common.worker.layout import RESULT_FENCES, EpochShape
@@ -156,8 +155,7 @@ class Epoch:
             measures_step_tokens=self._config.max_batched_tokens is None and not self._config.debug,
             is_debug=self._config.debug,
         )
-        attach_verify = failing_before("scheduler.before_attach", self.link.attach)
-        step_tokens = attach_verify(self._attachment)
+        step_tokens = self.link.attach(self._attachment)
         if step_tokens is not None:
             self.batch.bound_shared_steps(step_tokens.num_tokens, step_tokens.doubling_context)
         # All processes that need the memory have mapped it by now.

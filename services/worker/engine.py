@@ -22,7 +22,6 @@ from slipstream.common.errors import (
     InvalidArgumentError,
     StaleEpochError,
 )
-from slipstream.common.fail_points import failing_before
 from slipstream.common.worker.access_log import LogOp
 from slipstream.common.worker.recorder import FlightRecorder, Site
 from slipstream.common.worker.step import Role
@@ -83,8 +82,6 @@ class Engine:
         self.description = role.description
         lent = 0 if self.description.weights is None else self.description.weights.size
         self._weights = allocated_bytes(device.torch_device) + lent
-        self._open_epoch = failing_before(f"{self.description.role.value}.before_attach", self._attach)
-        self._carry_out = failing_before(f"{self.description.role.value}.before_step", self._enqueue)
         self.enqueues_at_once = device.has_stream_threads
         """True if `enqueue` takes next to no time, so that it need not run on the thread that owns the device."""
 
@@ -102,7 +99,7 @@ class Engine:
         """Opens an epoch, see `RoleEngine.open`. Raises FailedPreconditionError and its kinds, ConfigError, others."""
         with self.stalls.at(ATTACH):
             try:
-                return self._open_epoch(attachment)
+                return self._attach(attachment)
             except DeviceError as error:
                 self._lose_device(error)
                 raise
@@ -214,7 +211,7 @@ class Engine:
             if self._refuses_waits:
                 torch.cuda.set_sync_debug_mode("error")
             try:
-                self._carry_out(self._epoch_of(command), command)
+                self._enqueue(self._epoch_of(command), command)
             finally:
                 if self._refuses_waits:
                     torch.cuda.set_sync_debug_mode("default")

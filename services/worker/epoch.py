@@ -16,7 +16,6 @@ from slipstream.common.errors import (
     SlipstreamError,
     StaleEpochError,
 )
-from slipstream.common.fail_points import planted
 from slipstream.common.worker.contract import PROTOCOL_VERSION, DraftSizes
 from slipstream.common.worker.layout import (
     GIVEN_FENCES,
@@ -50,12 +49,6 @@ if TYPE_CHECKING:
     from slipstream.common.worker.step import FencePoint, StepCommand
     from slipstream.services.worker.staging import Staging
 
-_POINTS = {
-    FenceName.DRAFT_DONE: "draft.{}_done",
-    FenceName.VERIFY_PUBLISH: "verify.{}_publish",
-    FenceName.VERIFY_STASH: "verify.{}_stash",
-}
-"""Points around the signal of each fence at which tests plant faults."""
 RELEASED_TIMEOUT_S = 60.0
 """For work that is enqueued behind a released wait."""
 HOPELESS_TIMEOUT_S = 5.0
@@ -109,7 +102,6 @@ class SharedMemory:
         """`parts`: arenas and the fences that each has. Raises ManifestError if one is missing."""
         self._arenas = [arena for arena, _ in parts]
         self._fences = {name: arena.fence(name) for arena, names in parts for name in names}
-        self._signals = {name: _with_faults(name, fence.signal) for name, fence in self._fences.items()}
         # The largest value of each fence that the stream waits for: released when its producer is gone.
         self._waited: dict[Fence, int] = {}
         self._is_given_up = False
@@ -142,7 +134,7 @@ class SharedMemory:
         fence.wait(stream, point.value)
 
     def signal(self, stream: Stream, point: FencePoint) -> None:
-        self._signals[point.fence](stream, point.value)
+        self._fences[point.fence].signal(stream, point.value)
 
     def release(self) -> None:
         """Signals in the producers' place what the stream waits for, as far as that can be done. Raises DeviceError."""
@@ -168,22 +160,6 @@ class SharedMemory:
         """Closes it."""
         for arena in self._arenas:
             arena.close()
-
-
-def _with_faults(name: FenceName, signal: Callable[[Stream, int], None]) -> Callable[[Stream, int], None]:
-    """Returns `signal` itself, or the same with the faults around it that a test planted, as work of the stream."""
-    before, after = (planted(_POINTS[name].format(when)) for when in ("before", "after"))
-    if before is None and after is None:
-        return signal
-
-    def signal_with_faults(stream: Stream, value: int) -> None:
-        if before is not None:
-            stream.enqueue(before.reach)
-        signal(stream, value)
-        if after is not None:
-            stream.enqueue(after.reach)
-
-    return signal_with_faults
 
 
 class Epoch:

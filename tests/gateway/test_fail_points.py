@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.client import AsyncClient
-from slipstream.common.fail_points import EXIT_STATUS
 from tests.harness.gateway_processes import GatewayProcesses, gateway_processes
 from tests.harness.generation_server import collect, tokens_of
-from tests.harness.planted_faults import PlantedFaults
+from tests.harness.planted_faults import EXIT_STATUS, PlantedFaults
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:

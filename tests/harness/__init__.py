@@ -24,7 +24,7 @@ Processes
     eagle3_serving           the bundled EAGLE-3 head behind `slipstream up`, on either device
     other_process            a program on the same memory, told line by line; it runs `fence_user`, `arena_reader` or
                              `gpu_user`
-    planted_faults           points at which processes that a test starts die, hang or stop
+    planted_faults           points at which processes that a test starts die, hang or stop, planted by `at_start`
     example_states           a server's state, and a job's usage
     fake_service             a service that does what its options say; `up_on_fakes` supervises several
     supervised               a supervisor of fake services, the states that they came to, and the kills
