@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from slipstream.client import Client
 
@@ -62,7 +62,10 @@ def num_lines(path: str) -> int:
 
 
 def measure() -> JobPath:
-    """Runs jobs, and returns the path of one. Raises RuntimeError if a service ends or does not become ready."""
+    """Runs jobs, and returns the path of one.
+
+    Raises RuntimeError if a service ends, does not become ready, or enters no file of this checkout.
+    """
     from slipstream.client import Client
 
     with tempfile.TemporaryDirectory(prefix="job-path-") as name:
@@ -79,12 +82,24 @@ def measure() -> JobPath:
                     chunks = list(client.generate(PROMPT, timeout_s=JOB_TIMEOUT_S, **options))
                     switch[0] = 0
             switch.close()
-        jobs: list[dict[str, list[str]]] = [{} for _ in range(NUM_JOBS)]
-        for service in processes:
-            for line in (folder / f"{service}.files").read_text(encoding="utf-8").splitlines():
-                number_of, _, path = line.partition(" ")
-                jobs[int(number_of) - 1].setdefault(path, []).append(service)
-    return JobPath(dict(sorted(min(jobs, key=len).items())), "".join(chunk.text for chunk in chunks))
+        files = read_files(folder, processes)
+    return JobPath(files, "".join(chunk.text for chunk in chunks))
+
+
+def read_files(folder: Path, services: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the files of the job that enters the fewest. Raises RuntimeError if a service enters none."""
+    from slipstream import common
+
+    jobs: list[dict[str, list[str]]] = [{} for _ in range(NUM_JOBS)]
+    for service in services:
+        lines = (folder / f"{service}.files").read_text(encoding="utf-8").splitlines()
+        if not lines:
+            used = Path(common.__path__[0]).resolve().parent
+            raise RuntimeError(f"{service} enters no file of {ROOT}: slipstream is imported from {used}")
+        for line in lines:
+            number_of, _, path = line.partition(" ")
+            jobs[int(number_of) - 1].setdefault(path, []).append(service)
+    return dict(sorted(min(jobs, key=len).items()))
 
 
 @contextmanager

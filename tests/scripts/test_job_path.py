@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "job_path.py"
+ROOT = Path(__file__).resolve().parent.parent.parent
+SCRIPT = ROOT / "scripts" / "job_path.py"
 MAX_FILES = 70
 
 
 @pytest.mark.slow
 def test_a_job_enters_few_files() -> None:
     """Through four real processes on the CPU, with the bundled model and its EAGLE-3 head."""
-    command = (sys.executable, str(SCRIPT), "--json")
-    found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    found = job_path(SCRIPT)
     assert found.returncode == 0, found.stderr
     report = json.loads(found.stdout)
     by_service = {name: [file for file, users in report["files"].items() if name in users] for name in _CORE}
     assert all(core in by_service[name] for name, core in _CORE.items()), "every process was traced"
     assert report["num_files"] <= MAX_FILES, "\n".join(report["files"])
+
+
+@pytest.mark.slow
+def test_services_that_enter_no_file_of_the_checkout_are_an_error(tmp_path: Path) -> None:
+    """The script's own checkout counts; the services come from the one that is installed."""
+    (tmp_path / "scripts").mkdir()
+    found = job_path(Path(shutil.copy(SCRIPT, tmp_path / "scripts")))
+    assert found.returncode == 1
+    assert f"enters no file of {tmp_path}: slipstream is imported from {ROOT}" in found.stderr
+    assert not found.stdout
+
+
+def job_path(script: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the script."""
+    command = (sys.executable, str(script), "--json")
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
 
 
 _CORE = {
