@@ -24,7 +24,7 @@ from slipstream.common.rpc.address import parse_address
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.protos import scheduler_pb2 as pb
 from slipstream.protos import scheduler_pb2_grpc
-from slipstream.scheduler.core.sequence import Sequence
+from slipstream.scheduler.records import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -36,10 +36,10 @@ def test_every_python_folder_has_its_rule(check: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "statement"),
     [
-        ("services/x.py", "from slipstream.scheduler.core.sequence import Sequence"),
+        ("services/x.py", "from slipstream.scheduler.records import Sequence"),
         ("scheduler/x.py", "from slipstream import services"),
         ("scheduler/x.py", "from slipstream.gateway.manager import JobManager"),
-        ("gateway/x.py", "from slipstream.scheduler.core.sequence import Sequence"),
+        ("gateway/x.py", "from slipstream.scheduler.records import Sequence"),
         ("common/x.py", "import slipstream.client"),
         ("client/x.py", "def f():\n    from slipstream.cli import main"),
         ("cli/x.py", "from slipstream.benchmarks.stack import Stack"),

@@ -12,15 +12,8 @@ from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.worker.contract import Attachment
 from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, PADDING_SLOT, BufferName, DraftShape
 from slipstream.common.worker.step import FenceName, PrefillChunk, Role, SlotUpdate, StepCommand, StepKind
-from slipstream.scheduler.core.plan import (
-    DraftTraits,
-    OrderedStep,
-    catch_up,
-    consume,
-    initial_state,
-    mask_of,
-    plan_step,
-)
+from slipstream.scheduler.core.plan import catch_up, consume, initial_state, plan_step
+from slipstream.scheduler.records import DraftTraits, OrderedStep, mask_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -14,16 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from slipstream.common.errors import PendingLengthError
+from slipstream.common.worker.layout import PADDING_SLOT
+from slipstream.scheduler.records import GOES_ON, LENGTH, STOP, SlotLease, StepOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from numpy.typing import NDArray
 
-    from slipstream.common.api.output_chunk import TokenLogprobs
-    from slipstream.scheduler.core.results import StepResult
-    from slipstream.scheduler.core.sequence import Sequence
-    from slipstream.scheduler.core.step import Step, StepSlots
+    from slipstream.scheduler.records import Sequence, Step, StepResult, StepSlots
 
     Ints = NDArray[np.int64]
     Counts = NDArray[np.int32]
@@ -34,8 +31,39 @@ NUM_STOPS = 8
 _NO_TOKEN = -1
 _NO_END = (1 << 31) - 1
 
-GOES_ON, STOP, LENGTH = 0, 1, 2
-"""How a row goes on, or why it ends."""
+
+class SlotAllocator:
+    """Hands out slots 1 and up; row 0 is padding."""
+
+    def __init__(self, num_slots: int) -> None:
+        """`num_slots`: row 0 included."""
+        self.num_slots = num_slots - 1
+        """Slots in all."""
+        self._free = list(range(num_slots - 1, PADDING_SLOT, -1))
+        self.generations: NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        """[num_slots]: the generation of the lease of each slot; of a free slot, one that no lease has."""
+
+    @property
+    def num_free(self) -> int:
+        """Free slots."""
+        return len(self._free)
+
+    def allocate(self) -> SlotLease:
+        """Takes a slot; there must be a free one."""
+        assert self._free, "a free slot was seen before"
+        slot = self._free.pop()
+        self.generations[slot] += 1
+        return SlotLease(slot, int(self.generations[slot]))
+
+    def release(self, lease: SlotLease) -> None:
+        """Gives a slot back; the lease is not current from now on."""
+        assert self.is_current(lease), f"slot {lease.slot}: generation {lease.generation} is over"
+        self.generations[lease.slot] += 1
+        self._free.append(lease.slot)
+
+    def is_current(self, lease: SlotLease) -> bool:
+        """True while the sequence that was given this lease has the slot."""
+        return bool(self.generations[lease.slot] == lease.generation)
 
 
 class _UnderWay(NamedTuple):
@@ -124,35 +152,6 @@ class PendingLengths:
         return found
 
 
-class TakenIn(NamedTuple):
-    """The outcome of a step for the sequences that still run, one item for each."""
-
-    rows: Ints
-    """Their slots."""
-    streams: Ints
-    ids: NDArray[np.uint64]
-    num_tokens: Counts
-    """New tokens, cut where the output ends."""
-    num_accepted: NDArray[np.uint32]
-    """Accepted draft tokens, before the cut."""
-    reasons: NDArray[np.int8]
-    """GOES_ON, STOP or LENGTH."""
-    tokens: Ints
-    """[rows, K + 1], of which the first `num_tokens` count."""
-    is_speculating: Bools
-    """True if a draft was checked for the sequence."""
-    is_beyond_draft: Bools
-    """True if none was because the sequence is too long for it."""
-    logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
-    """By sequence's place in these arrays, as many as it has new tokens."""
-
-    @property
-    def is_new(self) -> Bools:
-        """[rows, K + 1]: True for the tokens that count."""
-        is_new: Bools = np.arange(self.tokens.shape[1]) < self.num_tokens[:, None]
-        return is_new
-
-
 class _Columns(NamedTuple):
     """What the accounts say of a step's rows, and no step changes."""
 
@@ -229,7 +228,7 @@ class SlotAccounts:
         room: Counts = self._max_new_tokens[rows] - self.lengths.least(rows)
         return int(room.min(initial=_NO_END))
 
-    def take_in(self, step: Step, result: StepResult, is_current: Bools | None = None) -> TakenIn:
+    def take_in(self, step: Step, result: StepResult, is_current: Bools | None = None) -> StepOutcome:
         """Takes in a step's tokens, cut where an output ends; rows that are not current are left out. None: all are.
 
         Raises PendingLengthError if no step under way was to bring it.
@@ -246,7 +245,7 @@ class SlotAccounts:
         num_tokens, reasons = self._cut(columns, tokens, found)
         if len(step.yielding.rows):
             self.lengths.end(columns.rows, found)
-        return TakenIn(
+        return StepOutcome(
             rows=columns.rows,
             streams=columns.streams,
             ids=columns.ids,
@@ -323,7 +322,7 @@ class CommittedTokens:
         # Pages that were never written to take no memory.
         self._tokens: NDArray[np.int32] = np.zeros((num_slots, 0), np.int32)
         self._lengths = np.zeros(num_slots, np.int64)
-        self._unwritten: list[TakenIn] = []
+        self._unwritten: list[StepOutcome] = []
         """Of the last steps."""
 
     def begin(self, slot: int, tokens: tuple[int, ...], most: int) -> None:
@@ -339,7 +338,7 @@ class CommittedTokens:
         self._tokens[slot, : len(tokens)] = tokens
         self._lengths[slot] = len(tokens)
 
-    def append(self, taken_in: TakenIn) -> None:
+    def append(self, taken_in: StepOutcome) -> None:
         """Adds the new tokens of a step to its slots."""
         self._unwritten.append(taken_in)
 
@@ -365,7 +364,7 @@ class CommittedTokens:
             self._write_steps(list(steps))
         self._unwritten.clear()
 
-    def _write_steps(self, steps: list[TakenIn]) -> None:
+    def _write_steps(self, steps: list[StepOutcome]) -> None:
         """Writes the tokens of steps of the same slots."""
         rows = steps[0].rows
         tokens = np.stack([taken_in.tokens for taken_in in steps], 1)

@@ -10,23 +10,19 @@ import numpy as np
 
 from slipstream.common.errors import DeadlineExceededError, InternalError
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.core.accounts import CommittedTokens, SlotAccounts
+from slipstream.scheduler.core.accounts import CommittedTokens, SlotAccounts, SlotAllocator
 from slipstream.scheduler.core.batch_sizes import MOST_WITHOUT, SMALL_STEPS, BatchCounts, BatchSizes
 from slipstream.scheduler.core.draft_reach import DraftReach
 from slipstream.scheduler.core.outbox import Outbox
 from slipstream.scheduler.core.page_lists import PageLists
-from slipstream.scheduler.core.prefix_cache import NO_DRAFT, Prefix, PrefixCache
+from slipstream.scheduler.core.prefix_cache import PrefixCache
 from slipstream.scheduler.core.prompts import Prompts
-from slipstream.scheduler.core.sequence import NO_SLOT, SlotAllocator
-from slipstream.scheduler.core.step import Decoding, Step, StepSlots
+from slipstream.scheduler.records import NO_DRAFT, NO_SLOT, Decoding, Prefix, Step, StepSlots
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.core.accounts import Bools, Counts, Ints, TakenIn
-    from slipstream.scheduler.core.prefix_cache import DraftKV
     from slipstream.scheduler.core.prompts import TakenPrompts
-    from slipstream.scheduler.core.results import StepResult
-    from slipstream.scheduler.core.sequence import Sequence
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
+    from slipstream.scheduler.records import Bools, Counts, DraftKV, Ints, Sequence, StepOutcome, StepResult
 
 _NOT_FINITE = "the model's logits for this sequence are NaN or infinite, so it has no next token"
 _MANY = 1 << 30
@@ -174,7 +170,7 @@ class Batch:
             if sequence.num_prefilled
         ]
 
-    def apply(self, step: Step, result: StepResult, published_ns: int | None = None) -> TakenIn:
+    def apply(self, step: Step, result: StepResult, published_ns: int | None = None) -> StepOutcome:
         """Takes in the result of a step. Rows of sequences that are over are dropped.
 
         Raises PendingLengthError, and takes in nothing, if no step under way was to bring it.

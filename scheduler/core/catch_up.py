@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from slipstream.common.worker.step import SlotUpdate
     from slipstream.scheduler.core.batch import Batch
     from slipstream.scheduler.core.draft_work import DraftWork
-    from slipstream.scheduler.core.sequence import Sequence
+    from slipstream.scheduler.records import Sequence
     from slipstream.scheduler.workers.attachment import DraftAttachment
 
 _PATIENCE, _MOST_PATIENCE, _FAR_PATIENCE = 4, 8, 256

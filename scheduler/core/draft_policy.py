@@ -20,9 +20,10 @@ come in with every other step at worst of three.
 
 from __future__ import annotations
 
-import enum
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from slipstream.scheduler.records import RestCause
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,15 +59,6 @@ _TIME_WINDOW, _TOKENS_WINDOW, _PROMPT_WINDOW = 64.0, 512.0, 8192.0
 """Steps, sequences of steps, and tokens that a mean goes back over, about."""
 _MOST_GROWTH, _FEW = 4.0, 4.0
 """A step counts at most as so many times the mean of more than a few: a pause of the host is no step."""
-
-
-class RestCause(enum.Enum):
-    """Why the draft was put to rest."""
-
-    SLOWER = "slower"
-    """Plain steps bring tokens faster."""
-    PROBE = "probe"
-    """To measure plain steps, which were not faster."""
 
 
 class _Mean:

@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.scheduler.core.prefix_cache import NO_DRAFT, NO_LIMIT
+from slipstream.scheduler.records import NO_DRAFT, NO_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
-    from slipstream.scheduler.core.accounts import Bools, Ints, SlotAccounts
+    from slipstream.scheduler.core.accounts import SlotAccounts
     from slipstream.scheduler.core.batch_sizes import BatchSizes
     from slipstream.scheduler.core.page_lists import PageLists
-    from slipstream.scheduler.core.prefix_cache import DraftKV
-    from slipstream.scheduler.core.sequence import Sequence
+    from slipstream.scheduler.records import Bools, DraftKV, Ints, Sequence
 
 
 class DraftReach:

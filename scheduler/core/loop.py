@@ -11,24 +11,22 @@ from slipstream.common.errors import DeadlineExceededError, SlipstreamError, Una
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.step import FenceName, Role, StepCommand, StepKind
 from slipstream.scheduler.core.pace import Pace
-from slipstream.scheduler.core.plan import DraftTraits, consume, initial_state, plan_step, with_draft
-from slipstream.scheduler.core.prefix_cache import NO_DRAFT
+from slipstream.scheduler.core.plan import consume, initial_state, plan_step, with_draft
+from slipstream.scheduler.records import NO_DRAFT, DraftTraits
 from slipstream.scheduler.telemetry.step_metrics import DRAFT_BACKLOG, DRAFTED, DRAFTED_NONE, PLAIN, RESTING, RESULT
 
 if TYPE_CHECKING:
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.step import FenceOps
-    from slipstream.scheduler.core.accounts import TakenIn
     from slipstream.scheduler.core.batch import Batch
     from slipstream.scheduler.core.draft_policy import DraftPolicy
     from slipstream.scheduler.core.draft_work import DraftWork
     from slipstream.scheduler.core.outbox import OutputSink
     from slipstream.scheduler.core.pace import SizePace
-    from slipstream.scheduler.core.plan import PlannedStep
-    from slipstream.scheduler.core.results import ResultReader, StepResult
+    from slipstream.scheduler.core.results import ResultReader
     from slipstream.scheduler.core.speculation import Speculation
-    from slipstream.scheduler.core.step import Step
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
+    from slipstream.scheduler.records import PlannedStep, Step, StepOutcome, StepResult
     from slipstream.scheduler.telemetry.decode_record import DecodeRecord
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
     from slipstream.scheduler.telemetry.timings import StepRecorder, StepTimings
@@ -80,7 +78,7 @@ class _Consumed(NamedTuple):
     """A step whose result was taken in, and what came of it."""
 
     sent: _Sent
-    outcome: TakenIn
+    outcome: StepOutcome
     landed_ns: int
     """When the result was on the host."""
     gap_s: float
@@ -303,7 +301,7 @@ class StepLoop:
         self._consumed = _Consumed(sent, self._batch.apply(step, result, landed_ns), landed_ns, gap_s)
         self._recorder.consumed(step.number, sent.sent_ns, wait_ns, landed_ns, time.monotonic_ns())
 
-    def _note(self, sent: _Sent, outcome: TakenIn, landed_ns: int, gap_s: float) -> None:
+    def _note(self, sent: _Sent, outcome: StepOutcome, landed_ns: int, gap_s: float) -> None:
         """Counts a decode step, and tells the policy of a step that says something of drafted or of plain ones."""
         step = sent.step
         self._metrics.drafted(outcome.num_accepted, outcome.is_speculating, step.num_draft_tokens)

@@ -9,7 +9,7 @@ import numpy as np
 
 from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.api.sequence import PackedStep, Refusal, StepOutput
-from slipstream.scheduler.core.accounts import TakenIn
+from slipstream.scheduler.records import StepOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slipstream.common.errors import SlipstreamError
-    from slipstream.scheduler.core.sequence import Sequence
+    from slipstream.scheduler.records import Sequence
 
 
 class Delivery(NamedTuple):
@@ -41,7 +41,7 @@ class Outgoing:
     __slots__ = ("aborted", "admitted", "cached_tokens", "refused", "taken_in", "taken_ns")
 
     def __init__(self) -> None:
-        self.taken_in: tuple[tuple[TakenIn, int, int], ...] = ()
+        self.taken_in: tuple[tuple[StepOutcome, int, int], ...] = ()
         """The outcome of a step, with what was drafted for each sequence and the time of its publication.
 
         In two parts if the step is mixed and has drafted: those that it drafted for, and the others.
@@ -96,7 +96,9 @@ class Outbox:
     def __init__(self) -> None:
         self._outgoing = Outgoing()
 
-    def add_step(self, taken_in: TakenIn, num_draft_tokens: int, published_ns: int, *, is_mixed: bool = False) -> None:
+    def add_step(
+        self, taken_in: StepOutcome, num_draft_tokens: int, published_ns: int, *, is_mixed: bool = False
+    ) -> None:
         """Adds the outcome of a step; one at a time. `num_draft_tokens`: drafted in the step for each sequence.
 
         `is_mixed`: for those that took in their prompts nothing was drafted.
@@ -138,7 +140,7 @@ class Outbox:
         return outgoing
 
 
-def _by_stream(taken_in: TakenIn) -> Iterator[tuple[int, TakenIn]]:
+def _by_stream(taken_in: StepOutcome) -> Iterator[tuple[int, StepOutcome]]:
     """Yields each stream with its part."""
     streams: list[int] = taken_in.streams.tolist()
     if streams.count(streams[0]) == len(streams):
@@ -148,16 +150,16 @@ def _by_stream(taken_in: TakenIn) -> Iterator[tuple[int, TakenIn]]:
         yield stream, _part(taken_in, (taken_in.streams == stream).nonzero()[0])
 
 
-def _part(taken_in: TakenIn, places: NDArray[np.int64]) -> TakenIn:
+def _part(taken_in: StepOutcome, places: NDArray[np.int64]) -> StepOutcome:
     """The outcome for the sequences at these places, which are in order."""
     columns = {name: column[places] for name, column in taken_in._asdict().items() if name != "logprobs"}
     # By place in the part.
     at = {int(place): number for number, place in enumerate(places)} if taken_in.logprobs else {}
     logprobs = {at[place]: likely for place, likely in taken_in.logprobs.items() if place in at}
-    return TakenIn(**columns, logprobs=logprobs)
+    return StepOutcome(**columns, logprobs=logprobs)
 
 
-def _packed(taken_in: TakenIn, num_draft_tokens: int, published_ns: int) -> PackedStep:
+def _packed(taken_in: StepOutcome, num_draft_tokens: int, published_ns: int) -> PackedStep:
     """The message of a step. STOP and LENGTH have the numbers of `FinishReason` in generation.proto.
 
     Counts have 32 bits as in the message, and none is negative.

@@ -16,7 +16,7 @@ from slipstream.common.device.interface import ANY_TIME, Look
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.scheduler.core.step import Step, StepSlots
+    from slipstream.scheduler.records import Step, StepSlots
 
 HOLD_SHARE = 0.75
 """Part of a step's time in which the next one is held back."""

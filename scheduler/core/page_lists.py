@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slipstream.common.worker.step import SlotUpdate
-    from slipstream.scheduler.core.accounts import Counts, Ints
     from slipstream.scheduler.core.batch_sizes import BatchSizes
     from slipstream.scheduler.core.prefix_cache import PrefixCache
-    from slipstream.scheduler.core.sequence import Sequence
+    from slipstream.scheduler.records import Counts, Ints, Sequence
 
 _KEPT_SHARE = 32
 """The watermark: one page in so many is kept for the sequences that run."""

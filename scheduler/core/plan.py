@@ -30,51 +30,13 @@ before the next writes of the same ring row: step n is planned once step n-R-1 i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from slipstream.common.errors import OrderingError
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepKind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from slipstream.scheduler.records import DraftTraits, OrderedStep, PlannedStep
 
 _DONE, _PUBLISH, _STASH = FenceName.DRAFT_DONE, FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH
-
-
-@dataclass(frozen=True, slots=True)
-class DraftTraits:
-    """The properties of the attached draft that the order of the steps depends on."""
-
-    is_present: bool
-    reads_hidden: bool = False
-    """True if it reads the target's hidden states."""
-
-
-class OrderedStep(NamedTuple):
-    """A step as the plan sees it."""
-
-    step: int
-    kind: StepKind
-    rows: int
-    """Mask of the slots that take part."""
-    prompts: int = 0
-    """In a DECODE step: mask of the slots whose prompts it takes in, too, which makes it a mixed one."""
-
-    @property
-    def drafted(self) -> int:
-        """The number of draft's first command: of two numbers of a mixed step the first."""
-        return self.step - 1 if self.prompts else self.step
-
-
-class PlannedStep(NamedTuple):
-    """The waits and signals of a step's commands."""
-
-    draft: FenceOps | None
-    """None where the step has no command for draft."""
-    verify: FenceOps
-    draft_prompts: FenceOps | None = None
-    """For draft's second command in a mixed step, which takes in the prompts."""
 
 
 class PlanState(NamedTuple):
@@ -97,14 +59,6 @@ class PlanState(NamedTuple):
     """The last step in which draft read `prefill_hidden`."""
     stashed: int = 0
     """Mask of the slots that verify has stashed for since the draft is there."""
-
-
-def mask_of(slots: Iterable[int]) -> int:
-    """The slots as a mask of rows."""
-    mask = 0
-    for slot in slots:
-        mask |= 1 << slot
-    return mask
 
 
 def initial_state(draft: DraftTraits, run_ahead: int) -> PlanState:

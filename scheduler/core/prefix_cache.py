@@ -6,7 +6,6 @@ references. One without a reference stays in the cache until its memory is neede
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import ResourceExhaustedError
@@ -17,56 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-NO_LIMIT = 1 << 62
-"""More tokens than a sequence has."""
+    from slipstream.scheduler.records import DraftKV, Prefix
+
 PADDING_PAGE = 0
-_KEY_BYTES = 16
-
-
-class DraftKV(NamedTuple):
-    """The draft whose keys and values a page has to have beside the target's, and how far they can go."""
-
-    attachment: int = 0
-    """Its number; 0 if none drafts."""
-    is_paged: bool = True
-    """False if it knows sequences by slot, not by page: then it has to be sent all of their tokens."""
-    tokens_ahead: int = 0
-    """Of a head: the tokens behind a position that its entry there depends on."""
-    context_tokens: int = NO_LIMIT
-    """Its context: the longest sequence that it has keys and values for."""
-
-
-NO_DRAFT = DraftKV()
-
-
-class Prefix:
-    """The pages of one sequence as the cache knows them."""
-
-    __slots__ = ("_keys", "_page_tokens", "_salt", "draft", "num_kept")
-
-    def __init__(self, salt: str, page_tokens: int) -> None:
-        self.draft = NO_DRAFT
-        """Has taken part in all steps of the sequence."""
-        self.num_kept = 0
-        """Pages that the sequence has put into the cache, or has from there."""
-        self._salt = blake2b(salt.encode(), digest_size=_KEY_BYTES).digest()
-        self._page_tokens = page_tokens
-        self._keys: list[bytes] = []
-
-    def keys(self, tokens: NDArray[np.int32], num_pages: int) -> list[bytes]:
-        """Returns the keys of the first `num_pages` pages. `tokens`: the sequence's, at least as many as they hold."""
-        page_tokens, keys = self._page_tokens, self._keys
-        content = tokens[len(keys) * page_tokens : num_pages * page_tokens].tobytes()
-        size, before = tokens.itemsize * page_tokens, keys[-1] if keys else self._salt
-        for start in range(0, len(content), size):
-            before = blake2b(before + content[start : start + size], digest_size=_KEY_BYTES).digest()
-            keys.append(before)
-        return keys[:num_pages]
-
-    @property
-    def filling(self) -> list[bytes]:
-        """Keys of the pages that others wait for while the sequence takes in its prompt."""
-        return self._keys[self.num_kept :]
 
 
 class _Entry(NamedTuple):

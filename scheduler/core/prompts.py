@@ -8,8 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.scheduler.core.batch_sizes import LEAST_PROMPTS
-from slipstream.scheduler.core.prefix_cache import NO_DRAFT
-from slipstream.scheduler.core.step import StepSlots
+from slipstream.scheduler.records import NO_DRAFT, StepSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.core.accounts import CommittedTokens
     from slipstream.scheduler.core.batch_sizes import BatchSizes
     from slipstream.scheduler.core.prefix_cache import PrefixCache
-    from slipstream.scheduler.core.sequence import Sequence
+    from slipstream.scheduler.records import Sequence
 
 
 class TakenPrompts(NamedTuple):

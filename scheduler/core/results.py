@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.access_log import LogOp
 from slipstream.common.worker.layout import NOT_FINITE, BufferName
 from slipstream.common.worker.step import FenceName
+from slipstream.scheduler.records import NO_LOGPROBS, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,33 +23,12 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, Look
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.layout import EpochShape
-    from slipstream.scheduler.core.step import Step
+    from slipstream.scheduler.records import Step
 
 _PUBLISHED = (BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS)
 _ACCEPTED = _PUBLISHED.index(BufferName.NUM_ACCEPTED)
 _STAMPS = (BufferName.VERIFY_STAMPS, BufferName.DRAFT_STAMPS)
 _LOGPROBS = (BufferName.OUTPUT_LOGPROBS, BufferName.TOP_TOKENS, BufferName.TOP_LOGPROBS)
-
-Interval = tuple[int, int]
-"""Start and end of a worker's part of a step, in nanoseconds of the clock that all stamps share."""
-_NO_LOGPROBS: Mapping[int, tuple[TokenLogprobs, ...]] = MappingProxyType({})
-
-
-class StepResult(NamedTuple):
-    """The result of a step, on the host: one row for each of the step's `yielding`, in order."""
-
-    num_accepted: NDArray[np.uint32]
-    """[rows]: accepted draft tokens."""
-    num_tokens: NDArray[np.int32]
-    """[rows]: tokens, one more than that."""
-    tokens: NDArray[np.int64]
-    """[rows, K + 1]: those, then the target's own; the rest of a row means nothing."""
-    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = _NO_LOGPROBS
-    """By row, for its tokens, of sequences that asked for them."""
-    not_finite: tuple[int, ...] = ()
-    """Rows without tokens, because the model's logits are NaN or infinite there."""
-    stamps_before: tuple[Interval, ...] = ()
-    """Stamps of the step before, as of this step's publication: verify's and draft's. Draft's may be any numbers."""
 
 
 class ResultReader:
@@ -113,7 +92,7 @@ class ResultReader:
             tokens=output_tokens.take(rows, 0),
             not_finite=not_finite,
             stamps_before=(tuple(verify_stamps.tolist()), tuple(draft_stamps.tolist())),
-            logprobs=self._logprobs_of(step, num_tokens) if step.top_logprobs else _NO_LOGPROBS,
+            logprobs=self._logprobs_of(step, num_tokens) if step.top_logprobs else NO_LOGPROBS,
         )
 
     def ended_ns(self, number: int) -> int:

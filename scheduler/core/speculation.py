@@ -28,12 +28,12 @@ from slipstream.common.errors import DeadlineExceededError, SlipstreamError, Una
 from slipstream.common.worker.step import FenceName
 from slipstream.scheduler.core.catch_up import Joining
 from slipstream.scheduler.core.draft_work import NO_PART, DraftPatience, DraftWork, Part
-from slipstream.scheduler.telemetry.draft_metrics import LossCause
+from slipstream.scheduler.records import LossCause
 
 if TYPE_CHECKING:
     from slipstream.scheduler.core.batch import Batch
     from slipstream.scheduler.core.draft_policy import DraftPolicy
-    from slipstream.scheduler.core.plan import PlannedStep
+    from slipstream.scheduler.records import PlannedStep
     from slipstream.scheduler.workers.attachment import DraftAttachment
 
 FIRST_STEP_TIMEOUT_S = 1.0

@@ -13,7 +13,7 @@ from slipstream.common.errors import RETRY_AFTER_MS, ResourceExhaustedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from slipstream.scheduler.core.sequence import Sequence
+    from slipstream.scheduler.records import Sequence
 
 MOST_OVERTAKING = 16
 """Sequences that may be started before one for which there is no room, though they come behind it."""

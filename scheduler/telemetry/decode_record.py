@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from slipstream.scheduler.core.accounts import TakenIn
-    from slipstream.scheduler.core.step import Step
+    from slipstream.scheduler.records import Step, StepOutcome
     from slipstream.scheduler.workers.attachment import DraftAttachment
 
 KEPT_STEPS = 4096
@@ -62,7 +61,7 @@ class DecodeRecord:
         """True if the last step took in prompts."""
 
     def add(
-        self, step: Step, taken_in: TakenIn, attachment: DraftAttachment | None, landed_ns: int
+        self, step: Step, taken_in: StepOutcome, attachment: DraftAttachment | None, landed_ns: int
     ) -> DecodedStep | None:
         """Adds the outcome of a step and returns it; of a prefill only its time counts, and there is none."""
         before, self._landed_ns = self._landed_ns, landed_ns

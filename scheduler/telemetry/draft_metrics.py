@@ -10,26 +10,12 @@ from typing import TYPE_CHECKING
 from prometheus_client.registry import Collector
 
 from slipstream.common.rpc.metrics import counter, gauge, histogram
+from slipstream.scheduler.records import LossCause
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from prometheus_client import CollectorRegistry, Metric
-
-
-class LossCause(enum.Enum):
-    """Why a draft takes part in no further step."""
-
-    DIED = "died"
-    """Its connection ended."""
-    TIMEOUT = "timeout"
-    """A step waited longer for it than --draft-timeout-ms."""
-    REFUSED = "refused"
-    """It refused a command."""
-    SWAPPED = "swapped"
-    """Another one has taken its place."""
-    LEFT = "left"
-    """It was taken away on request."""
 
 
 class SwapResult(enum.Enum):

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from slipstream.common.rpc.metrics import HOST_STALL_SECONDS, counter, gauge, histogram
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch_sizes import BatchCounts
-from slipstream.scheduler.core.draft_policy import RestCause
+from slipstream.scheduler.records import RestCause
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from prometheus_client import Counter, Metric
 
     from slipstream.scheduler.core.batch import Batch
-    from slipstream.scheduler.core.results import Interval
+    from slipstream.scheduler.records import Interval
 
 T = TypeVar("T")
 

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.layout import EpochShape
     from slipstream.common.worker.step import FenceOps
-    from slipstream.scheduler.core.plan import PlannedStep
-    from slipstream.scheduler.core.results import Interval
-    from slipstream.scheduler.core.step import Step
+    from slipstream.scheduler.records import Interval, PlannedStep, Step
     from slipstream.scheduler.telemetry.step_metrics import StepTiming
 
 

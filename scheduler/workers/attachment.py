@@ -12,8 +12,7 @@ from slipstream.common.errors import FailedPreconditionError, SlipstreamError
 from slipstream.common.worker.contract import Attachment, DraftRegion, DraftSizes
 from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, BufferName
 from slipstream.common.worker.step import FenceName, Role
-from slipstream.scheduler.core.plan import DraftTraits
-from slipstream.scheduler.core.prefix_cache import NO_LIMIT, DraftKV
+from slipstream.scheduler.records import NO_LIMIT, DraftKV, DraftTraits
 
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, Device, Fence

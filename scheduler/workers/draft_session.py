@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, SlipstreamError, UnavailableError
 from slipstream.common.host import name_this_thread
-from slipstream.scheduler.telemetry.draft_metrics import LossCause, SwapResult
+from slipstream.scheduler.records import LossCause
+from slipstream.scheduler.telemetry.draft_metrics import SwapResult
 from slipstream.scheduler.workers.attachment import DraftAttachment, Retired, draft_sizes
 from slipstream.scheduler.workers.held import DraftStatus, DraftTarget, Held, Retries, drafting, state_of
 from slipstream.scheduler.workers.sharing import Admission

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.core.outbox import OutputSink
     from slipstream.scheduler.core.speculation import SpeculationListener
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
-    from slipstream.scheduler.telemetry.draft_metrics import LossCause
+    from slipstream.scheduler.records import LossCause
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
     from slipstream.scheduler.workers.attachment import DraftAttachment
     from slipstream.scheduler.workers.link import Dispatch, Link

@@ -6,7 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.scheduler.telemetry.draft_metrics import LossCause
+from slipstream.scheduler.records import LossCause
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.api.output_chunk import mean_accept_length
 from slipstream.common.api.sequence import StepOutput
-from slipstream.scheduler.core.sequence import Sequence
+from slipstream.scheduler.records import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

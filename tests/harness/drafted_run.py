@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, cast
 
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch_sizes import BatchSizes
-from slipstream.scheduler.core.plan import DraftTraits, consume, initial_state, plan_step, with_draft
-from slipstream.scheduler.core.prefix_cache import NO_DRAFT as NO_KV
+from slipstream.scheduler.core.plan import consume, initial_state, plan_step, with_draft
 from slipstream.scheduler.core.speculation import Speculation
+from slipstream.scheduler.records import NO_DRAFT as NO_KV
+from slipstream.scheduler.records import DraftTraits
 from tests.harness.fake_drafts import FakeDraft
 from tests.harness.simulated_run import Run, make_job, reference, token_of
 
 if TYPE_CHECKING:
     from slipstream.scheduler.core.draft_policy import DraftPolicy
-    from slipstream.scheduler.core.results import StepResult
-    from slipstream.scheduler.core.step import Step
-    from slipstream.scheduler.telemetry.draft_metrics import LossCause
+    from slipstream.scheduler.records import LossCause, Step, StepResult
     from slipstream.scheduler.workers.attachment import DraftAttachment
     from tests.harness.counted_jobs import Job
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.errors import SlipstreamError, UnavailableError
 from slipstream.common.worker.step import FenceName, Role, StepKind
-from slipstream.scheduler.core.plan import DraftTraits
-from slipstream.scheduler.core.prefix_cache import NO_LIMIT, DraftKV
+from slipstream.scheduler.records import NO_LIMIT, DraftKV, DraftTraits
 
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Look

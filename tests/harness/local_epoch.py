@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from slipstream.common.worker.step import StepCommand
     from slipstream.scheduler.core.loop import StepLoop
     from slipstream.scheduler.core.outbox import Outgoing
-    from slipstream.scheduler.telemetry.draft_metrics import LossCause
+    from slipstream.scheduler.records import LossCause
     from slipstream.scheduler.telemetry.step_metrics import StepTiming
     from slipstream.scheduler.workers.link import Link
     from slipstream.services.worker.role import RoleEngine

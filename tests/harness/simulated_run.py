@@ -12,8 +12,8 @@ from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch import Batch
-from slipstream.scheduler.core.results import StepResult
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from slipstream.scheduler.records import StepResult
 from tests.harness.counted_jobs import Job, JobBook
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.worker.step import SlotUpdate
     from slipstream.scheduler.core.batch_sizes import BatchSizes
-    from slipstream.scheduler.core.step import Step
+    from slipstream.scheduler.records import Step
 
 STOP = 7
 """A token that some jobs end at."""

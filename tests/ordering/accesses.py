@@ -13,7 +13,7 @@ from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import StepKind
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.core.plan import DraftTraits
+    from slipstream.scheduler.records import DraftTraits
 
 
 class BufferGroup(enum.IntEnum):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from slipstream.common.errors import OrderingError
 from slipstream.common.worker.layout import ring_rows
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepKind
-from slipstream.scheduler.core.plan import PlannedStep
+from slipstream.scheduler.records import PlannedStep
 from tests.ordering.accesses import BufferGroup
 from tests.ordering.halves import DRAFT, SCHEDULER, VERIFY, halves_by_kind, row_masks
 from tests.ordering.knowledge import (
@@ -33,7 +33,7 @@ from tests.ordering.knowledge import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from slipstream.scheduler.core.plan import DraftTraits, OrderedStep
+    from slipstream.scheduler.records import DraftTraits, OrderedStep
     from tests.ordering.halves import Half, Halves, PlannedAccess
 
 

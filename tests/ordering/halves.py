@@ -12,7 +12,7 @@ from tests.ordering.knowledge import CONSUMED
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from slipstream.scheduler.core.plan import DraftTraits, OrderedStep
+    from slipstream.scheduler.records import DraftTraits, OrderedStep
 
 DRAFT, VERIFY, SCHEDULER = 0, 1, 2
 """The streams, numbered."""

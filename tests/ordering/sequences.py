@@ -9,12 +9,13 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.core.plan import OrderedStep, last_consumed
+from slipstream.scheduler.core.plan import last_consumed
+from slipstream.scheduler.records import OrderedStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from slipstream.scheduler.core.plan import DraftTraits
+    from slipstream.scheduler.records import DraftTraits
     from tests.ordering.model import Model
 
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from slipstream.common.worker.access_log import LogOp, StreamName
 from slipstream.common.worker.layout import ring_rows
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, Role, StepKind
-from slipstream.scheduler.core.plan import OrderedStep, catch_up
+from slipstream.scheduler.core.plan import catch_up
+from slipstream.scheduler.records import OrderedStep
 from tests.ordering.accesses import BufferGroup, Phase, Rows, declared_accesses
 from tests.ordering.checker import Operation
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.core.plan import DraftTraits, PlannedStep
+    from slipstream.scheduler.records import DraftTraits, PlannedStep
     from tests.ordering.accesses import Access
 
 

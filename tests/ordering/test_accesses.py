@@ -8,7 +8,7 @@ from slipstream.common.errors import OrderingError
 from slipstream.common.worker.access_log import StreamName
 from slipstream.common.worker.layout import LENT_WEIGHTS, SLOT_BUFFERS, BufferName, DraftShape, EpochShape
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.core.plan import DraftTraits
+from slipstream.scheduler.records import DraftTraits
 from tests.ordering.accesses import (
     BufferGroup,
     Phase,

@@ -9,7 +9,7 @@ import pytest
 from slipstream.common.errors import OrderingError
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core import plan
-from slipstream.scheduler.core.plan import DraftTraits, OrderedStep
+from slipstream.scheduler.records import DraftTraits, OrderedStep
 from tests.ordering import derivation
 from tests.ordering.sequences import num_consumable
 

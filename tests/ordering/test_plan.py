@@ -10,18 +10,8 @@ import pytest
 
 from slipstream.common.errors import OrderingError
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepKind
-from slipstream.scheduler.core.plan import (
-    DraftTraits,
-    OrderedStep,
-    PlannedStep,
-    PlanState,
-    catch_up,
-    consume,
-    initial_state,
-    mask_of,
-    plan_step,
-    with_draft,
-)
+from slipstream.scheduler.core.plan import PlanState, catch_up, consume, initial_state, plan_step, with_draft
+from slipstream.scheduler.records import DraftTraits, OrderedStep, PlannedStep, mask_of
 
 NO_DRAFT = DraftTraits(is_present=False)
 LANGUAGE_MODEL = DraftTraits(is_present=True)

@@ -9,7 +9,7 @@ from hypothesis import given, note, seed, settings
 from hypothesis import strategies as st
 
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.core.plan import DraftTraits, OrderedStep
+from slipstream.scheduler.records import DraftTraits, OrderedStep
 from tests.ordering.model import Model
 from tests.ordering.plan_checker import needless_waits
 from tests.ordering.sequences import num_consumable

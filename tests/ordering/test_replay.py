@@ -19,7 +19,8 @@ from slipstream.common.errors import ConfigError
 from slipstream.common.worker.access_log import JsonLinesAccessLog, LogOp, StreamName
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import FenceName, StepKind
-from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, initial_state, last_consumed, plan_step
+from slipstream.scheduler.core.plan import consume, initial_state, last_consumed, plan_step
+from slipstream.scheduler.records import DraftTraits, OrderedStep
 from tests.ordering.checker import Operation
 from tests.ordering.replay import Replay, main, read_log
 from tests.ordering.step_operations import StepOperations, step_operations

@@ -10,7 +10,7 @@ import pytest
 from slipstream.common.worker.access_log import LogOp, StreamName
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.core.plan import DraftTraits, OrderedStep
+from slipstream.scheduler.records import DraftTraits, OrderedStep
 from tests.ordering.accesses import BufferGroup
 from tests.ordering.model import Model
 from tests.ordering.sequences import Walk

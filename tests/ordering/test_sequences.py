@@ -10,7 +10,7 @@ from operator import attrgetter
 import pytest
 
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.core.plan import DraftTraits
+from slipstream.scheduler.records import DraftTraits
 from tests.ordering.model import Model
 from tests.ordering.plan_checker import needless_waits
 from tests.ordering.sequences import Visit, Walk

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.gateway.journal import JobJournal
 from slipstream.gateway.journal_codec import rows_of
+from slipstream.scheduler.core.accounts import SlotAllocator
 from slipstream.scheduler.core.draft_reach import DraftReach
-from slipstream.scheduler.core.sequence import Sequence, SlotAllocator
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from slipstream.scheduler.records import Sequence
 from slipstream.scheduler.workers.attachment import DraftAttachment
 from slipstream.scheduler.workers.link import DispatchAcknowledged
 from tests.simulator.schedule import run_schedule

@@ -17,7 +17,7 @@ from slipstream.scheduler.core.accounts import CommittedTokens, PendingLengths
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from slipstream.scheduler.core.accounts import TakenIn
+    from slipstream.scheduler.records import StepOutcome
 
 ROWS = np.array([1, 3])
 
@@ -105,7 +105,7 @@ def test_every_slot_keeps_its_tokens_when_the_table_grows() -> None:
         for num_tokens in ([1, 3, 2], [2, 0, 1]):
             tokens = np.arange(number, number + 3 * len(slots)).reshape(-1, 3)
             step = SimpleNamespace(rows=slots, tokens=tokens, num_tokens=counts(*num_tokens[: len(slots)]))
-            committed.append(cast("TakenIn", step))
+            committed.append(cast("StepOutcome", step))
             number += tokens.size
             for of_slot, new, count in zip(expected, tokens.tolist(), num_tokens, strict=False):
                 expected[of_slot] += new[:count]

@@ -16,7 +16,7 @@ from slipstream.common.api.sequence import StepOutput
 from slipstream.common.errors import InternalError, PendingLengthError
 from slipstream.common.worker.step import FenceOps, StepKind
 from slipstream.scheduler.core.batch_sizes import BatchSizes
-from slipstream.scheduler.core.prefix_cache import NO_DRAFT, DraftKV
+from slipstream.scheduler.records import NO_DRAFT, DraftKV
 from tests.harness.counted_jobs import Job
 from tests.harness.simulated_run import Run, make_job, reference, result_of, token_of
 

@@ -8,14 +8,8 @@ from itertools import groupby, pairwise
 
 import pytest
 
-from slipstream.scheduler.core.draft_policy import (
-    ALONE_STEPS,
-    LEAST_STAY,
-    MIXED_STEPS,
-    PROBE_STEPS,
-    DraftPolicy,
-    RestCause,
-)
+from slipstream.scheduler.core.draft_policy import ALONE_STEPS, LEAST_STAY, MIXED_STEPS, PROBE_STEPS, DraftPolicy
+from slipstream.scheduler.records import RestCause
 
 CHUNK = 100
 WAY_BACK = 3

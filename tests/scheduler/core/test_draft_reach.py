@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.core.prefix_cache import DraftKV
+from slipstream.scheduler.records import DraftKV
 from tests.harness.drafted_run import SIZES, DraftedRun, check
 from tests.harness.fake_drafts import FakeDraft
 from tests.harness.simulated_run import Run, make_job

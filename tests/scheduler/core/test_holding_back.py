@@ -16,7 +16,7 @@ from slipstream.scheduler.core.pace import MOST_HOLD_S, PACE_STEPS
 from tests.harness.dummy_epoch import make_epoch, make_job, workers
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.core.step import Step
+    from slipstream.scheduler.records import Step
     from tests.harness.counted_jobs import Job, OutputRow
 
 pytestmark = pytest.mark.timeout(30)

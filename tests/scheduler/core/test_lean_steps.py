@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch_sizes import BatchSizes
-from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, initial_state, plan_step
+from slipstream.scheduler.core.plan import initial_state, plan_step
+from slipstream.scheduler.records import DraftTraits, OrderedStep
 from tests.harness.simulated_run import Run, make_job
 
 if TYPE_CHECKING:

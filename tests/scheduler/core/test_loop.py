@@ -23,7 +23,7 @@ from tests.harness.leaks import nothing_left
 from tests.harness.workers import VOCAB_SIZE
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.core.accounts import TakenIn
+    from slipstream.scheduler.records import StepOutcome
     from tests.harness.counted_jobs import Job
     from tests.harness.local_epoch import LocalEpoch
 
@@ -77,7 +77,7 @@ def test_what_waits_to_be_counted_and_written_does_not_grow(monkeypatch: pytest.
         metrics, committed = epoch.metrics, epoch.epoch.batch.committed
         add, lengths = committed.append, epoch.epoch.batch.accounts.lengths
 
-        def append(taken_in: TakenIn) -> None:
+        def append(taken_in: StepOutcome) -> None:
             add(taken_in)
             waiting.append(max(map(len, (metrics._timings, metrics._drafted, committed._unwritten, lengths._ended))))
 

@@ -19,8 +19,7 @@ from slipstream.scheduler.core.pace import (
     UNSURE_PART,
     Pace,
 )
-from slipstream.scheduler.core.sequence import SlotLease
-from slipstream.scheduler.core.step import Step, StepSlots
+from slipstream.scheduler.records import SlotLease, Step, StepSlots
 
 OFFSET_NS = -7 * 10**18
 """From the device's clock to the host's."""

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from slipstream.common.errors import ResourceExhaustedError
 from slipstream.common.worker.layout import PADDING_SLOT
+from slipstream.scheduler.core.accounts import SlotAllocator
 from slipstream.scheduler.core.prefix_cache import PADDING_PAGE, PageAllocator
-from slipstream.scheduler.core.sequence import SlotAllocator, SlotLease
+from slipstream.scheduler.records import SlotLease
 
 
 @given(st.integers(2, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=60))

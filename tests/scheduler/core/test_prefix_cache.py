@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.common.errors import ResourceExhaustedError
-from slipstream.scheduler.core.prefix_cache import NO_DRAFT, DraftKV, Prefix, PrefixCache
+from slipstream.scheduler.core.prefix_cache import PrefixCache
+from slipstream.scheduler.records import NO_DRAFT, DraftKV, Prefix
 
 PAGE_TOKENS = 2
 MODEL, HEAD = DraftKV(7), DraftKV(8, tokens_ahead=1)

@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.speculation import CATCH_UP_TIMEOUT_S
-from slipstream.scheduler.telemetry.draft_metrics import LossCause
+from slipstream.scheduler.records import LossCause
 from tests.harness.drafted_run import SIZES, DraftedRun, check, make_jobs
 from tests.harness.fake_drafts import FakeDraft
 from tests.harness.random_policy import RandomPolicy

@@ -14,9 +14,8 @@ from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.layout import NOT_FINITE, RESULT_FENCES, BufferName, EpochShape
 from slipstream.common.worker.step import FenceName, StepKind
-from slipstream.scheduler.core.results import ResultReader, StepResult
-from slipstream.scheduler.core.sequence import SlotLease
-from slipstream.scheduler.core.step import Step, StepSlots
+from slipstream.scheduler.core.results import ResultReader
+from slipstream.scheduler.records import SlotLease, Step, StepResult, StepSlots
 from slipstream.services.worker.future_map import FutureMap
 from slipstream.services.worker.verify_result import Logprobs, VerifyResult
 

@@ -14,9 +14,7 @@ import pytest
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepKind
 from slipstream.scheduler.core.catch_up import CatchUp
-from slipstream.scheduler.core.plan import PlannedStep
-from slipstream.scheduler.core.prefix_cache import NO_LIMIT
-from slipstream.scheduler.telemetry.draft_metrics import LossCause
+from slipstream.scheduler.records import NO_LIMIT, LossCause, PlannedStep
 from tests.harness.drafted_run import SIZES, DraftedRun, check, lost_run, make_jobs
 from tests.harness.fake_drafts import FakeDraft, FakeFence
 from tests.harness.simulated_run import make_job

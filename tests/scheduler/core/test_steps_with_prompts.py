@@ -14,7 +14,7 @@ from tests.scheduler.core.test_batch import SMALL, run_of
 
 if TYPE_CHECKING:
     from slipstream.scheduler.core.batch_sizes import BatchSizes
-    from slipstream.scheduler.core.step import Step
+    from slipstream.scheduler.records import Step
 
 
 def _beside_a_stream(sizes: BatchSizes, *prompt_tokens: int) -> list[Step]:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.errors import ResourceExhaustedError
-from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.core.waiting_queue import MOST_OVERTAKING, WaitingQueue
+from slipstream.scheduler.records import Sequence
 
 SPEC = SequenceSpec(job_id="", prompt=(1,), max_new_tokens=1, sampling=SamplingParams(), stop_token_ids=frozenset())
 _numbers = count(1)

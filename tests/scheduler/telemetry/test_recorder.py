@@ -9,9 +9,7 @@ from slipstream.common.errors import UnavailableError
 from slipstream.common.worker.recorder import FlightRecorder, Record, Site
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, PrefillChunk, Role, StepKind
 from slipstream.common.worker.trace import MAX_STEPS, TracedStep
-from slipstream.scheduler.core.plan import PlannedStep
-from slipstream.scheduler.core.sequence import SlotLease
-from slipstream.scheduler.core.step import Step, StepSlots
+from slipstream.scheduler.records import PlannedStep, SlotLease, Step, StepSlots
 from slipstream.scheduler.telemetry.timings import StepRecorder
 
 WAITS = FenceOps((FencePoint(FenceName.DRAFT_DONE, 1),), ())

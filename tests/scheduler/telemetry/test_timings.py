@@ -15,8 +15,7 @@ from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.layout import RESULT_FENCES, BufferName, DraftShape, EpochShape
 from slipstream.common.worker.step import Role, StepKind
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.sequence import SlotLease
-from slipstream.scheduler.core.step import Step, StepSlots
+from slipstream.scheduler.records import SlotLease, Step, StepSlots
 from slipstream.scheduler.telemetry.step_metrics import (
     DRAFT_TO_VERIFY,
     VERIFY_TO_DRAFT,

@@ -6,7 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from slipstream.scheduler.telemetry.draft_metrics import LossCause
+from slipstream.scheduler.records import LossCause
 from slipstream.scheduler.workers import held as held_module
 from slipstream.scheduler.workers.held import Retries
 
