@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-MAX_LINES = 400
+MAX_LINES = 600
 PRODUCT = ("services", "scheduler", "gateway", "common", "cli", "client")
 
 MAY_IMPORT: dict[str, set[str]] = {
