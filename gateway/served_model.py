@@ -31,9 +31,15 @@ class ServedModel:
         self.tokenizer = tokenizer
         self.tokenizer_path = tokenizer_path
         longest = longest_token(tokenizer)
-        self.limits = replace(limits, max_characters=longest and longest * limits.context_tokens)
         self.identity = identity
         self.vocabulary = Vocabulary(tokenizer)
+        special = {name: token for name, token in self.vocabulary.special_tokens.items() if token < limits.vocab_size}
+        self.limits = replace(
+            limits,
+            max_characters=longest and longest * limits.context_tokens,
+            special_tokens=special,
+            eos_token_ids=limits.eos_token_ids | ({tokenizer.eos_token_id} & set(special.values())),
+        )
 
 
 def load_model(description: SchedulerDescription, last: ServedModel | None, *, max_samples: int) -> ServedModel:

@@ -43,11 +43,13 @@ _import_lock = threading.Lock()
 class Tokenizer:
     """A tokenizer read from `tokenizer.json`, with the part of the interface of transformers' tokenizers used here."""
 
-    def __init__(self, path: Path, backend: Backend, *, has_chat_template: bool) -> None:
+    def __init__(self, path: Path, backend: Backend, *, has_chat_template: bool, eos_token: str | None = None) -> None:
         """Takes `backend` over. `path`: the directory that transformers reads when the first conversation comes."""
         backend.no_truncation()
         backend.no_padding()
         self.backend_tokenizer = backend
+        self.eos_token_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
+        """The token with which the model ends a text, None if the tokenizer names none."""
         self._path = path
         self._has_chat_template = has_chat_template
         self._chat_tokenizer: Any = None
@@ -127,13 +129,17 @@ def _read_directly(path: Path) -> Tokenizer | None:
     if not (path / "tokenizer.json").is_file() or _is_unusual(path, config):
         return None
     backend = Backend.from_file(str(path / "tokenizer.json"))
-    sources = (config, _read_json(path / "special_tokens_map.json"), backend.padding or {})
-    if not all(_has_all_tokens(backend, source) for source in sources):
+    token_map = _read_json(path / "special_tokens_map.json")
+    if not all(_has_all_tokens(backend, source) for source in (config, token_map, backend.padding or {})):
         return None
     model_type = _read_json(path / "config.json").get("model_type")
     if not _is_taken_as_it_is(backend, model_type, config.get("tokenizer_class")):
         return None
-    return Tokenizer(path, backend, has_chat_template=_has_chat_template(path, config))
+    # As in transformers, the older file counts where the newer one does not list the added tokens.
+    named = config if "added_tokens_decoder" in config else config | token_map
+    default = _QWEN2_DEFAULT_TOKEN if _is_of_qwen2(model_type, config.get("tokenizer_class")) else None
+    eos_token = next(iter(_special_tokens({"eos_token": named.get("eos_token", default)})), None)
+    return Tokenizer(path, backend, has_chat_template=_has_chat_template(path, config), eos_token=eos_token)
 
 
 def _load_with_transformers(path: Path) -> Any:
@@ -178,9 +184,13 @@ def _is_unusual(path: Path, config: dict[str, Any]) -> bool:
 
 def _is_taken_as_it_is(backend: Backend, model_type: object, tokenizer_class: object) -> bool:
     """True if transformers takes `tokenizer.json` as it is, or builds the same from its vocabulary."""
-    if model_type == "qwen2" or tokenizer_class in _QWEN2_CLASSES:
+    if _is_of_qwen2(model_type, tokenizer_class):
         return _is_qwen2(backend)
     return tokenizer_class in _PLAIN_CLASSES
+
+
+def _is_of_qwen2(model_type: object, tokenizer_class: object) -> bool:
+    return model_type == "qwen2" or tokenizer_class in _QWEN2_CLASSES
 
 
 def _is_qwen2(backend: Backend) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.common.api.sequence import MAX_LISTED_IDS, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SequenceSpec
@@ -14,7 +14,7 @@ from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.gateway.home import ALONE, Home
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from slipstream.protos import generation_pb2
 
@@ -46,7 +46,9 @@ class RequestLimits:
     context_tokens: int
     """Prompt and output together."""
     eos_token_ids: frozenset[int]
-    """Tokens with which the model ends a sequence."""
+    """Tokens with which the model, or its tokenizer, ends a sequence."""
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    """By name, the tokens that have no text: as a stop string, such a name is the token."""
     num_draft_tokens: int = 0
     """K; 0 when nothing drafts."""
     max_samples: int = MAX_SAMPLES
@@ -89,8 +91,8 @@ def parse_request(
     params = request.sampling_params
     # Cheap checks come before the text is tokenised.
     sampling = _sampling(params, limits)
-    stop_token_ids = _stop_token_ids(params, limits)
     stop = _stop(params)
+    stop_token_ids = _stop_token_ids(params, limits)
     num_samples = _num_samples(params, limits)
     top_logprobs = _top_logprobs(params, limits)
     max_draft_tokens = _max_draft_tokens(request.speculation, limits)
@@ -161,15 +163,17 @@ def _stop_token_ids(params: generation_pb2.SamplingParams, limits: RequestLimits
     if len(params.stop_token_ids) > MAX_LISTED_IDS:
         raise InvalidArgumentError(field, f"{len(params.stop_token_ids)} token ids", f"at most {MAX_LISTED_IDS}")
     check_ids(params.stop_token_ids, limits.vocab_size, field)
-    given = frozenset(params.stop_token_ids)
+    named = [limits.special_tokens.get(text) for text in params.stop]
+    given = frozenset(params.stop_token_ids) | {token for token in named if token is not None}
     if not params.ignore_eos:
         return given | limits.eos_token_ids
     # Ignoring a token and stopping at it contradict each other.
-    for index, token in enumerate(params.stop_token_ids):
-        if token in limits.eos_token_ids:
-            raise InvalidArgumentError(
-                f"{field}[{index}]", token, "with ignore_eos, a token that is not the model's end of sequence"
-            )
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("stop", named)):
+        for index, token in enumerate(ids):
+            if token in limits.eos_token_ids:
+                value = getattr(params, name)[index]
+                accepted = "with ignore_eos, a token that is not the model's end of sequence"
+                raise InvalidArgumentError(f"sampling_params.{name}[{index}]", value, accepted)
     return given
 
 

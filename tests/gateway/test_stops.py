@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.client import AsyncClient
 from slipstream.common.api.job_info import JobState
 from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
 from slipstream.common.api.sequence import SamplingParams, SequenceSpec
@@ -16,16 +18,16 @@ from slipstream.common.errors import UnavailableError
 from slipstream.gateway.detokenizer import Vocabulary
 from slipstream.gateway.sample import RunningSequence, Sample
 from slipstream.gateway.sample_output import SampleOutput
+from slipstream.gateway.served_model import ServedModel
 from slipstream.gateway.validation import CheckedRequest
 from tests.harness.example_states import TOKENS_PER_STEP, USAGE
-from tests.harness.generation_server import collect, state_of, text_of, tokens_of
+from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of
 from tests.harness.scripted_scheduler import EOS_ID
 from tests.harness.tokenizers_by_kind import make_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slipstream.client import AsyncClient
     from slipstream.common.api.output_chunk import OutputChunk
     from tests.harness.generation_server import GenerationServer
 
@@ -196,6 +198,25 @@ async def test_a_stop_token_is_told(server: GenerationServer, client: AsyncClien
     assert (chunks[-1].finish_reason, chunks[-1].matched_stop) == ("stop", EOS_ID)
     chunks = await collect(client.generate([5, 6], max_new_tokens=2))
     assert (chunks[-1].finish_reason, chunks[-1].matched_stop) == ("length", None)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "llama"])
+async def test_the_name_of_a_special_token_and_the_tokenizers_own_end_stop(kind: str) -> None:
+    async with generation_server(kind=kind) as server, AsyncClient(server.address) as client:
+        tokenizer = server.model.tokenizer
+        bos, eos = tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
+        # The model's own configuration names one token, whichever this tokenizer's is.
+        assert server.model.limits.eos_token_ids == {EOS_ID, eos}
+        for stop, token in (([], eos), (["never", "<s>"], bos)):
+            chunks = await collect(client.generate([70, 71, token, 72], stop=stop))
+            assert tokens_of(chunks) == [70, 71, token]
+            assert (chunks[-1].finish_reason, chunks[-1].matched_stop) == ("stop", token)
+
+
+async def test_a_token_beyond_the_models_vocabulary_ends_nothing(server: GenerationServer) -> None:
+    limits = replace(server.model.limits, vocab_size=EOS_ID, eos_token_ids=frozenset())
+    model = ServedModel(server.model.tokenizer, limits)
+    assert (model.limits.eos_token_ids, model.limits.special_tokens) == (set(), {"<s>": 0})
 
 
 async def test_the_first_watcher_of_a_job_that_has_ended(server: GenerationServer, client: AsyncClient) -> None:

@@ -66,6 +66,7 @@ def check_equal(path: Path) -> None:
     check_texts()
     check_tokens()
     assert special_tokens(ours.backend_tokenizer) == special_tokens(theirs.backend_tokenizer)
+    assert ours.eos_token_id == theirs.eos_token_id
 
 
 def special_tokens(backend: Backend) -> dict[int, str]:
@@ -80,6 +81,23 @@ def added(backend: Backend) -> dict[int, AddedToken]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_what_transformers_makes_of_it(tmp_path: Path, kind: str) -> None:
     check_equal(write(tmp_path, backend_of(kind), CONFIG))
+
+
+_TOKEN = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+
+
+@pytest.mark.parametrize("has_list", [False, True])
+@pytest.mark.parametrize("older", [None, "<s>", {"content": "<s>", **_TOKEN}, ...])
+@pytest.mark.parametrize("newer", [None, "</s>", {"__type": "AddedToken", "content": "</s>", **_TOKEN}, ...])
+def test_the_end_of_a_text_is_what_transformers_finds(tmp_path: Path, newer: Any, older: Any, has_list: bool) -> None:
+    backend = backend_of("byte level")
+    decoder = {str(number): token.__getstate__() for number, token in added(backend).items()}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **({"added_tokens_decoder": decoder} if has_list else {})}
+    write_json(tmp_path / "special_tokens_map.json", {} if older is ... else {"eos_token": older})
+    path = write(tmp_path, backend, config | ({} if newer is ... else {"eos_token": newer}))
+    ours = load_tokenizer(path)
+    assert isinstance(ours, Tokenizer)
+    assert ours.eos_token_id == AutoTokenizer.from_pretrained(path).eos_token_id
 
 
 def test_the_bundled_tokenizer_is_what_transformers_makes_of_it() -> None:
@@ -129,6 +147,9 @@ def qwen2(*, pattern: str = _QWEN2_PATTERN, trim_offsets: bool = False) -> Backe
 def test_tokenizers_of_qwen_need_no_transformers(tmp_path: Path, family: str, trim_offsets: bool) -> None:
     config = {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": "<|endoftext|>"}
     check_equal(write(tmp_path, qwen2(trim_offsets=trim_offsets), config, family=family))
+    for eos_token in ({}, {"eos_token": None}, {"eos_token": "</s>"}):
+        path = write(tmp_path, qwen2(), {"tokenizer_class": "Qwen2Tokenizer"} | eos_token, family=family)
+        assert load_tokenizer(path).eos_token_id == AutoTokenizer.from_pretrained(path).eos_token_id, eos_token
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,18 @@ def test_the_model_s_end_is_ignored_on_request() -> None:
     assert parse(request_of(ignore_eos=True, stop_token_ids=[9])).stop_token_ids == {9}
 
 
+def test_the_name_of_a_special_token_as_a_stop_string_is_that_token() -> None:
+    limits = replace(LIMITS, special_tokens={"<|im_end|>": 9, "</s>": 2})
+    checked = parse_all(request_of(stop=["x", "<|im_end|>", "a<|im_end|>"], min_new_tokens=1), limits)
+    # A text that spells the name ends the output, too.
+    assert checked.stop == ("x", "<|im_end|>", "a<|im_end|>")
+    (spec,) = checked.samples
+    assert spec.stop_token_ids == {1, 2, 9}
+    assert spec.sampling.masked_token_ids == (1, 2, 9)
+    assert parse(request_of(ignore_eos=True, stop=["<|im_end|>"]), limits).stop_token_ids == {9}
+    assert refusal(request_of(ignore_eos=True, stop=["x", "</s>"]), limits) == "sampling_params.stop[1]"
+
+
 def test_to_ignore_a_token_and_to_stop_at_it_is_a_contradiction() -> None:
     request = request_of(ignore_eos=True, stop_token_ids=[9, 2])
     assert refusal(request) == "sampling_params.stop_token_ids[1]"
