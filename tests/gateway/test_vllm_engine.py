@@ -15,7 +15,7 @@ from slipstream.common.api.job_info import JobState
 from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.errors import UnavailableError
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, VOCAB_SIZE
-from tests.harness.generation_server import state_of
+from tests.harness.generation_server import generation_server, state_of
 from tests.harness.scripted_scheduler import EOS_ID, logprobs_of
 from tests.harness.waiting import until
 
@@ -133,6 +133,36 @@ async def test_the_stop_that_matched_is_named(server: GenerationServer, stub: An
     (by_text,) = await answers(stub, request(stop=[text], request_id="b"))
     assert (by_text.complete.finish_reason, by_text.complete.matched_stop_str) == ("stop", text)
     assert list(by_text.complete.output_ids) == [20, 30, 40]  # the gateway cuts the text
+
+
+async def test_a_stop_string_does_not_count_before_the_least_length(server: GenerationServer, stub: Any) -> None:
+    text = server.model.tokenizer.decode([40])
+    (answer,) = await answers(stub, request(stop=[text], min_tokens=4, max_tokens=20))
+    assert list(answer.complete.output_ids) == (PROMPT * 2)[: PROMPT.index(40) + len(PROMPT) + 1]
+    assert (answer.complete.finish_reason, answer.complete.matched_stop_str) == ("stop", text)
+
+
+async def test_a_stop_string_is_found_in_a_text_that_continues_the_prompt() -> None:
+    async with generation_server(kind="llama") as server, engine(server) as stub:
+        hello = server.model.tokenizer.convert_tokens_to_ids("▁Hello")
+        message = request(stop=[" Hello"])
+        message.tokenized.input_ids[:] = [hello]
+        (answer,) = await answers(stub, message)
+        assert list(answer.complete.output_ids) == [hello]
+
+
+async def test_the_original_text_is_only_for_people(server: GenerationServer, stub: Any) -> None:
+    """The token ids are the prompt, whatever it says, and no text is one without them."""
+    message = request()
+    message.tokenized.original_text = "Hello world"
+    assert list((await spec_of(server, stub, message)).prompt) == PROMPT
+    message.request_id = "without-ids"
+    message.tokenized.ClearField("input_ids")
+    status, details = await refused(stub, message)
+    assert (status, details) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "tokenized.input_ids: got 'no tokens', accepted: at least one token",
+    )
 
 
 async def test_every_sampling_parameter_counts(server: GenerationServer, stub: Any) -> None:
