@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdjustmentRows(ParameterRows):
-    """The parameters of N rows. Lists of ids have a fixed width, L; id 0 with nothing to add fills them up."""
+    """The parameters of N rows. Lists of ids have a fixed width, L.
+
+    Id 0 with nothing to add fills up `biased_ids`, the row's first id once more `masked_ids`.
+    """
 
     is_on: Tensor
     """[N] bool: False where the rest changes nothing."""
@@ -39,10 +42,8 @@ class AdjustmentRows(ParameterRows):
     """[N, L] float32."""
     masked_ids: Tensor
     """[N, L] int64."""
-    masks: Tensor
-    """[N, L] float32: minus infinity, or 0."""
     masked_before: Tensor
-    """[N] int64: from this position on there is no mask."""
+    """[N] int64: from this position on there is no mask; 0 where there are no ids."""
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], *, device: torch.device | None = None) -> AdjustmentRows:
@@ -55,10 +56,9 @@ class AdjustmentRows(ParameterRows):
             rows.presence_penalty[number] = row.presence_penalty
             for column, (token, bias) in enumerate(row.logit_bias):
                 rows.biased_ids[number, column], rows.biases[number, column] = token, bias
-            num_masked = len(row.masked_token_ids)
-            rows.masked_ids[number, :num_masked] = torch.tensor(row.masked_token_ids, dtype=torch.int64)
-            rows.masks[number, :num_masked] = float("-inf")
-            rows.masked_before[number] = row.masked_before
+            if ids := row.masked_token_ids:
+                rows.masked_ids[number] = torch.tensor((*ids, *ids[:1] * (MAX_LISTED_IDS - len(ids))))
+                rows.masked_before[number] = row.masked_before
         return rows.map(lambda column: column.to(device))
 
     @classmethod
@@ -72,7 +72,6 @@ class AdjustmentRows(ParameterRows):
             biased_ids=torch.zeros((num_rows, MAX_LISTED_IDS), dtype=torch.int64, device=device),
             biases=torch.zeros((num_rows, MAX_LISTED_IDS), device=device),
             masked_ids=torch.zeros((num_rows, MAX_LISTED_IDS), dtype=torch.int64, device=device),
-            masks=torch.zeros((num_rows, MAX_LISTED_IDS), device=device),
             masked_before=torch.zeros(num_rows, dtype=torch.int64, device=device),
         )
 
@@ -104,7 +103,9 @@ def _adjusted(logits: Tensor, rows: AdjustmentRows, so_far: TokensSoFar, positio
     if chain.shape[1]:
         penalised = _penalise_chain(penalised, biased, rows, so_far, chain)
     is_masked = positions[:, :, None] < rows.masked_before[:, None, None]
-    return _add(penalised, rows.masked_ids, torch.where(is_masked, rows.masks[:, None], 0.0))
+    ids = rows.masked_ids[:, None].expand(-1, logits.shape[1], -1)
+    # Selected: minus infinity added to a logit that is infinite or NaN would hide nothing.
+    return penalised.scatter(2, ids, torch.where(is_masked, -torch.inf, penalised.gather(2, ids)))
 
 
 def _penalise(logits: Tensor, rows: AdjustmentRows, in_prompt: Tensor, num_in_output: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -227,6 +228,10 @@ class TorchAttention:
 
     Everything that indexes is clamped. A key that a row must not see is replaced by the row's own first
     visible one before the mask hides it: not even a NaN in another request's pages reaches a valid query.
+
+    The mask is added to the scores, and minus infinity hides finite scores only. So keys that are not finite become
+    zeros first, and the outputs of the queries that see them NaN. A query or key whose squared norm overflows counts
+    as not finite: below it, no score overflows.
     """
 
     def __init__(self, config: ModelConfig, batch: ForwardBatch, cache: PagedKV) -> None:
@@ -284,13 +289,40 @@ class TorchAttention:
         kv = self._gathered.view(self._kv_shape).permute(2, 0, 3, 1, 4)
         query = qkv[:, : self._q_size].view(self._query_shape).permute(0, 2, 3, 1, 4).reshape(self._stacked_shape)
         mask = self._masks[self._window_of(layer)]
+        is_broken = None if self._is_finite(query) else self._zero_broken_keys()
         output = F.scaled_dot_product_attention(query, kv[0], kv[1], attn_mask=mask)
+        if is_broken is not None:
+            # Float products count the broken keys that each query sees: [B, 1, group * W, kv_heads].
+            num_seen = (mask == 0).float() @ is_broken.float()[:, None]
+            output = output.masked_fill((num_seen > 0).transpose(1, 3), torch.nan)
+            output = output.masked_fill(~_has_finite_norm(query)[..., None], torch.nan)
         by_token = output.view(self._split_shape).permute(0, 3, 1, 2, 4).reshape(len(qkv), self._q_size)
         return self.outputs.of(layer, by_token)
 
     def keep(self, layer: int, qkv: torch.Tensor) -> None:
         """Keeps the keys and values alone."""
         self._cache.rows[layer].index_copy_(0, self._write_rows, qkv[:, self._q_size :])
+
+    def _is_finite(self, query: torch.Tensor) -> bool:
+        """Returns True only if all squared norms are finite. Elsewhere than on a CPU it is not known without waiting.
+
+        By a dot product, which is one fast pass: the sum of all squares overflows if the sum of some does.
+        """
+        return query.is_cpu and all(
+            math.isfinite(torch.dot(values, values).item()) for values in (self._gathered.view(-1), query.flatten())
+        )
+
+    def _zero_broken_keys(self) -> torch.Tensor:
+        """Zeroes gathered keys that are not finite, or whose values are not. Returns which: [B, num_keys, kv_heads]."""
+        kv = self._gathered.view(self._kv_shape)
+        is_broken = ~(_has_finite_norm(kv[:, :, 0]) & kv[:, :, 1].isfinite().all(dim=-1))
+        kv.masked_fill_(is_broken[:, :, None, :, None], 0.0)
+        return is_broken
+
+
+def _has_finite_norm(vectors: torch.Tensor) -> torch.Tensor:
+    """Returns whether the squared norm of each vector is finite: [..., size] to [...]."""
+    return vectors.float().square().sum(dim=-1).isfinite()
 
 
 def _mask(

@@ -220,10 +220,11 @@ def sample(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
 
     `logits`: [N, V] float32. `positions`: [N] int64, the absolute position of the token to be chosen.
     Returns [N] int64. On a CPU only the rows that need noise or filters pay for them; elsewhere all
-    rows take the longest way, so that nothing is read back.
+    rows take the longest way, so that nothing is read back. Of a row with NaN or infinity it chooses such a token, by
+    which the row is known.
     """
     tokens = logits.argmax(dim=1)
-    is_sampled = rows.temperature > 0
+    is_sampled = (rows.temperature > 0) & logits.gather(1, tokens[:, None])[:, 0].isfinite()
     if logits.device.type != "cpu":
         return torch.where(is_sampled, _choose_filtered(logits, rows, positions), tokens)
     if not is_sampled.any():

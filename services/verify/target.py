@@ -144,12 +144,13 @@ class Target:
         # Taken anew: in a graph, what the forward has read of the slots belongs to the forward's graph alone.
         slots = self._model.slots.take(forward.rows)
         tokens = self._model.slots.sample(slots, logits, positions, mode, chain)
-        seq_lens, num_accepted = self._accept(forward, tokens)
+        scores = _scores(logits, tokens)
+        seq_lens, num_accepted = self._accept(forward, tokens, scores)
         return VerifyResult(
             seq_lens=seq_lens,
             num_accepted=num_accepted,
             tokens=tokens,
-            scores=_scores(logits, tokens),
+            scores=scores,
             hidden_states=forward.aux,
             logprobs=None if top_logprobs is None else _logprobs(logits, tokens, top_logprobs),
         )
@@ -269,8 +270,14 @@ class Target:
         """Counts the result's tokens as output, for the penalties. `rows`: [B] int64 slots."""
         self._model.slots.record_output(rows, result.tokens, result.num_accepted + 1)
 
-    def _accept(self, forward: TargetForward, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the new lengths and the numbers of draft tokens that are accepted, each [B] int64."""
+    def _accept(
+        self, forward: TargetForward, tokens: torch.Tensor, scores: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the new lengths and the numbers of draft tokens that are accepted, each [B] int64.
+
+        A draft token with no finite score after it is not accepted, but becomes the bonus token: what it does to the
+        sequence is the next step's, as without a draft.
+        """
         table, rows, num_draft_tokens = self._state.slots, forward.rows, tokens.shape[1] - 1
         simulated = self._simulated(num_draft_tokens) if num_draft_tokens else None
         if rows.is_cuda:
@@ -279,7 +286,7 @@ class Target:
 
             threshold = None if simulated is None else simulated.threshold
             most, seeds = table.max_draft_tokens, table.sampling.seed
-            return step_ops.accept(tokens, forward.tokens, rows, forward.seq_lens, most, seeds, threshold)
+            return step_ops.accept(tokens, forward.tokens, scores, rows, forward.seq_lens, most, seeds, threshold)
         if not num_draft_tokens:
             return forward.seq_lens + 1, torch.zeros_like(forward.seq_lens)
         if simulated is None:
@@ -288,6 +295,7 @@ class Target:
             num_accepted = simulated(table.sampling.seed.index_select(0, rows), forward.seq_lens)
         # The tokens are the target's own, however many of a chain are accepted.
         num_accepted = torch.minimum(num_accepted, table.max_draft_tokens.index_select(0, rows))
+        num_accepted = torch.minimum(num_accepted, scores[:, 1:].isfinite().to(torch.int64).cumprod(dim=1).sum(dim=1))
         return forward.seq_lens + num_accepted + 1, num_accepted
 
 

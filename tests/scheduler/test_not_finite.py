@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
@@ -12,6 +14,7 @@ from slipstream.common.errors import InternalError
 from slipstream.services.verify.engine import VerifyEngine
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
+from slipstream.services.worker.region import Region
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch, Way
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.shared_buffers import StepNumber
 
 COUNTED = "slipstream_sequences_not_finite_total"
 NUM_TOKENS = 16
@@ -86,16 +90,43 @@ def test_a_sequence_ends_where_its_logits_are_not_finite(
         epoch = serve(jobs, Way(run_ahead=run_ahead), poisoned(path, token, value), *drafts)
         expected = [*reference]
         expected[bad] = reference[bad][: reference[bad].index(token) + 1]
-        found = [epoch.outputs[job] for job in jobs]
-        # With a draft, tokens of the same step as the first that cannot be had are lost.
-        lost = len(expected[bad]) - len(found[bad])
-        assert 0 <= lost <= (4 if has_draft else 0)
-        expected[bad] = expected[bad][: len(found[bad])]
-        assert found == expected
+        assert [epoch.outputs[job] for job in jobs] == expected
         assert list(epoch.jobs.refused) == [jobs[bad]]
         assert isinstance(epoch.jobs.refused[jobs[bad]], InternalError)
         assert "NaN or infinite" in str(epoch.jobs.refused[jobs[bad]])
         assert epoch.registry.get_sample_value(COUNTED) == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_draft_that_proposes_such_a_token_ends_nothing(
+    path: Path, reference: list[list[int]], value: float, is_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one that the target never chooses, nor one that ends the output before its own logits count."""
+    jobs, propose = make_jobs(), Region.propose
+    known = {
+        *(token for output in reference for token in output),
+        *(token for job in jobs for token in job.spec.prompt),
+    }
+    bad = next(token for token in range(272) if token not in known)
+    if is_last:
+        at, bad = next(
+            (at, token)
+            for at, token in enumerate(reference[0])
+            if at > 4 and token not in reference[0][:at] + reference[1] + reference[2]
+        )
+        jobs[0] = Job(replace(jobs[0].spec, max_new_tokens=at + 1))
+        reference[0] = reference[0][: at + 1]
+
+    def propose_bad(region: Region, step: StepNumber, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        propose(region, step, rows, torch.full_like(tokens, bad))
+
+    monkeypatch.setattr(Region, "propose", propose_bad)
+    draft = make_draft(WorkerConfig(model=path), HostDevice(), 0)
+    epoch = serve(jobs, Way(), poisoned(path, bad, value), draft)
+    assert [epoch.outputs[job] for job in jobs] == reference
+    assert not epoch.jobs.refused
+    assert epoch.registry.get_sample_value(COUNTED) == 0
 
 
 def test_a_prompt_whose_logits_are_not_finite_has_no_first_token(path: Path, reference: list[list[int]]) -> None:

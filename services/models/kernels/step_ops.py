@@ -85,6 +85,7 @@ def gather_kernel(
 def accept_kernel(
     tokens: tl.tensor,  # [B, width] int64: the target's
     given: tl.tensor,  # [B, width] int64: the bonus token, then the draft's
+    scores: tl.tensor,  # [B, width]: the logits of `tokens`
     rows: tl.tensor,  # [B] int64
     seq_lens: tl.tensor,  # [B] int64
     most: tl.tensor,  # [slots] int64: draft tokens that may be accepted
@@ -96,7 +97,10 @@ def accept_kernel(
     BLOCK_W: tl.constexpr,
     IS_SIMULATED: tl.constexpr,
 ) -> None:
-    """Counts the accepted draft tokens of one slot: all before the first mismatch. Grid: (B,)."""
+    """Counts the accepted draft tokens of one slot: all before the first mismatch or score that is not finite.
+
+    Grid: (B,).
+    """
     b = tl.program_id(0)
     slot = tl.load(rows + b)
     length = tl.load(seq_lens + b)
@@ -112,6 +116,8 @@ def accept_kernel(
         target = tl.load(tokens + b * width + w, mask=is_drafted, other=0)
         draft = tl.load(given + b * width + 1 + w, mask=is_drafted, other=0)
         stands = target == draft
+    score_after = tl.load(scores + b * width + 1 + w, mask=is_drafted, other=0.0)
+    stands = stands & (tl.abs(score_after) < float("inf"))
     first_miss = tl.min(tl.where(stands & is_drafted, BLOCK_W, tl.minimum(w, width - 1)), axis=0)
     accepted = tl.minimum(first_miss.to(tl.int64), tl.load(most + slot))
     tl.store(out_accepted + b, accepted)
@@ -330,11 +336,19 @@ def take_sampling(table: SamplingRows, rows: Tensor, width: int) -> SamplingRows
 
 
 def accept(
-    tokens: Tensor, given: Tensor, rows: Tensor, seq_lens: Tensor, most: Tensor, seeds: Tensor, threshold: int | None
+    tokens: Tensor,
+    given: Tensor,
+    scores: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    most: Tensor,
+    seeds: Tensor,
+    threshold: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Counts the accepted draft tokens of B slots, as `sampler.accept` does; returns new lengths and counts.
 
-    `tokens`: [B, W] int64, the target's; `given`: [B, W] int64, the bonus token and the draft's. `rows`, `seq_lens`:
+    None is accepted from the first on that a score which is not finite follows. `tokens`: [B, W] int64, the target's;
+    `given`: [B, W] int64, the bonus token and the draft's; `scores`: [B, W], of `tokens`. `rows`, `seq_lens`:
     [B] int64. `most`: [slots] int64, draft tokens that may be accepted. `seeds`: [slots] int64. `threshold`: accepts by
     chance instead, see `SimulatedAcceptance`. Returns two [B] int64.
     """
@@ -343,6 +357,7 @@ def accept(
     accept_kernel[(num_rows,)](
         tokens,
         given,
+        scores,
         rows,
         seq_lens,
         most,

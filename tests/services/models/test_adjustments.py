@@ -75,7 +75,7 @@ def run(
     given = torch.from_numpy(logits.copy())
     chain = torch.tensor(chains, dtype=torch.int64).view(len(rows), -1)
     adjusted = adjust(given, table, history, torch.tensor(slots), torch.from_numpy(positions), chain)
-    assert torch.equal(given, torch.from_numpy(logits)), "the model's logits stay as they are"
+    np.testing.assert_array_equal(given, logits, "the model's logits stay as they are")
     assert adjusted.dtype == torch.float32
     result: npt.NDArray[np.float32] = adjusted.numpy()
     return result
@@ -131,6 +131,15 @@ def test_equals_the_naive_one(batch: tuple[list[Row], list[int], int, int], nump
         for column in range(width):
             expected = naive(logits[number, column], row, column, width, int(positions[number, column]))
             np.testing.assert_allclose(adjusted[number, column], expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_mask_hides_what_is_not_finite(bad: float) -> None:
+    row = Row(SamplingParams(masked_before=5, masked_token_ids=(2, 4)), [], [], [])
+    logits = np.array([[[1.0, bad, bad, 0.5, 3.0]]], np.float32)
+    for position, expected in ((4, [1.0, bad, -np.inf, 0.5, -np.inf]), (5, [1.0, bad, bad, 0.5, 3.0])):
+        adjusted = run(logits, [row], [1], np.array([[position]]), history_of([row], [1], 5), [[]])
+        np.testing.assert_array_equal(adjusted[0, 0], np.array(expected, np.float32))
 
 
 @settings(max_examples=examples(200), deadline=None, derandomize=True, database=None)

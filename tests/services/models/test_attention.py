@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.services.models.attention import PADDING_PAGE, PagedKV, RaggedRows
+from slipstream.services.models.attention import PADDING_PAGE, PagedKV, RaggedRows, torch_attention
 from tests.harness.paged_model import CAPACITY_TOKENS, CPU, PAGE_SIZE, PAGES_PER_ROW, PagedModel, random_tokens
 
 if TYPE_CHECKING:
@@ -127,6 +127,48 @@ def test_nothing_indexes_out_of_range(model: PagedModel, start: int, limit: int)
     assert set(changed.tolist()) <= set(own.tolist()), "only pages of the row itself may change"
     num_kept = sum(0 <= start + index < min(limit, CAPACITY_TOKENS) for index in range(3))
     assert len(changed) == num_kept
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e30])
+@pytest.mark.parametrize("column", ["query", "key", "value"])
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_token_that_is_not_finite_reaches_only_those_that_see_it(
+    model: PagedModel, bad: float, column: str, window: int | None
+) -> None:
+    """Its second head only, also where numbers overflow in a score. All others keep their bits, and what is kept."""
+    config, width, broken = replace(model.decoder.config, sliding_windows=(window, window)), 20, 9
+    batch = model.batch([(0, random_tokens(width, seed=1)), (0, random_tokens(7, seed=2))])
+    clean = torch.randn(2 * width, config.q_size + 2 * config.kv_size, generator=torch.Generator().manual_seed(3))
+    clean[:, : config.q_size + config.kv_size] *= 1e10 if bad == 1e30 else 1.0
+    qkv, head = clean.clone(), config.head_dim
+    place = {"query": 3 * head, "key": config.q_size + head, "value": config.q_size + config.kv_size + head}[column]
+    qkv[broken, place + 2] = bad
+    outputs = [torch_attention(config, batch, model.cache)(0, given).view(2, width, -1) for given in (clean, qkv)]
+    expected, output = outputs
+    sees = (torch.arange(width) == broken) if column == "query" else (torch.arange(width) >= broken)
+    if window is not None:
+        sees &= torch.arange(width) < broken + window
+    is_nan = torch.zeros(2, width, config.num_heads, dtype=torch.bool)
+    is_nan[0, sees, 3 if column == "query" else 2 :] = bad != 1e30 or column != "value"
+    assert torch.equal(output.isnan().view(2, width, config.num_heads, head).all(dim=3), is_nan)
+    is_same = ~is_nan if column != "value" else ~is_nan & ~(sees & (torch.arange(2) == 0)[:, None])[:, :, None]
+    of_head = is_same[..., None].expand(-1, -1, -1, head).reshape(output.shape)
+    assert torch.equal(output[of_head], expected[of_head])
+
+
+def test_a_token_that_is_not_finite_leaves_the_pages_before_it_as_they_are(model: PagedModel) -> None:
+    """Of all layers: other requests find them by the beginning of their prompts."""
+    tokens, page = random_tokens(3 * PAGE_SIZE, seed=1), slice(PAGE_SIZE)
+    bad = next(token for token in range(272) if token not in tokens)
+    tokens[-2] = bad
+    expected = model.run(model.batch([(0, tokens)]))[0]
+    begun = [rows.view(-1, PAGE_SIZE, rows.shape[1])[model.page_table[0, :2]].clone() for rows in model.cache.rows]
+    model.decoder.embedding.data[bad] = float("nan")
+    logits = model.run(model.batch([(0, tokens)]))[0]
+    assert logits[-2:].isnan().all()
+    assert torch.equal(logits[:-2], expected[:-2])
+    for rows, before in zip(model.cache.rows, begun, strict=True):
+        assert torch.equal(rows.view(-1, PAGE_SIZE, rows.shape[1])[model.page_table[0, :2]][:, page], before)
 
 
 @pytest.mark.parametrize("start", [1, PAGE_SIZE, 9])

@@ -67,6 +67,17 @@ def naive_sample(logits: Logits, params: SamplingParams, position: int) -> int:
     return max(scores, key=lambda token: scores[token])
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.2}])
+def test_a_row_that_is_not_finite_is_known_by_its_token(bad: float, filters: dict[str, Any]) -> None:
+    """Whoever looks at the logit of what was chosen sees it. Other rows have their tokens."""
+    logits = np.random.default_rng(1).normal(0, 2, (4, 50)).astype(np.float32)
+    params = [GREEDY, *(SamplingParams(temperature=1.0, seed=seed, **filters) for seed in (1, 2, 3))]
+    expected = draw(logits, params, [1, 2, 3, 4])
+    logits[:3, 30] = bad
+    assert draw(logits, params, [1, 2, 3, 4]) == [30, 30, 30, expected[3]]
+
+
 some_params = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.05, 0.5, 1.0, 2.0, 100.0]),

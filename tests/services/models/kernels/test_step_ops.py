@@ -52,8 +52,11 @@ def test_accepted_tokens_are_counted(num_draft_tokens: int, device: torch.device
     given[: num_rows // 2, 1:] = tokens[: num_rows // 2, :-1]  # all of a draft may be right
     rows, most = numbers(num_rows, high=SLOTS, seed=3), torch.tensor([num_draft_tokens, 0, 1, 99, 99, 99])
     seq_lens, seeds = numbers(num_rows, high=1000, seed=4), numbers(SLOTS, high=2**62, seed=5)
-    expected = torch.minimum(sampler.accept(given[:, 1:], tokens), most[rows])
-    arguments = [tensor.to(device) for tensor in (tokens, given, rows, seq_lens, most, seeds)]
+    scores = torch.zeros(num_rows, width)
+    scores[::3, 2:], scores[1::3, 3:] = float("nan"), float("inf")  # a draft's second and third token are not accepted
+    num_sound = torch.tensor([1, 2, 99]).repeat(num_rows)[:num_rows]
+    expected = torch.minimum(sampler.accept(given[:, 1:], tokens), most[rows]).minimum(num_sound)
+    arguments = [tensor.to(device) for tensor in (tokens, given, scores, rows, seq_lens, most, seeds)]
     lengths, accepted = accept(*arguments, None)
     assert accepted.tolist() == expected.tolist()
     assert lengths.tolist() == (seq_lens + expected + 1).tolist()
@@ -66,7 +69,7 @@ def test_tokens_are_accepted_by_the_same_chance(device: torch.device) -> None:
     seq_lens, seeds = numbers(num_rows, high=1000, seed=4), numbers(SLOTS, low=-(2**62), high=2**62, seed=5)
     expected = simulated(seeds[rows], seq_lens)
     tokens = torch.zeros((num_rows, num_draft_tokens + 1), dtype=torch.int64)
-    arguments = [tensor.to(device) for tensor in (tokens, tokens, rows, seq_lens, most, seeds)]
+    arguments = [tensor.to(device) for tensor in (tokens, tokens, tokens.float(), rows, seq_lens, most, seeds)]
     _, accepted = accept(*arguments, simulated.threshold)
     assert accepted.tolist() == expected.tolist()
     assert len(set(expected.tolist())) == num_draft_tokens + 1
@@ -88,7 +91,7 @@ def test_drafts_of_any_number_of_tokens_share_the_kernels_of_verify(monkeypatch:
     memory, rows = Memory(FusedFutureMap, FusedRegion, 0, torch.device("cpu")), torch.tensor([5, 1, 3])
     for num_tokens in (1, 2, 3, 4):
         outcome = _outcome(0, num_tokens, torch.device("cpu"))
-        accept(outcome.tokens, outcome.tokens, rows, outcome.seq_lens, rows, rows, None)
+        accept(outcome.tokens, outcome.tokens, outcome.tokens.float(), rows, outcome.seq_lens, rows, rows, None)
         memory.map.publish(captured(0, rows.device), rows, outcome)
     assert len(accepting.variants) == len(publishing.variants) == 1
 
