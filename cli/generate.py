@@ -64,30 +64,22 @@ async def run_create(
 async def print_output(output: AsyncGenerator[OutputChunk, None], *, num_samples: int, as_json: bool) -> int:
     """Prints a job's output as it comes, or a JSON line for each sample at the end; gives the exit status.
 
-    Several samples come at the same time, so their texts are printed one after the other, at the end. A signal ends
-    the call.
+    Several samples come at the same time, so their texts are printed one after the other, at the end, whichever that
+    is. A signal ends the call.
     """
     logging.basicConfig(format="slipstream: %(message)s")
     logging.getLogger("slipstream.client").setLevel(logging.INFO)
     is_streamed = not as_json and num_samples == 1
-    chunks = await StopSignals().cancel(_read(output, is_streamed=is_streamed))
-    if chunks is None:
-        return INTERRUPTED
-    indices = sorted({chunk.sample_index for chunk in chunks})
-    samples = [[chunk for chunk in chunks if chunk.sample_index == index] for index in indices]
-    if as_json:
-        for sample in samples:
-            print(json.dumps(_report(sample)), flush=True)
-    elif not is_streamed:
-        for index, sample in enumerate(samples):
-            print(f"--- sample {index} ---\n{_text(sample)}", flush=True)
-    elif not _text(chunks).endswith("\n"):
-        print(flush=True)
-    return 0
-
-
-async def _read(output: AsyncGenerator[OutputChunk, None], *, is_streamed: bool) -> list[OutputChunk]:
     chunks: list[OutputChunk] = []
+    try:
+        is_whole = await StopSignals().cancel(_read(output, chunks, is_streamed=is_streamed))
+    finally:
+        _print_rest(chunks, as_json=as_json, is_streamed=is_streamed)
+    return 0 if is_whole else INTERRUPTED
+
+
+async def _read(output: AsyncGenerator[OutputChunk, None], chunks: list[OutputChunk], *, is_streamed: bool) -> bool:
+    """Adds what comes to `chunks`; True at the end. Raises UnavailableError if the job was cancelled."""
     async with aclosing(output) as stream:
         async for chunk in stream:
             chunks.append(chunk)
@@ -96,7 +88,21 @@ async def _read(output: AsyncGenerator[OutputChunk, None], *, is_streamed: bool)
                 sys.stdout.flush()
     if any(chunk.finish_reason is FinishReason.ABORT for chunk in chunks):
         raise UnavailableError(f"the server ended job {chunks[-1].job_id} before it was done")
-    return chunks
+    return True
+
+
+def _print_rest(chunks: list[OutputChunk], *, as_json: bool, is_streamed: bool) -> None:
+    """Prints the samples one by one, or ends the line of a streamed one. As JSON, only those that have ended."""
+    if is_streamed:
+        if chunks and not _text(chunks).endswith("\n"):
+            print(flush=True)
+        return
+    for index in sorted({chunk.sample_index for chunk in chunks}):
+        sample = [chunk for chunk in chunks if chunk.sample_index == index]
+        if not as_json:
+            print(f"--- sample {index} ---\n{_text(sample)}", flush=True)
+        elif any(chunk.usage is not None for chunk in sample):
+            print(json.dumps(_report(sample)), flush=True)
 
 
 def _text(chunks: list[OutputChunk]) -> str:

@@ -6,15 +6,21 @@ import json
 import signal
 import uuid
 from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.cli.generate import _report
+from slipstream.cli.generate import _report, print_output
 from slipstream.client import Client
 from slipstream.common.api.job_info import JobState
 from slipstream.common.api.output_chunk import FinishReason, OutputChunk
+from slipstream.common.errors import UnavailableError
 from tests.harness.example_states import USAGE
 from tests.harness.running import Running, slipstream, until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -86,6 +92,53 @@ def test_a_job_is_cancelled_by_its_name(server: str) -> None:
     unknown = slipstream("cancel", "--server", server, uuid.uuid4().hex)
     assert unknown.returncode == 1
     assert "there is no job" in unknown.stderr
+
+
+def test_what_a_cancelled_job_had_is_printed(server: str) -> None:
+    name = create(server, *ENDLESS, "--n", "2", "--temperature", "0.8")
+    with Client(server) as client:
+        while not all(sample.num_tokens for sample in client.get_job(name).samples):
+            pass
+        client.cancel_job(name)
+        texts = ["", ""]
+        for chunk in client.watch_job(name):
+            texts[chunk.sample_index] += chunk.text
+    watched = slipstream("watch", "--server", server, name)
+    assert watched.stdout == "".join(f"--- sample {index} ---\n{text}\n" for index, text in enumerate(texts))
+    as_json = slipstream("watch", "--server", server, "--json", name)
+    reports = [json.loads(line) for line in as_json.stdout.splitlines()]
+    assert [(report["text"], report["finish_reason"]) for report in reports] == [(text, "abort") for text in texts]
+    for ended in (watched, as_json):
+        assert (ended.returncode, ended.stderr) == (
+            1,
+            f"slipstream: error: the server ended job {name} before it was done\n",
+        )
+
+
+async def broken_output() -> AsyncGenerator[OutputChunk, None]:
+    """Yields the whole of one of two samples, a part of the other, and an error."""
+    end = OutputChunk(job_id="a", token_offset=0, token_ids=(5,), text="whole", finish_reason=FinishReason.LENGTH)
+    yield replace(end, usage=USAGE)
+    yield OutputChunk(job_id="a", token_offset=0, token_ids=(6,), text="part", sample_index=1)
+    raise UnavailableError("verify is gone")
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "as_json", "expected"),
+    [
+        (2, False, "--- sample 0 ---\nwhole\n--- sample 1 ---\npart\n"),
+        (1, False, "wholepart\n"),
+        (2, True, '{"job_id": "a", "sample_index": 0, "text": "whole",'),
+    ],
+)
+async def test_what_came_before_an_error_is_printed(
+    num_samples: int, as_json: bool, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UnavailableError, match="verify is gone"):
+        await print_output(broken_output(), num_samples=num_samples, as_json=as_json)
+    printed = capsys.readouterr().out
+    assert printed.startswith(expected) if as_json else printed == expected
+    assert printed.count("\n") == (1 if as_json else expected.count("\n"))
 
 
 def test_a_watch_that_is_interrupted_leaves_the_job(server: str) -> None:
