@@ -24,7 +24,7 @@ from slipstream.cli.options import (
     naming_options,
 )
 from slipstream.cli.swap_draft import SwapOptions, run_swap
-from slipstream.cli.up.config import DEFAULT_SERVER, UpConfig, default_state_dir
+from slipstream.cli.up.config import DEFAULT_SERVER, UpConfig, default_state_dir, first_metrics_port
 from slipstream.common.errors import (
     ConfigError,
     ConnectionLostError,
@@ -279,7 +279,9 @@ def health(
 
 
 @_command()
-@with_options(ModelOptions, UpConfig, only=("target", "draft", "algorithm", "device", "listen", "state_dir"))
+@with_options(
+    ModelOptions, UpConfig, only=("target", "draft", "algorithm", "device", "listen", "metrics_port", "state_dir")
+)
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False, **values: Any
 ) -> None:
@@ -293,7 +295,8 @@ def doctor(
     checked(UpConfig, values)
     parse_address(values["listen"], field="listen")
     models = shared(ModelOptions, values).choose()
-    _exit_with(run_doctor(models, values["device"], values["listen"], values["state_dir"], as_json=as_json))
+    listen, metrics_port = values["listen"], first_metrics_port(values["metrics_port"], values["listen"])
+    _exit_with(run_doctor(models, values["device"], listen, metrics_port, values["state_dir"], as_json=as_json))
 
 
 @_command()

@@ -15,6 +15,8 @@ from slipstream.services.worker.config import EAGLE, EAGLE3, MTP, NGRAM, STANDAL
 
 NONE = "none"
 ALGORITHMS = (*WORKER_ALGORITHMS, NONE)
+INFERRED = "standalone, or eagle3 if the draft says so"
+"""The algorithm of a draft model for which none is given."""
 WITHOUT_MODEL = {NGRAM: "algorithm ngram has no model", NONE: "algorithm none has none"}
 """Algorithms that take no draft model, and why."""
 
@@ -54,7 +56,7 @@ class ModelOptions(Settings, heading="Models"):
         None,
         choices=ALGORITHMS,
         help="How drafts are made.",
-        unset="standalone, or eagle3 if the draft says so; none for a --target without --draft",
+        unset=f"{INFERRED}; none for a --target without --draft",
     )
     num_draft_tokens: int | None = setting(
         None,
@@ -67,7 +69,7 @@ class ModelOptions(Settings, heading="Models"):
     def choose(self) -> ModelChoice:
         """Decides; a target alone has no draft. Raises ConfigError naming what contradicts another or has no model."""
         target, draft = self.target or bundled.target_dir(), self.draft
-        algorithm = self.algorithm or (NONE if self.target is not None and draft is None else _algorithm_of(draft))
+        algorithm = self.algorithm or (NONE if self.target is not None and draft is None else algorithm_of(draft))
         check_without_model(algorithm, draft=draft, num_draft_tokens=self.num_draft_tokens)
         if draft is None and algorithm not in WITHOUT_MODEL:
             if self.target is not None:
@@ -95,7 +97,7 @@ def check_without_model(algorithm: str | None, *, draft: Path | str | None, num_
         raise ConfigError("num_draft_tokens", num_draft_tokens, "only with a draft, and algorithm none has none")
 
 
-def _algorithm_of(draft: Path | None) -> str:
+def algorithm_of(draft: Path | None) -> str:
     """EAGLE-3 heads say what they are; a draft that says nothing is a model of its own."""
     try:
         config = json.loads((draft / "config.json").read_text(encoding="utf-8")) if draft is not None else {}

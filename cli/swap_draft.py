@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slipstream.cli.model_choice import ALGORITHMS, WITHOUT_MODEL, check_without_model
+from slipstream.cli.model_choice import ALGORITHMS, INFERRED, WITHOUT_MODEL, algorithm_of, check_without_model
 from slipstream.common.api.draft_swap import (
     DEFAULT_JUDGE_STEPS,
     DEFAULT_ROLLBACK_BELOW,
@@ -31,6 +31,7 @@ class SwapOptions(Settings):
         None,
         choices=ALGORITHMS,
         help="How it drafts; ngram has no model, none takes the draft away. With --address, only none.",
+        unset=INFERRED,
     )
     num_draft_tokens: int | None = setting(
         None, unit="K", help="Tokens drafted in a step.", unset="as many as the server was started with", low=1, high=16
@@ -59,8 +60,6 @@ class SwapOptions(Settings):
         check_without_model(self.algorithm, draft=self.draft, num_draft_tokens=self.num_draft_tokens)
         if self.draft is None and self.algorithm not in WITHOUT_MODEL:
             raise ConfigError("draft", None, "a draft, or --algorithm ngram or none")
-        if self.address is None and self.algorithm is None:
-            raise ConfigError("algorithm", None, ", ".join(ALGORITHMS))
         if self.address is not None and self.algorithm not in (None, "none"):
             raise ConfigError("algorithm", self.algorithm, "only none with --address: a draft service has its own")
         for name in ("address", "draft") if self.address is not None else ():
@@ -81,11 +80,11 @@ async def run_swap(options: SwapOptions, state_dir: Path, *, as_json: bool) -> i
     from slipstream.cli.up.control import request_swap
     from slipstream.cli.up.draft_swaps import swap_at
 
-    terms, algorithm = shared(SwapTerms, options), options.algorithm
+    terms = shared(SwapTerms, options)
     if options.address is not None:
         outcome = await swap_at(options.address, DraftSwap(address=options.draft or "", terms=terms))
     else:
-        assert algorithm is not None, "checked with the options"
+        algorithm = options.algorithm or algorithm_of(options.directory)
         outcome = await request_swap(state_dir, options.directory, algorithm, terms)
     if as_json:
         print(json.dumps(asdict(outcome)))

@@ -11,8 +11,10 @@ import re
 import resource
 import socket
 import stat
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -21,6 +23,7 @@ import torch
 
 from slipstream.cli.doctor.hand_over import TIMED, WORDS, measure
 from slipstream.cli.status import check
+from slipstream.cli.up.config import LOOPBACK
 from slipstream.cli.up.mps import MpsMode, has_nvidia_device, mps_daemon, outside_mps
 from slipstream.common.device.choose import CPU, CUDA, cuda_obstacle
 from slipstream.common.device.manifest import EVENT, TIMELINE
@@ -41,8 +44,10 @@ _FIRST_NAMESPACES = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}
 _LONGEST_SOCKET = "sockets/scheduler.sock"
 _DRIVER = Path("/proc/driver/nvidia/version")
 _WITHOUT = "none needed with --device cpu; for a GPU, install NVIDIA's driver (in containers, its container toolkit)"
-METRICS_PORTS = {"scheduler": 9401, "verify": 9402, "draft": 9403, "gateway": 9404}
-"""The ports in compose.yaml and prometheus.yml."""
+_WITH_METRICS = ("scheduler", "verify", "draft", "gateway")
+"""In the order of the ports, also in compose.yaml and prometheus.yml."""
+_OUR_METRIC = "slipstream_"
+_METRICS_S = 2.0
 STEPS_MS = (1.0, 5.0)
 GOOD_OVERLAP = 0.95
 _SAME_NAMESPACES = "run as one user, with the same /dev/shm, PID and IPC namespaces"
@@ -72,12 +77,14 @@ ok, note, failed = (partial(Finding, verdict) for verdict in (Verdict.OK, Verdic
 _MARKS = {Verdict.OK: "✓", Verdict.NOTE: "!", Verdict.FAILED: "✗"}
 
 
-async def run_doctor(models: ModelChoice, device: str, listen: str, state_dir: Path, *, as_json: bool) -> int:
+async def run_doctor(
+    models: ModelChoice, device: str, listen: str, metrics_port: int, state_dir: Path, *, as_json: bool
+) -> int:
     """Prints each finding as it comes, or all as one JSON object; returns 1 if anything failed."""
     # Before anything asks for the GPU: like the scheduler, this process owns the memory that the two others share.
     os.environ.update(outside_mps(state_dir))
     findings = []
-    async for finding in examine(models, device, listen, state_dir):
+    async for finding in examine(models, device, listen, metrics_port, state_dir):
         findings.append(finding)
         if not as_json:
             print(f"{_MARKS[finding.verdict]} {finding.name}: {finding.detail}", flush=True)
@@ -91,8 +98,13 @@ async def run_doctor(models: ModelChoice, device: str, listen: str, state_dir: P
     return 1 if has_failed else 0
 
 
-async def examine(models: ModelChoice, device: str, listen: str, state_dir: Path) -> AsyncIterator[Finding]:
-    """Yields the findings in order. `device`: "auto" asks for a GPU only where there is one."""
+async def examine(
+    models: ModelChoice, device: str, listen: str, metrics_port: int, state_dir: Path
+) -> AsyncIterator[Finding]:
+    """Yields the findings in order. `device`: "auto" asks for a GPU only where there is one.
+
+    `metrics_port`: of the scheduler; those of the other services follow. 0: any free ones.
+    """
     if device != CPU:
         yield check_driver(is_needed=device == CUDA)
         yield check_cuda(is_needed=device == CUDA)
@@ -101,8 +113,8 @@ async def examine(models: ModelChoice, device: str, listen: str, state_dir: Path
     yield check_namespaces()
     yield check_state_dir(state_dir)
     yield await check_port("clients", listen)
-    for service, port in METRICS_PORTS.items():
-        yield await check_port(f"metrics of {service}", f"127.0.0.1:{port}")
+    for number, service in enumerate(_WITH_METRICS if metrics_port else ()):
+        yield await check_port(f"metrics of {service}", f"{LOOPBACK}:{metrics_port + number}")
     for finding in check_models(models):
         yield finding
     if device == CPU or (device != CUDA and cuda_obstacle() is not None):
@@ -178,12 +190,23 @@ async def check_port(what: str, address: str) -> Finding:
             return ok(name, f"{address} is free")
     except OSError as error:
         reason = error.strerror or str(error)
+    if await asyncio.to_thread(_has_our_metrics, parsed):
+        return note(name, f"a service's metrics are at {address} already", "one at a time, or --metrics-port")
     try:
         return note(
             name, f"a service is at {address} already: {await check(str(parsed))}", "one at a time, or --listen"
         )
     except UnavailableError:
         return failed(name, f"{address}: {reason}", "end who has it, or take another port")
+
+
+def _has_our_metrics(address: TcpAddress) -> bool:
+    """True if the metrics of a service of ours are there."""
+    connection = HTTPConnection(address.host, address.port, timeout=_METRICS_S)
+    with closing(connection), suppress(OSError, HTTPException):
+        connection.request("GET", "/metrics")
+        return any(line.startswith(_OUR_METRIC) for line in connection.getresponse().read().decode().splitlines())
+    return False
 
 
 def check_driver(*, is_needed: bool) -> Finding:

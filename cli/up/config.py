@@ -16,7 +16,7 @@ from slipstream.cli.up.mps import MpsMode, has_nvidia_device, outside_mps
 from slipstream.cli.up.process import ServiceCommand
 from slipstream.cli.up.restarts import RestartSettings
 from slipstream.cli.up.smg import SMG, smg_command
-from slipstream.common.errors import ConfigError
+from slipstream.common.errors import AddressInUseError, ConfigError
 from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.service_options import LogSettings, ServiceOptions
@@ -207,12 +207,24 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSetting
 
     def metrics_port_of(self, service: str) -> int:
         """Port of a service's metrics; 0 for any free one."""
-        port = self.metrics_port
-        if port is None:
-            listen = parse_address(self.listen)
-            port = METRICS_PORT if isinstance(listen, TcpAddress) and listen.port else 0
+        first = first_metrics_port(self.metrics_port, self.listen)
+        return first and first + self._in_order_of_ports.index(service)
+
+    @property
+    def _in_order_of_ports(self) -> tuple[str, ...]:
         first, *others = self.gateway_names
-        return port and port + (*_IN_ORDER_OF_PORTS, first, SMG, *others).index(service)
+        return (*_IN_ORDER_OF_PORTS, first, SMG, *others)
+
+    def check_metrics_ports(self) -> None:
+        """Raises ConfigError unless the metrics port of each service is free; it names the first that is not."""
+        services = {"scheduler", *self.workers, *self.gateway_names, *([] if self.openai_port is None else [SMG])}
+        for name in self._in_order_of_ports:
+            port = self.metrics_port_of(name) if name in services else 0
+            try:
+                free_address(f"{LOOPBACK}:{port}", field="metrics_port")
+            except AddressInUseError as error:
+                accepted = f"a port that is free, as those after it; another process serves at {port}, for {name}"
+                raise ConfigError("metrics_port", self.metrics_port_of("scheduler"), accepted) from error
 
     def socket(self, service: str) -> str:
         """gRPC address of a worker or the scheduler, in a folder that only this user can open."""
@@ -221,6 +233,14 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSetting
     def log_path(self, service: str) -> Path:
         """Log file of a service."""
         return self.state_dir.absolute() / f"{service}.log"
+
+
+def first_metrics_port(metrics_port: int | None, listen: str) -> int:
+    """The scheduler's metrics port by the options of `up`; 0 for any free one."""
+    if metrics_port is not None:
+        return metrics_port
+    address = parse_address(listen)
+    return METRICS_PORT if isinstance(address, TcpAddress) and address.port else 0
 
 
 def worker_command(config: UpConfig, name: str) -> ServiceCommand:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.status import fetch_status
 from slipstream.cli.up.config import (
-    LOOPBACK,
     clients_address,
     free_address,
     gateway_commands,
@@ -30,7 +29,6 @@ from slipstream.cli.up.mps import mps_daemon
 from slipstream.cli.up.supervisor import Supervisor
 from slipstream.common.errors import ConfigError, UnavailableError
 from slipstream.common.private_files import lock, make_private_directory, open_new
-from slipstream.common.rpc.address import TcpAddress
 from slipstream.gateway.keys import KeyFile
 
 if TYPE_CHECKING:
@@ -138,8 +136,7 @@ async def _with_draft(server: str, supervisor: Supervisor) -> ServerStatus:
 
 def _commands(config: UpConfig, listen: str) -> list[list[ServiceCommand]]:
     """The workers, the scheduler, and the gateways for clients at `listen`: private addresses and ports are free."""
-    for name in (*config.workers, "scheduler", *config.gateway_names):
-        free_address(str(TcpAddress(LOOPBACK, config.metrics_port_of(name))), field="metrics_port")
+    config.check_metrics_ports()
     workers, scheduler = [worker_command(config, name) for name in config.workers], [scheduler_command(config)]
     gateways = gateway_commands(config, listen)
     for command in (*workers, *scheduler, *(gateways if len(gateways) > 1 else ())):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from slipstream.protos import generation_pb2_grpc
 from slipstream.scheduler.config import DEFAULT_DRAFT_TOKENS
 from tests.harness.example_states import STATE
 from tests.harness.local_epoch import PATIENCE_MS
-from tests.harness.running import running_up, status, until
+from tests.harness.running import free_ports, running_up, status, until
 from tests.harness.supervised import fake_command
 
 if TYPE_CHECKING:
@@ -44,13 +43,7 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def metrics_port() -> int:
     """The first of four free ports that follow each other."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as first, ExitStack() as others:
-            port: int = first.getsockname()[1]
-            with suppress(OSError, OverflowError):
-                for number in (1, 2, 3):
-                    others.enter_context(socket.create_server(("127.0.0.1", port + number)))
-                return port
+    return free_ports(4)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
-from tests.harness.running import slipstream
+from tests.harness.running import free_ports, slipstream
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -165,11 +166,16 @@ def test_up_refuses_a_wrong_file_of_keys_before_anything_starts(tmp_path: Path, 
     assert not state_dir.exists()
 
 
-def test_up_refuses_a_metrics_port_in_use(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "service"), [(0, "scheduler"), (1, "verify"), (3, "gateway")])
+def test_up_names_the_first_metrics_port_in_use(tmp_path: Path, number: int, service: str) -> None:
     (tmp_path / "config.json").touch()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        options = ("--state-dir", str(tmp_path / "state"), "--listen", "127.0.0.1:0", "--metrics-port", str(port))
+    first = free_ports(4)
+    options = ("--state-dir", str(tmp_path / "state"), "--listen", "127.0.0.1:0", "--metrics-port", str(first))
+    with ExitStack() as held:
+        # As beside another `up`, whose ports follow each other.
+        for port in range(first + number, first + 4):
+            held.enter_context(socket.create_server(("127.0.0.1", port)))
         found = slipstream("up", "--target", str(tmp_path), *options)
-    assert found.returncode == 2
-    assert found.stderr.startswith(f"slipstream: error: --metrics-port: got '127.0.0.1:{port}'")
+    accepted = f"a port that is free, as those after it; another process serves at {first + number}, for {service}"
+    message = f"slipstream: error: --metrics-port: got {first}, accepted: {accepted}\n"
+    assert (found.returncode, found.stderr) == (2, message)

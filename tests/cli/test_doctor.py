@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import resource
 import socket
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +30,7 @@ from slipstream.cli.model_choice import ModelChoice
 from slipstream.common.device.choose import cuda_obstacle
 from slipstream.common.errors import FailedPreconditionError
 from slipstream.services.models.config import FAMILIES
-from tests.harness.running import slipstream
+from tests.harness.running import free_ports, slipstream
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,12 +46,6 @@ def resource_tracker_of_this_process() -> None:
     resource_tracker.ensure_running()
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 def examined(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
     """Exit status, and the findings by name."""
     found = slipstream("doctor", "--json", *arguments, timeout_s=100)
@@ -60,13 +56,17 @@ def examined(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
 
 @pytest.mark.slow
 def test_two_processes_hand_over_on_the_cpu(tmp_path: Path) -> None:
-    arguments = ("--device", "cpu", "--state-dir", str(tmp_path / "state"), "--listen", f"127.0.0.1:{_free_port()}")
+    first = free_ports(5)
+    ports = ("--listen", f"127.0.0.1:{first}", "--metrics-port", str(first + 1))
+    arguments = ("--device", "cpu", "--state-dir", str(tmp_path / "state"), *ports)
     _, findings = examined(*arguments)
     for name in ("shared memory of two processes", "hand-over between two processes", "target model", "draft model"):
         assert findings[name]["verdict"] == "ok", findings[name]
     assert "host fence" in findings["hand-over between two processes"]["detail"]
     assert {"overlap, kernels of 1 ms a step", "overlap, kernels of 5 ms a step"} <= set(findings)
     assert findings["port for clients"]["verdict"] == "ok"
+    for number, service in enumerate(("scheduler", "verify", "draft", "gateway"), 1):
+        assert findings[f"port for metrics of {service}"]["detail"] == f"127.0.0.1:{first + number} is free"
     assert not (tmp_path / "state").exists()
 
 
@@ -82,7 +82,7 @@ async def test_what_is_wrong_comes_with_a_remedy_and_fails(tmp_path: Path, capsy
     (tmp_path / "state").mkdir(mode=0o755)
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = f"127.0.0.1:{server.getsockname()[1]}"
-        assert await run_doctor(BUNDLED, "cpu", taken, tmp_path / "state", as_json=False) == 1
+        assert await run_doctor(BUNDLED, "cpu", taken, 0, tmp_path / "state", as_json=False) == 1
     lines = capsys.readouterr().out.splitlines()
     for name in (f"✗ state directory {tmp_path}/state: ", f"✗ port for clients: {taken}: "):
         (index,) = [number for number, line in enumerate(lines) if line.startswith(name)]
@@ -90,10 +90,31 @@ async def test_what_is_wrong_comes_with_a_remedy_and_fails(tmp_path: Path, capsy
     assert lines[-1] == "This host cannot serve as it is."
 
 
+@pytest.mark.usefixtures("nothing_shared", "up")
+async def test_ports_of_a_running_server_are_no_fault(
+    server: str, metrics_port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await run_doctor(BUNDLED, "cpu", server, metrics_port, tmp_path / "state", as_json=True) == 0
+    findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    names = [f"port for {what}" for what in ("clients", *(f"metrics of {name}" for name in ("scheduler", "gateway")))]
+    assert [findings[name]["verdict"] for name in names] == ["note"] * 3
+    assert findings[names[1]]["detail"] == f"a service's metrics are at 127.0.0.1:{metrics_port} already"
+
+
+async def test_a_port_of_another_program_is_taken() -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        found = await check_port("metrics of verify", f"127.0.0.1:{server.server_port}")
+        server.shutdown()
+        thread.join()
+    assert found.verdict is Verdict.FAILED
+
+
 @pytest.mark.usefixtures("nothing_shared")
 @pytest.mark.skipif(cuda_obstacle() is None, reason="there is a GPU")
 async def test_a_gpu_that_is_asked_for_and_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await run_doctor(BUNDLED, "cuda", f"127.0.0.1:{_free_port()}", tmp_path, as_json=True) == 1
+    assert await run_doctor(BUNDLED, "cuda", f"127.0.0.1:{free_ports(1)}", 0, tmp_path, as_json=True) == 1
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
     assert findings["CUDA"]["verdict"] == "failed"
     assert findings["CUDA"]["remedy"] == cuda_obstacle()

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from slipstream import bundled
 from slipstream.cli.swap_draft import SwapOptions, print_outcome, run_swap
+from slipstream.cli.up import control
 from slipstream.common.api.draft_swap import DraftFigures, DraftSwap, SwapOutcome, SwapTerms
 from slipstream.common.errors import ConfigError, UnavailableError
 from slipstream.protos import scheduler_pb2_grpc
+from slipstream.services.worker.config import EAGLE3, STANDALONE
 from tests.harness.grpc_server import running_server
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from slipstream.protos import scheduler_pb2
 
 OUTCOME = SwapOutcome(
@@ -40,7 +42,7 @@ class _Scheduler(scheduler_pb2_grpc.SchedulerServicer):
 @pytest.mark.parametrize(
     ("field", "given"),
     [
-        ("algorithm", {"draft": "d"}),
+        ("draft", {}),
         ("algorithm", {"draft": "d", "algorithm": "medusa"}),
         ("algorithm", {"draft": "unix:/d", "algorithm": "eagle3", "address": "unix:/s"}),
         ("draft", {"algorithm": "eagle3"}),
@@ -57,6 +59,21 @@ class _Scheduler(scheduler_pb2_grpc.SchedulerServicer):
 def test_options_that_contradict_each_other_are_refused_by_name(field: str, given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"^{field}: "):
         SwapOptions(**given)
+
+
+@pytest.mark.parametrize(
+    ("draft", "algorithm"), [(bundled.eagle3_dir(), EAGLE3), (bundled.standalone_dir(), STANDALONE)]
+)
+async def test_the_algorithm_is_that_of_the_draft(draft: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    async def request_swap(_state_dir: Path, *given: object) -> SwapOutcome:
+        asked.extend(given)
+        return OUTCOME
+
+    monkeypatch.setattr(control, "request_swap", request_swap)
+    await run_swap(SwapOptions(draft=str(draft)), Path(), as_json=True)
+    assert asked[:2] == [draft, algorithm]
 
 
 def test_the_table_has_the_figures_and_says_what_became_of_the_draft(capsys: pytest.CaptureFixture[str]) -> None:

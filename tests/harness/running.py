@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,17 @@ def slipstream(*arguments: str, stdin: str = "", timeout_s: float = 30) -> subpr
     return subprocess.run(
         (*COMMAND, *arguments), input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False
     )
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports on loopback that follow each other and are free."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first, ExitStack() as others:
+            port: int = first.getsockname()[1]
+            with suppress(OSError, OverflowError):
+                for number in range(1, count):
+                    others.enter_context(socket.create_server(("127.0.0.1", port + number)))
+                return port
 
 
 class Running:
