@@ -5,33 +5,29 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
 from slipstream.common.worker.recorder import Site
-from slipstream.common.worker.step import FenceName, Role, StepCommand, StepKind
+from slipstream.common.worker.step import FenceName, StepCommand, StepKind
 from slipstream.scheduler.core.pace import Pace
 from slipstream.scheduler.core.plan import consume, initial_state, plan_step, with_draft
 from slipstream.scheduler.records import NO_DRAFT, DraftTraits
-from slipstream.scheduler.telemetry.step_metrics import DRAFT_BACKLOG, DRAFTED, DRAFTED_NONE, PLAIN, RESTING, RESULT
+from slipstream.scheduler.telemetry.observer import TIDY_STEPS, SentStep
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.step import FenceOps
     from slipstream.scheduler.core.batch import Batch
     from slipstream.scheduler.core.draft_policy import DraftPolicy
     from slipstream.scheduler.core.draft_work import DraftWork
     from slipstream.scheduler.core.outbox import OutputSink
-    from slipstream.scheduler.core.pace import SizePace
     from slipstream.scheduler.core.results import ResultReader
     from slipstream.scheduler.core.speculation import Speculation
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
-    from slipstream.scheduler.records import PlannedStep, Step, StepOutcome, StepResult
-    from slipstream.scheduler.telemetry.decode_record import DecodeRecord
-    from slipstream.scheduler.telemetry.step_metrics import StepMetrics
-    from slipstream.scheduler.telemetry.timings import StepRecorder, StepTimings
+    from slipstream.scheduler.records import PlannedStep, Step, StepResult
+    from slipstream.scheduler.telemetry.observer import StepObserver
     from slipstream.scheduler.workers.attachment import DraftAttachment
-    from slipstream.scheduler.workers.link import Dispatch, Link
+    from slipstream.scheduler.workers.link import Dispatch
 
 IDLE_S = 0.5
 LIVENESS_S = 0.1
@@ -40,9 +36,6 @@ WATCH_S = 0.02
 """The same while a draft may hold the step up."""
 LEAST_HOLD_S = 0.001
 """The shortest time for which a step is held back."""
-TIDY_STEPS = 32
-"""Steps whose tokens are written, and whose times are counted, together. Between two steps the loop's thread sleeps, so
-that what each step touches comes from memory: for many steps at once that is paid once."""
 _NO_DRAFT = DraftTraits(is_present=False)
 
 
@@ -60,31 +53,6 @@ class LoopSettings:
     """See `Pace`."""
 
 
-class _Sent(NamedTuple):
-    """A step under way."""
-
-    step: Step
-    attachment: DraftAttachment | None
-    """The draft that it refers to."""
-    waits_for: int
-    """The value of `draft.done` that verify waits for in it; 0 for none."""
-    sent_ns: int
-    is_resting: bool
-    """True if a draft rested meanwhile, or came back from it."""
-    size: SizePace
-
-
-class _Consumed(NamedTuple):
-    """A step whose result was taken in, and what came of it."""
-
-    sent: _Sent
-    outcome: StepOutcome
-    landed_ns: int
-    """When the result was on the host."""
-    gap_s: float
-    """Since the step before, or since it was sent."""
-
-
 class StepLoop:
     """One epoch's loop. Belongs to one thread."""
 
@@ -94,41 +62,29 @@ class StepLoop:
         *,
         queue: WaitingQueue,
         batch: Batch,
-        verify: Link,
         speculation: Speculation,
         dispatch: Dispatch,
         results: ResultReader,
-        timings: StepTimings,
-        metrics: StepMetrics,
-        recorder: StepRecorder,
-        decodes: DecodeRecord,
-        log: AccessLog,
+        observer: StepObserver,
         sink: OutputSink,
         policy: DraftPolicy | None = None,
     ) -> None:
-        """`policy`: is told how long decode steps take, and what they bring; `speculation` follows it."""
+        """`policy`: says when steps decode before they take in prompts; `speculation` follows it, too."""
         self._settings = settings
         self._queue = queue
         self._batch = batch
-        self._verify = verify
         self._speculation = speculation
         self._dispatch = dispatch
         self._results = results
-        self._timings = timings
-        self._metrics = metrics
-        self._recorder = recorder
-        self._decodes = decodes
+        self._observer = observer
         self._policy = policy
-        self._log = log
         self._sink = sink
         self._plan = initial_state(_NO_DRAFT, batch.sizes.numbers_ahead)
         self._planned_for: DraftAttachment | None = None
-        self._in_flight: deque[_Sent] = deque()
+        self._in_flight: deque[SentStep] = deque()
         self._landed_ns = 0
         """When the last result came."""
         self._pace = Pace(results.ended_ns, settings.lead_s)
-        self._consumed: _Consumed | None = None
-        """The outcome of the last result, not handed out yet."""
         self._num_untidied = 0
         """Steps that were consumed since the last time that all was tidied."""
 
@@ -178,7 +134,7 @@ class StepLoop:
             self._hand_out()
             # Not interrupted: a stop can wait so long, and a request that comes is in the step in any case.
             time.sleep(hold_s)
-            self._recorder.add(Site.HOLD, sent.step.number, begun_ns, time.monotonic_ns())
+            self._observer.add(Site.HOLD, sent.step.number, begun_ns, time.monotonic_ns())
 
     def _next_step(self) -> tuple[Step | None, DraftAttachment | None]:
         """The next step and the draft that it refers to; no step if there is nothing to do, or to be done first."""
@@ -203,14 +159,8 @@ class StepLoop:
         if outgoing.taken_ns:
             self._sink.put(outgoing)
         self._batch.grow_ahead()
-        if self._consumed is None:
-            return
-        consumed, self._consumed = self._consumed, None
-        self._note(*consumed)
-        self._num_untidied += 1
-        if self._num_untidied == TIDY_STEPS:
+        if self._num_untidied >= TIDY_STEPS:
             self._num_untidied = 0
-            self._metrics.tidy()
             self._batch.committed.tidy()
             self._batch.accounts.lengths.tidy()
 
@@ -230,10 +180,10 @@ class StepLoop:
         for command in to_draft:
             self._send_to_draft(command, attachment)
         sent_ns = time.monotonic_ns()
-        self._recorder.sent(step, planned, decided_ns, sent_ns)
         is_resting = self._speculation.resting is not None
-        self._in_flight.append(_Sent(step, attachment, waits_for, sent_ns, is_resting, self._pace.of(step)))
-        self._timings.sent(step, None if planned.draft is None else attachment)
+        sent = SentStep(step, attachment, waits_for, sent_ns, is_resting, self._pace.of(step))
+        self._in_flight.append(sent)
+        self._observer.on_sent(sent, planned, decided_ns)
 
     def _ordered(self, step: Step, attachment: DraftAttachment | None) -> PlannedStep:
         if attachment is not self._planned_for:
@@ -245,27 +195,23 @@ class StepLoop:
     def _send_to_draft(self, command: StepCommand, attachment: DraftAttachment | None) -> None:
         if attachment is None or attachment.is_released:
             return
-        if self._log.is_enabled:
-            self._log.send(Role.DRAFT, epoch=attachment.number, step=command.step)
         try:
-            self._dispatch.send(attachment.link, command, self._verify, attachment.link)
+            self._dispatch.send(attachment.link, command, attachment.link)
         except SlipstreamError as error:
             self._check_verify()
             self._speculation.lose(attachment, error)
 
     def _send_to_verify(self, step: Step, ops: FenceOps, drafting: DraftWork | None, waits_for: int) -> None:
-        """`waits_for`: see `_Sent`."""
+        """`waits_for`: see `SentStep`."""
         attachment, number, draft = None, 0, None
         if drafting is not None:
             attachment = drafting.attachment
             number, draft = attachment.number, attachment.link
             if attachment.is_released:
                 ops, waits_for = ops.without(FenceName.DRAFT_DONE), 0
-        if self._log.is_enabled:
-            self._log.send(Role.VERIFY, epoch=self._settings.epoch, step=step.number)
         command = step.command(ops, self._settings.epoch, number)
         try:
-            self._dispatch.send(self._verify, command, self._verify, draft)
+            self._dispatch.send(self._dispatch.verify, command, draft)
             if drafting is not None and waits_for:
                 drafting.awaited = waits_for
         except SlipstreamError as error:
@@ -274,16 +220,14 @@ class StepLoop:
                 raise
             # Draft did not acknowledge the steps that this one waits for: it goes on without.
             self._speculation.lose(attachment, error)
-            self._dispatch.send(
-                self._verify, replace(command, ops=ops.without(FenceName.DRAFT_DONE)), self._verify, draft
-            )
+            command = replace(command, ops=ops.without(FenceName.DRAFT_DONE))
+            self._dispatch.send(self._dispatch.verify, command, draft)
 
     def _consume(self) -> None:
         sent = self._in_flight.popleft()
         step, wait_ns = sent.step, time.monotonic_ns()
         result = self._await_result(sent, wait_ns)
         landed_ns = time.monotonic_ns()
-        self._metrics.host_stalled(RESULT, (landed_ns - wait_ns) / 1e9)
         self._plan = consume(self._plan, step.number)
         gap_s = self._pace.landed(step.number, sent.size, sent.sent_ns, self._landed_ns, landed_ns)
         self._landed_ns = landed_ns
@@ -297,41 +241,19 @@ class StepLoop:
             attachment=sent.attachment,
             waited_for=sent.waits_for,
         )
-        self._timings.came(step, result.stamps_before)
-        self._consumed = _Consumed(sent, self._batch.apply(step, result, landed_ns), landed_ns, gap_s)
-        self._recorder.consumed(step.number, sent.sent_ns, wait_ns, landed_ns, time.monotonic_ns())
-
-    def _note(self, sent: _Sent, outcome: StepOutcome, landed_ns: int, gap_s: float) -> None:
-        """Counts a decode step, and tells the policy of a step that says something of drafted or of plain ones."""
-        step = sent.step
-        self._metrics.drafted(outcome.num_accepted, outcome.is_speculating, step.num_draft_tokens)
-        decoded = self._decodes.add(step, outcome, sent.attachment, landed_ns)
-        if self._policy is not None and step.kind is StepKind.PREFILL:
-            self._policy.take_in_prompts(gap_s, step.num_prompt_tokens, is_drafted=sent.attachment is not None)
-        if decoded is None:
-            return
-        is_drafted, drafts_none = decoded.attachment != 0, step.drafts_none
-        plain_mode = DRAFTED_NONE if drafts_none else RESTING if sent.is_resting else PLAIN
-        self._metrics.decoded(DRAFTED if is_drafted else plain_mode)
-        if self._policy is not None and (is_drafted or drafts_none or sent.attachment is None):
-            self._policy.take_in(
-                decoded.gap_ns / 1e9,
-                decoded.num_sequences,
-                decoded.num_tokens,
-                is_drafted=is_drafted or drafts_none,
-                num_prompt_tokens=step.num_prompt_tokens,
-                has_guesses=not drafts_none,
-            )
+        outcome = self._batch.apply(step, result, landed_ns)
+        end_ns = time.monotonic_ns()
+        self._observer.on_result(sent, result, outcome, wait_ns=wait_ns, arrived_ns=landed_ns, end_ns=end_ns)
+        self._num_untidied += 1
 
     def _sleep(self) -> None:
-        self._timings.idle()
-        self._decodes.idle()
+        self._observer.on_idle()
         self._check_verify()
         begun_ns = time.monotonic_ns()
         self._queue.wait_for_change(IDLE_S)
-        self._recorder.add(Site.IDLE, self._plan.step, begun_ns, time.monotonic_ns())
+        self._observer.add(Site.IDLE, self._plan.step, begun_ns, time.monotonic_ns())
 
-    def _await_result(self, sent: _Sent, wait_ns: int) -> StepResult:
+    def _await_result(self, sent: SentStep, wait_ns: int) -> StepResult:
         look = self._pace.look(sent.size, sent.sent_ns, self._landed_ns)
         # Looked at first, since the fence of a draft that was lost may be set back.
         self._speculation.check()
@@ -351,10 +273,10 @@ class StepLoop:
             while attachment is self._speculation.active and not attachment.done.wait_on_host(oldest, WATCH_S):
                 self._check_verify()
                 self._speculation.watch(attachment, oldest, started)
-            self._metrics.host_stalled(DRAFT_BACKLOG, time.monotonic() - started)
-        self._timings.collect(bound, is_last_chance=True)
+            self._observer.on_backlog(time.monotonic() - started)
+        self._observer.collect(bound, is_last_chance=True)
 
-    def _check_progress(self, sent: _Sent, wait_ns: int) -> None:
+    def _check_progress(self, sent: SentStep, wait_ns: int) -> None:
         self._check_verify()
         waited = (time.monotonic_ns() - wait_ns) / 1e9
         if waited > self._settings.step_timeout_s:
@@ -365,6 +287,7 @@ class StepLoop:
             raise DeadlineExceededError(f"{reason}: the verify service hangs ({fences})")
 
     def _check_verify(self) -> None:
-        if self._verify.failure is not None:
+        failure = self._dispatch.verify.failure
+        if failure is not None:
             # A new error: the link's own would keep this epoch's frames.
-            raise UnavailableError(str(self._verify.failure))
+            raise UnavailableError(str(failure))

@@ -20,6 +20,7 @@ from slipstream.scheduler.core.pace import CPU_LEAD_S, GPU_LEAD_S
 from slipstream.scheduler.core.results import ResultReader
 from slipstream.scheduler.core.speculation import Speculation
 from slipstream.scheduler.telemetry.decode_record import DecodeRecord
+from slipstream.scheduler.telemetry.observer import StepObserver
 from slipstream.scheduler.telemetry.timings import StepRecorder, StepTimings
 from slipstream.scheduler.workers.attachment import draft_sizes
 from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchTogether
@@ -93,6 +94,7 @@ class Epoch:
         self._held = ExitStack()
         self._held.callback(self.log.close)
         self._running: StepLoop | None = None
+        self._observer: StepObserver | None = None
         self._attachment: Attachment | None = None
 
     @property
@@ -171,6 +173,8 @@ class Epoch:
     def close(self, *, drain: bool) -> None:
         """Ends verify's stream of commands and gives the memory back; with `drain` it finishes what it has."""
         self.recorder.close()
+        if self._observer is not None:
+            self._observer.close()
         if not drain and self._running is not None:
             # Verify does it itself too, but its thread may be blocked by the waiting stream, on a GPU in an allocation.
             self.speculation.end(self.last_sent)
@@ -220,20 +224,17 @@ class Epoch:
             step_timeout_s=config.step_timeout_s,
             lead_s=CPU_LEAD_S if self._device.identity == "cpu" else GPU_LEAD_S,
         )
+        timings = StepTimings(self._device, arena, self._shape, log, self._metrics.observe, self.recorder)
+        observer = self._observer = StepObserver(timings, self.recorder, self._metrics, self.decodes, self.policy)
         results = ResultReader(arena, self._shape, log, is_debug=config.debug)
         loop = StepLoop(
             settings,
             queue=self._queue,
             batch=self.batch,
-            verify=self.link,
             speculation=self.speculation,
             dispatch=self._dispatch(),
             results=results,
-            timings=StepTimings(self._device, arena, self._shape, log, self._metrics.observe, self.recorder),
-            metrics=self._metrics,
-            recorder=self.recorder,
-            decodes=self.decodes,
-            log=log,
+            observer=observer,
             sink=self._sink,
             policy=self.policy,
         )
@@ -244,5 +245,6 @@ class Epoch:
         if self._config.dispatch == DISPATCH_ACKNOWLEDGED or self.fence_kind == EVENT:
             speculation = self.speculation
             timeout_s = self._config.step_timeout_s
-            return DispatchAcknowledged(self._metrics, timeout_s, lambda: speculation.acknowledge_timeout_s)
-        return DispatchTogether()
+            patience = lambda: speculation.acknowledge_timeout_s  # noqa: E731
+            return DispatchAcknowledged(self.link, self.log, self._metrics, timeout_s, patience)
+        return DispatchTogether(self.link, self.log)

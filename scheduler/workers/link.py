@@ -38,6 +38,7 @@ from slipstream.scheduler.telemetry.step_metrics import ACKNOWLEDGEMENT
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.contract import Attachment, DraftRegion, StepTokens, WorkerDescription
     from slipstream.common.worker.step import StepCommand
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
@@ -357,15 +358,23 @@ def _unavailable_if_cancelled(error: SlipstreamError) -> SlipstreamError:
 class Dispatch(Protocol):
     """Sends the commands of a step."""
 
-    def send(self, link: Link, command: StepCommand, verify: Link, draft: Link | None) -> None:
-        """Sends a command. `verify`, `draft`: the workers that it may wait for. Raises a link's failure."""
+    verify: Link
+
+    def send(self, link: Link, command: StepCommand, draft: Link | None) -> None:
+        """Sends a command to verify or to a draft. `draft`: the draft that it may wait for. Raises a link's failure."""
         ...
 
 
 class DispatchTogether:
     """Sends at once, for fences whose wait may be enqueued before their signal."""
 
-    def send(self, link: Link, command: StepCommand, verify: Link, draft: Link | None) -> None:
+    def __init__(self, verify: Link, log: AccessLog) -> None:
+        self.verify = verify
+        self._log = log
+
+    def send(self, link: Link, command: StepCommand, draft: Link | None) -> None:
+        if self._log.is_enabled:
+            self._log.send(link.role, epoch=command.epoch, step=command.step)
         link.send(command)
 
 
@@ -375,18 +384,29 @@ class DispatchAcknowledged:
     With workers that acknowledge when the work is done, this is the policy "the host blocks on each call".
     """
 
-    def __init__(self, metrics: StepMetrics, timeout_s: float, draft_timeout_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        verify: Link,
+        log: AccessLog,
+        metrics: StepMetrics,
+        timeout_s: float,
+        draft_timeout_s: Callable[[], float],
+    ) -> None:
         """`draft_timeout_s` returns the time that a draft may take now."""
+        self.verify = verify
+        self._log = log
         self._metrics = metrics
         self._timeout_s = timeout_s
         self._draft_timeout_s = draft_timeout_s
 
-    def send(self, link: Link, command: StepCommand, verify: Link, draft: Link | None) -> None:
+    def send(self, link: Link, command: StepCommand, draft: Link | None) -> None:
         """See `Dispatch.send`. Raises DeadlineExceededError if an acknowledgement does not come."""
         for point in command.ops.waits:
-            producer = draft if point.fence is FenceName.DRAFT_DONE else verify
+            producer = draft if point.fence is FenceName.DRAFT_DONE else self.verify
             assert producer is not None, "a step without a draft waits for none"
             self._wait(producer, point.value)
+        if self._log.is_enabled:
+            self._log.send(link.role, epoch=command.epoch, step=command.step)
         link.send(replace(command, wants_acknowledgement=True))
 
     def _wait(self, producer: Link, step: int) -> None:

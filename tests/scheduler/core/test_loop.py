@@ -15,9 +15,9 @@ from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.worker.layout import ring_rows
 from slipstream.common.worker.step import StepCommand, StepKind
 from slipstream.scheduler.core.draft_work import DraftWork
-from slipstream.scheduler.core.loop import TIDY_STEPS
 from slipstream.scheduler.core.results import ResultReader
 from slipstream.scheduler.core.speculation import FIRST_STEP_TIMEOUT_S
+from slipstream.scheduler.telemetry.observer import TIDY_STEPS
 from tests.harness.dummy_epoch import make_epoch, make_job, workers
 from tests.harness.leaks import nothing_left
 from tests.harness.workers import VOCAB_SIZE

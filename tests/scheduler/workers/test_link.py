@@ -18,6 +18,7 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.worker import command_socket
+from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.command_socket import SHORT_STEP_S, CommandReceiver, CommandSender
 from slipstream.common.worker.step import (
     FenceName,
@@ -314,15 +315,16 @@ async def test_acknowledged_dispatch_sends_what_depends_on_a_step_after_its_ackn
             Role.DRAFT: WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore),
             Role.VERIFY: WorkerLink(Role.VERIFY, verify.server.address, thread, on_failure=ignore),
         }
-        dispatch = DispatchAcknowledged(metrics, 10.0, lambda: 10.0)  # type: ignore[arg-type]
+        to_draft, to_verify = links.values()
+        dispatch = DispatchAcknowledged(to_verify, AccessLog(), metrics, 10.0, lambda: 10.0)  # type: ignore[arg-type]
 
         def use() -> None:
             for link in links.values():
                 attach(link, arena)
             for step in range(1, 11):
                 first, second = _pair(step)
-                dispatch.send(links[Role.DRAFT], first, links[Role.VERIFY], links[Role.DRAFT])
-                dispatch.send(links[Role.VERIFY], second, links[Role.VERIFY], links[Role.DRAFT])
+                dispatch.send(to_draft, first, to_draft)
+                dispatch.send(to_verify, second, to_draft)
                 if acknowledge_done:
                     # Verify's half is sent when draft's is done.
                     assert arena.fence(FenceName.DRAFT_DONE).poll() >= step
@@ -341,10 +343,11 @@ async def test_acknowledged_dispatch_gives_up_when_no_acknowledgement_comes(
     async with served(tmp_path, Role.DRAFT) as draft:
         link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
         await asyncio.to_thread(link.attach, attachment_to(arena))
-        dispatch = DispatchAcknowledged(RecordingStalls(), 10.0, lambda: 0.02)  # type: ignore[arg-type]
+        metrics = RecordingStalls()
+        dispatch = DispatchAcknowledged(link, AccessLog(), metrics, 10.0, lambda: 0.02)  # type: ignore[arg-type]
         late = replace(decode(2, 1), ops=FenceOps((FencePoint(FenceName.DRAFT_DONE, 1),)))
         with pytest.raises(DeadlineExceededError, match="the draft service did not acknowledge step 1 in time"):
-            await asyncio.to_thread(dispatch.send, link, late, link, link)
+            await asyncio.to_thread(dispatch.send, link, late, link)
         await asyncio.to_thread(link.detach, drain=False)
 
 
@@ -362,7 +365,7 @@ async def test_dispatch_together_holds_nothing_back(tmp_path: Path, thread: Link
             for step in range(1, 6):
                 first, second = _pair(step)
                 for link, command in ((links[1], second), (links[0], first)):
-                    DispatchTogether().send(link, command, links[1], links[0])
+                    DispatchTogether(links[1], AccessLog()).send(link, command, links[0])
             assert arena.fence(FenceName.VERIFY_STASH).wait_on_host(5, 10.0)
             for link in links:
                 link.detach(drain=True)
