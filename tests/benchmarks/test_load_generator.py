@@ -12,6 +12,7 @@ from slipstream.benchmarks.workload import Arrival, PlannedRequest
 from slipstream.client import AsyncClient
 from slipstream.common.errors import ConnectionLostError
 from tests.harness.generation_server import generation_server
+from tests.harness.grpc_server import unserved_address
 from tests.harness.waiting import until
 
 NUM_REQUESTS = 20
@@ -103,5 +104,5 @@ async def test_an_output_that_ends_too_soon_is_a_failure() -> None:
 
 
 async def test_a_server_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(ConnectionLostError):
-        await closed_loop("127.0.0.1:1", [(PlannedRequest("abc", 3, 0.8, 1),)], 1, 0.1)
+    with unserved_address() as address, pytest.raises(ConnectionLostError):
+        await closed_loop(address, [(PlannedRequest("abc", 3, 0.8, 1),)], 1, 0.1)

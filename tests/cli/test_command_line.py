@@ -14,6 +14,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
+from tests.harness.grpc_server import unserved_address
 from tests.harness.running import free_ports, slipstream
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def test_the_version_of_the_command_is_the_package_s() -> None:
     ("arguments", "message"),
     [
         (("up", "--target", "MODEL", "--device", "tpu"), "--device: got 'tpu'"),
-        (("up", "--target", "/nothing"), "--target: got '/nothing'"),
+        (("up", "--target", f"{__file__}/none"), f"--target: got '{__file__}/none'"),
         (("up", "--no-such-option"), "--no-such-option"),
         (("up", "--slots", "many"), "'--slots'"),
         (("generate", "x", "--server", "here"), "--server: got 'here'"),
@@ -109,19 +110,17 @@ def test_a_wrong_command_is_one_clear_line(arguments: tuple[str, ...], message: 
 
 
 def test_nobody_at_the_address() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    found = slipstream("status", "--server", f"127.0.0.1:{port}")
+    with unserved_address() as address:
+        found = slipstream("status", "--server", address)
     assert found.returncode == 1
-    assert found.stderr.startswith(f"slipstream: error: no answer from a server at 127.0.0.1:{port}")
+    assert found.stderr.startswith(f"slipstream: error: no answer from a server at {address}")
     assert "`slipstream up` starts one" in found.stderr
     assert found.stderr.count("\n") == 1
 
 
 def test_generate_gives_up_a_server_that_never_answers() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    found = slipstream("generate", "--server", address, "--connect-timeout-s", "0.3", "Hello")
+    with unserved_address() as address:
+        found = slipstream("generate", "--server", address, "--connect-timeout-s", "0.3", "Hello")
     assert found.returncode == 1
     note, error = found.stderr.splitlines()
     assert note == f"slipstream: no answer yet: trying {address} for 0.3 s"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from slipstream.cli import status
 from slipstream.cli.status import check_or_kill
 from slipstream.common.errors import UnavailableError
+from tests.harness.grpc_server import unserved_address
 from tests.harness.running import slipstream
 
 if TYPE_CHECKING:
@@ -59,13 +59,12 @@ def test_ends_with_0_for_serving_alone(servicer: health.HealthServicer, address:
 
 
 def test_nobody_there_is_one_line(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    for address in (f"unix:{tmp_path}/nobody.sock", f"127.0.0.1:{port}"):
-        found = slipstream("health", address)
-        assert found.returncode == 1
-        assert found.stderr.startswith(f"slipstream: error: {address} does not answer: ")
-        assert found.stderr.count("\n") == 1
+    with unserved_address() as unserved:
+        for address in (f"unix:{tmp_path}/nobody.sock", unserved):
+            found = slipstream("health", address)
+            assert found.returncode == 1
+            assert found.stderr.startswith(f"slipstream: error: {address} does not answer: ")
+            assert found.stderr.count("\n") == 1
 
 
 def test_kills_a_process_that_is_stopped_and_no_other(

@@ -209,9 +209,12 @@ def unservable_draft(fake_service: MakeCommand, broken: Path) -> ServiceCommand:
     return replace(draft, restarts=True, is_optional=True, group="workers")
 
 
-async def test_a_start_fails_with_an_optional_service_whose_settings_are_wrong(fake_service: MakeCommand) -> None:
+async def test_a_start_fails_with_an_optional_service_whose_settings_are_wrong(
+    fake_service: MakeCommand, tmp_path: Path
+) -> None:
+    never_ready = fake_service("verify", "--ready-when", f"{tmp_path}/none")
     async with supervisor_of() as supervisor:
-        supervisor.start(fake_service("verify", "--ready-when", "/nothing"), unservable_draft(fake_service, Path("/")))
+        supervisor.start(never_ready, unservable_draft(fake_service, Path("/")))
         with pytest.raises(UnavailableError, match=r"^draft ended with exit status 2 before it was ready; ") as caught:
             await supervisor.wait_ready()
     assert "fake service cannot load its model" in str(caught.value)

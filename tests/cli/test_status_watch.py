@@ -6,13 +6,13 @@ import json
 import os
 import pty
 import signal
-import socket
 import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from slipstream.client import Client
+from tests.harness.grpc_server import unserved_address
 from tests.harness.running import COMMAND, Running, running, running_up, slipstream, until
 
 if TYPE_CHECKING:
@@ -133,9 +133,10 @@ def test_an_interval_without_watching() -> None:
 
 
 def test_nobody_at_the_address_is_said_and_asked_again() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        server = f"127.0.0.1:{closed.getsockname()[1]}"
-    with running("status", "--watch", "--server", server, *INTERVAL) as watch:
+    with (
+        unserved_address() as server,
+        running("status", "--watch", "--server", server, *INTERVAL) as watch,
+    ):
         until(lambda: watch.output().count(f"no answer from a server at {server}") >= 2, watch)
         watch.signal(signal.SIGINT)
         assert watch.end() == 0

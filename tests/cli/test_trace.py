@@ -12,7 +12,7 @@ import pytest
 from slipstream.cli.trace import fetch_requests
 from slipstream.client import Client
 from slipstream.common.api.server_state import ServiceState
-from tests.harness.grpc_server import running_server
+from tests.harness.grpc_server import running_server, unserved_address
 from tests.harness.running import running, slipstream, until
 from tests.harness.trace_format import check, slices_by_thread
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from tests.harness.running import Running
 
 pytestmark = pytest.mark.timeout(120)
-
-NO_SERVER = ("--server", "127.0.0.1:9")
 
 
 def generate_until_the_end(trace: Running, address: str) -> None:
@@ -76,7 +74,7 @@ def test_a_trace_of_a_running_server(state_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("steps", ["0", "-1", "1001"])
 def test_a_number_of_steps_out_of_range(tmp_path: Path, steps: str) -> None:
-    found = slipstream("trace", *NO_SERVER, "--steps", steps, str(tmp_path / "out.json"))
+    found = slipstream("trace", "--steps", steps, str(tmp_path / "out.json"))
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr == f"slipstream: error: --steps: got {steps}, accepted: 1 to 1000\n"
 
@@ -84,7 +82,7 @@ def test_a_number_of_steps_out_of_range(tmp_path: Path, steps: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("wait", ["0", "-1", "nan", "inf", "61"])
 def test_a_wait_out_of_range(tmp_path: Path, wait: str) -> None:
-    found = slipstream("trace", *NO_SERVER, "--wait-s", wait, str(tmp_path / "out.json"))
+    found = slipstream("trace", "--wait-s", wait, str(tmp_path / "out.json"))
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.startswith("slipstream: error: --wait-s: got ")
 
@@ -92,7 +90,7 @@ def test_a_wait_out_of_range(tmp_path: Path, wait: str) -> None:
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_asked(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for out in (tmp_path, tmp_path / "missing" / "out.json", tmp_path / "file" / "out.json"):
-        found = slipstream("trace", *NO_SERVER, str(out))
+        found = slipstream("trace", str(out))
         assert (found.returncode, found.stdout) == (2, "")
         assert found.stderr.startswith(f"slipstream: error: OUT: got '{out}', accepted: a file that this user can ")
         assert found.stderr.count("\n") == 1
@@ -101,9 +99,10 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_asked(tmp_path
 def test_no_server_at_the_address(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     out.write_text("what was there before")
-    found = slipstream("trace", *NO_SERVER, str(out))
+    with unserved_address() as address:
+        found = slipstream("trace", "--server", address, str(out))
     assert (found.returncode, found.stdout) == (1, "")
-    assert found.stderr.startswith("slipstream: error: no answer from a server at 127.0.0.1:9: ")
+    assert found.stderr.startswith(f"slipstream: error: no answer from a server at {address}: ")
     assert found.stderr.count("\n") == 1
     assert out.read_text() == "what was there before"
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
@@ -116,12 +115,12 @@ def test_no_up_in_the_directory(tmp_path: Path) -> None:
 
 
 async def test_a_gateway_that_does_not_answer_has_no_row(
-    serve_state: ServeState, capsys: pytest.CaptureFixture[str]
+    serve_state: ServeState, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     address = await serve_state()
     gateways = [
         ServiceState(name="gateway-0", address=address, pid=1),
-        ServiceState(name="gateway-1", address="unix:/nonexistent/gateway.sock", pid=0),
+        ServiceState(name="gateway-1", address=f"unix:{tmp_path}/none/gateway.sock", pid=0),
     ]
     assert await fetch_requests(address, gateways, {}) == ()
     first, second = capsys.readouterr().err.splitlines()
@@ -138,10 +137,11 @@ async def test_a_scheduler_that_cannot_be_traced(serve_state: ServeState, tmp_pa
 
 
 async def test_a_scheduler_that_cannot_be_reached_from_here(serve_state: ServeState, tmp_path: Path) -> None:
-    address = await serve_state(ServiceState(name="scheduler", address="unix:/nonexistent/scheduler.sock", pid=1))
+    scheduler = f"unix:{tmp_path}/none/scheduler.sock"
+    address = await serve_state(ServiceState(name="scheduler", address=scheduler, pid=1))
     found = await asyncio.to_thread(slipstream, "trace", "--server", address, str(tmp_path / "out.json"))
     assert (found.returncode, found.stdout) == (1, "")
-    assert "no trace from the scheduler at unix:/nonexistent/scheduler.sock: " in found.stderr
+    assert f"no trace from the scheduler at {scheduler}: " in found.stderr
     assert found.stderr.count("\n") == 1
 
 

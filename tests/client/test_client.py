@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from slipstream.common.errors import (
 )
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.harness.example_states import USAGE
-from tests.harness.grpc_server import running_server
+from tests.harness.grpc_server import running_server, unserved_address
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -192,9 +191,8 @@ async def test_the_time_of_a_call_has_an_end() -> None:
 
 
 async def test_nobody_serves_there() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        async with AsyncClient(f"127.0.0.1:{taken.getsockname()[1]}") as client:
+    with unserved_address() as address:
+        async with AsyncClient(address) as client:
             with pytest.raises(UnavailableError):
                 await client.server_info()
 

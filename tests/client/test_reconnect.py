@@ -27,6 +27,7 @@ from slipstream.common.errors import (
 from tests.harness.breaking_proxy import breaking_proxy
 from tests.harness.example_states import STATE, TOKENS_PER_STEP
 from tests.harness.generation_server import generation_server
+from tests.harness.grpc_server import unserved_address
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:
@@ -183,9 +184,7 @@ async def test_tokens_of_another_attempt_are_not_joined() -> None:
 
 async def test_a_server_that_never_answers_is_an_error_with_its_address() -> None:
     """When the connect timeout has passed; the longer time is for a connection that was lost."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with unserved_address() as address:
         message = f"no answer from a server at {address}: .*refused"
         async with AsyncClient(address, connect_timeout_s=0.1) as client:
             with pytest.raises(ConnectionLostError, match=message):

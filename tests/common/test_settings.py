@@ -53,7 +53,7 @@ def parsed(*words: str) -> tuple[Any, str]:
         ("slots", {"slots": 0}),
         ("slots", {"slots": 65}),
         ("kind", {"kind": "c"}),
-        ("where", {"where": Path("/nothing")}),
+        ("where", {"where": Path(__file__, "none")}),
         ("limit_s", {"limit_s": 0}),
         ("limit_s", {"limit_s": float("nan")}),
         ("limit_s", {"limit_s": float("inf")}),

@@ -1,8 +1,9 @@
-"""A server of our own for a test, at an address that is free."""
+"""A server of our own for a test, at an address that is free; and an address without a server."""
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+import socket
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -12,11 +13,19 @@ from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.serving import GrpcServer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from slipstream.common.rpc.metrics import RpcMetrics
 
 FREE_PORT = "127.0.0.1:0"
+
+
+@contextmanager
+def unserved_address() -> Iterator[str]:
+    """An address that refuses connections: its port is taken as long as the context is open."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
 @asynccontextmanager

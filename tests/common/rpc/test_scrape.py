@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 from slipstream.common.rpc.metrics import counter, histogram, make_registry, serve_metrics
 from slipstream.common.rpc.scrape import Scrape, scrape
+from tests.harness.grpc_server import unserved_address
 
 OUTCOMES = counter("ends_total", "Ends.", "outcome", "phase")
 TIMES = histogram("times_seconds", "Times.", buckets=(0.5, 1.0))
@@ -34,10 +33,8 @@ async def test_differences_by_label_over_a_real_endpoint(monkeypatch: pytest.Mon
 
 
 async def test_a_port_without_a_server() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with pytest.raises(OSError, match="refused"):
-        await scrape(port)
+    with unserved_address() as address, pytest.raises(OSError, match="refused"):
+        await scrape(int(address.rpartition(":")[2]))
 
 
 def test_a_page_that_is_no_scrape() -> None:

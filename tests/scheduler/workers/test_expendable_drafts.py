@@ -233,7 +233,7 @@ async def test_a_draft_that_does_not_fit_is_refused_and_the_scheduler_serves_on(
             with pytest.raises(InvalidArgumentError, match="num_draft_tokens: got 9, accepted: 1 to 3"):
                 await client.swap(others.address(DRAFT), num_draft_tokens=9)
             with pytest.raises(UnavailableError):
-                await client.swap("unix:/nowhere.sock")
+                await client.swap(f"unix:{tmp_path}/none.sock")
             await asyncio.sleep(1.0)
         assert sum("tokenizer" in record.message for record in caplog.records) <= 2
         assert client.errors == client.reasons == []
