@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from slipstream.common.worker.layout import PADDING_SLOT
 from slipstream.common.worker.step import PrefillChunk, SlotUpdate, StepCommand, StepKind
 
 if TYPE_CHECKING:
@@ -127,8 +126,8 @@ class SlotLease:
     """Unique among the leases of a slot: a result of another generation belongs to another sequence."""
 
 
-NO_SLOT = SlotLease(PADDING_SLOT, 0)
-"""The lease of a sequence that has no slot."""
+NO_SLOT = SlotLease(0, 0)
+"""The lease of a sequence that has no slot: of `PADDING_SLOT`, whose module imports torch."""
 
 
 @dataclass(slots=True, eq=False)
