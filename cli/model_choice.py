@@ -6,16 +6,18 @@ import json
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 
+from safetensors import SafetensorError, safe_open
+
 from slipstream import bundled
 from slipstream.common.errors import ConfigError
 from slipstream.common.settings import Settings, setting
 from slipstream.scheduler.config import AUTO, DEFAULT_DRAFT_TOKENS, parse_number_or_auto
 from slipstream.services.worker.config import ALGORITHMS as WORKER_ALGORITHMS
-from slipstream.services.worker.config import EAGLE, EAGLE3, MTP, NGRAM, STANDALONE
+from slipstream.services.worker.config import EAGLE, EAGLE3, MTP, NGRAM, STANDALONE, algorithm_of_head
 
 NONE = "none"
 ALGORITHMS = (*WORKER_ALGORITHMS, NONE)
-INFERRED = "standalone, or eagle3 if the draft says so"
+INFERRED = "eagle3, eagle or standalone, as the draft's tensors are"
 """The algorithm of a draft model for which none is given."""
 WITHOUT_MODEL = {NGRAM: "algorithm ngram has no model", NONE: "algorithm none has none"}
 """Algorithms that take no draft model, and why."""
@@ -98,15 +100,27 @@ def check_without_model(algorithm: str | None, *, draft: Path | str | None, num_
 
 
 def algorithm_of(draft: Path | None) -> str:
-    """EAGLE-3 heads say what they are; a draft that says nothing is a model of its own."""
+    """The tensors say what a head is, or `config.json` where there are none; any other draft is a model of its own."""
+    if draft is None:
+        return STANDALONE
     try:
-        config = json.loads((draft / "config.json").read_text(encoding="utf-8")) if draft is not None else {}
-    except (OSError, ValueError):  # found, and said, when it is loaded
+        if of_head := algorithm_of_head(name for file in draft.glob("*.safetensors") for name in _tensors(file)):
+            return of_head
+    except (OSError, SafetensorError):
+        pass  # found, and said, when it is loaded
+    try:
+        config = json.loads((draft / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return STANDALONE
     if not isinstance(config, dict):
         return STANDALONE
     names = (str(config.get(field)).lower() for field in ("architectures", "speculators_model_type"))
     return EAGLE3 if any(EAGLE3 in name for name in names) else STANDALONE
+
+
+def _tensors(file: Path) -> list[str]:
+    with safe_open(file, framework="numpy") as tensors:
+        return list(tensors.keys())
 
 
 def _check_model(option: str, path: Path) -> None:

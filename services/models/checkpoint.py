@@ -7,21 +7,19 @@ import hashlib
 import json
 import logging
 import math
-import re
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.config import FAMILIES, ModelConfig
-from slipstream.services.models.config_fields import MAX_TABLE_BYTES, read_json, shown
+from slipstream.services.models.config_fields import MAX_TABLE_BYTES, read_json
 from slipstream.services.models.decoder import Decoder, DecoderLayer
 from slipstream.services.models.quantization import FP8, dequantised
 from slipstream.services.models.rope import paired_dimensions
+from slipstream.services.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,92 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROGRESS = "loading: %.0f %%"
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-_FILE_NAME = re.compile(r"[\w.+-][\w .+-]{0,200}\.safetensors", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A tensor as a file's header describes it."""
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: str
-    """safetensors' name of the dtype, such as `BF16`."""
-
-
-class WeightFiles:
-    """The files of a checkpoint, mapped into memory while this context is open; only headers are read at first."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises `CheckpointError` when a file is missing or broken or contradicts the index."""
-        self.path = path
-        self.tensors: dict[str, TensorInfo] = {}
-        """Tensors by name, in the order in which reading them is fastest."""
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
-        try:
-            locations = _locations(path)
-            for name in sorted(set(locations.values())) if locations is not None else [SINGLE_FILE]:
-                self._open(name)
-            for tensor, file in (locations or {}).items():
-                if tensor not in self.tensors or self.tensors[tensor].file != file:
-                    raise CheckpointError(f"{path}: {INDEX_FILE}: tensor {tensor} is not in {file}, where it should be")
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def __enter__(self) -> WeightFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor in host memory."""
-        file = self.tensors[name].file
-        try:
-            tensor: torch.Tensor = self._files[file].get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{self.path}: {file}: cannot read tensor {name}: {error}") from error
-        return tensor
-
-    def _open(self, name: str) -> None:
-        if not (self.path / name).is_file():
-            raise CheckpointError(f"{self.path}: {name}, which {INDEX_FILE} names, is missing")
-        try:
-            file = self._stack.enter_context(safe_open(self.path / name, framework="pt", device="cpu"))
-        except (SafetensorError, OSError) as error:
-            message = f"{self.path}: {name} is truncated or no safetensors file: {error}"
-            raise CheckpointError(message) from error
-        self._files[name] = file
-        for tensor in file.offset_keys():
-            if tensor in self.tensors:
-                raise CheckpointError(f"{self.path}: tensor {tensor} is in {self.tensors[tensor].file} and in {name}")
-            info = file.get_slice(tensor)
-            self.tensors[tensor] = TensorInfo(name, tuple(info.get_shape()), info.get_dtype())
-
-
-def _locations(path: Path) -> dict[str, str] | None:
-    """The file of each tensor by the index; None when there is a single file."""
-    if (path / SINGLE_FILE).is_file():
-        return None
-    if not (path / INDEX_FILE).is_file():
-        others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
-        found = f" (found {others[0]})" if others else ""
-        raise CheckpointError(f"{path}: no weights{found}; supported: {SINGLE_FILE} or {INDEX_FILE} with its files")
-    locations = read_json(path / INDEX_FILE, MAX_TABLE_BYTES).get("weight_map")
-    if not isinstance(locations, dict) or not locations:
-        raise CheckpointError(f"{path}: {INDEX_FILE}: weight_map is missing; supported: a file name for each tensor")
-    for tensor, file in locations.items():
-        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
-            accepted = "the name of a safetensors file beside the index"
-            message = f"weight_map: {tensor}: got {shown(file)}, supported: {accepted}"
-            raise CheckpointError(f"{path}: {INDEX_FILE}: {message}")
-    return locations
-
-
 _DTYPES = ("F32", "F16", "BF16")
 _FP8_DTYPES = ("F8_E4M3",)
 _SHOWN = 3

@@ -14,7 +14,6 @@ from slipstream.common.errors import CheckpointError
 from slipstream.services.models.checkpoint import (
     LoadFormat,
     Slot,
-    WeightFiles,
     check_tensors,
     copy_finite,
     fill,
@@ -24,7 +23,10 @@ from slipstream.services.models.checkpoint import (
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.heads import (
     EMBEDDING,
+    FC,
+    FC_BIAS,
     OUTPUT,
+    OUTPUT_TENSOR,
     DraftHead,
     Eagle3Config,
     Eagle3Head,
@@ -33,16 +35,17 @@ from slipstream.services.models.heads import (
     HeadConfig,
     MtpConfig,
 )
+from slipstream.services.models.weight_files import WeightFiles
 from slipstream.services.worker.config import EAGLE, EAGLE3, MTP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
 _TARGET_EMBEDDING = "model.embed_tokens.weight"
 _MODULE_HEAD = "shared_head.head.weight"
 _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.", re.ASCII)
-_IDS, _FC_BIAS = "d2t", "fc.bias"
+_IDS = "d2t"
 _TABLES = (_IDS, "t2d")
 
 
@@ -95,8 +98,6 @@ def load_head(
         head.token_ids.mul_(config.layer.vocab_size // config.draft_vocab_size)  # spread evenly over the target's
     else:
         with WeightFiles(path) as files:
-            if isinstance(config, EagleConfig) and not config.has_norms:
-                config = replace(config, has_fc_bias=_FC_BIAS in files.tensors)
             slots = dict(_slots(config))
             absent = [name for name, slot in slots.items() if slot.parameter in kind.optional]
             borrowed = {name: slots.pop(name) for name in absent if name not in files.tensors}
@@ -135,16 +136,16 @@ def _slots(config: HeadConfig) -> Iterator[tuple[str, Slot]]:
         yield from _slots_of_modules(config)
         return
     yield _EMBEDDING, Slot(EMBEDDING, 0, (layer.vocab_size, hidden))
-    yield _HEAD, Slot(OUTPUT, 0, (config.draft_vocab_size, hidden))
+    yield OUTPUT_TENSOR, Slot(OUTPUT, 0, (config.draft_vocab_size, hidden))
     if isinstance(config, EagleConfig):
-        yield "fc.weight", Slot("steps.0.fc.weight", 0, (hidden, 2 * hidden))
+        yield FC, Slot("steps.0.fc.weight", 0, (hidden, 2 * hidden))
         if config.has_fc_bias:
-            yield _FC_BIAS, Slot("steps.0.fc.bias", 0, (hidden,))
+            yield FC_BIAS, Slot("steps.0.fc.bias", 0, (hidden,))
         yield from layer_slots(layer, "layers.0", "steps.0.layer", input_size=hidden)
         return
     assert isinstance(config, Eagle3Config), "there are two kinds"
     name = config.layer_name
-    yield "fc.weight", Slot("fc.weight", 0, (hidden, config.hidden_width))
+    yield FC, Slot("fc.weight", 0, (hidden, config.hidden_width))
     yield f"{name}.hidden_norm.weight", Slot("hidden_norm.weight", 0, (hidden,))
     yield f"{name}.input_layernorm.weight", Slot("layer.attention_norm.weight", 0, (hidden,))
     yield from layer_slots(layer, name, "layer", input_size=2 * hidden)
@@ -176,7 +177,7 @@ def _is_ignored(config: HeadConfig, name: str) -> bool:
         # The modules may lie in the target's own checkpoint, and each may have its copy of what they share.
         layer = _LAYER_NAME.match(name)
         if layer is None or int(layer[1]) < config.first_layer:
-            return name.startswith("model.") or name == _HEAD
+            return name.startswith("model.") or name == OUTPUT_TENSOR
         return name.endswith((f".{_EMBEDDING}", f".{_MODULE_HEAD}", ".rotary_emb.inv_freq"))
     # Older checkpoints hold RoPE's frequencies, which are computed here.
     return name in _TABLES or name.endswith(".rotary_emb.inv_freq")
@@ -228,7 +229,7 @@ def _copy_from_target(head: DraftHead, which: str, name: str, path: Path, target
     if target is None:
         raise CheckpointError(f"{path}: missing tensors: {name}; it can be the target's, if that is named")
     config = ModelConfig.from_directory(target)
-    theirs = _HEAD if which == OUTPUT and not config.tie_word_embeddings else _TARGET_EMBEDDING
+    theirs = OUTPUT_TENSOR if which == OUTPUT and not config.tie_word_embeddings else _TARGET_EMBEDDING
     with WeightFiles(target) as files:
         slots = {theirs: Slot("", 0, (config.vocab_size, parameter.shape[1]))}
         check_tensors(files, slots, "the target", lambda name: name != theirs)

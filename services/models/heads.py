@@ -29,6 +29,8 @@ from slipstream.services.models.config import MAX_HIDDEN_SIZE, MAX_LAYERS, Model
 from slipstream.services.models.config_fields import ConfigFields, is_integer
 from slipstream.services.models.decoder import DecoderLayer, Linear, RMSNorm, empty_parameter, pack_linears
 from slipstream.services.models.rope import Rotation, rotation_table
+from slipstream.services.models.weight_files import WeightFiles, has_weights
+from slipstream.services.worker.config import EAGLE, EAGLE3, algorithm_of_head
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,10 +44,10 @@ EMBEDDING, OUTPUT = "embedding", "head.weight"
 NUM_FUSED = 3
 """Hidden states of the target that are fused into one."""
 
-_AUTHORS_ARCHITECTURE = "LlamaForCausalLMEagle3"
 _LAYER_ARCHITECTURE = "LlamaForCausalLM"
-_EAGLE_ARCHITECTURES = (_LAYER_ARCHITECTURE, "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
-"""As written by the paper's authors, SGLang and vLLM."""
+_AUTHORS_LAYER, _PACKAGES_LAYER = "midlayer", "layers.0"
+FC, FC_BIAS, OUTPUT_TENSOR = "fc.weight", "fc.bias", "lm_head.weight"
+"""Names of tensors."""
 _REFUSED = ("norm_before_fc", "fc_norm", "norm_output")
 """Variants of the head that some packages can write."""
 
@@ -80,16 +82,23 @@ class Eagle3Config(HeadConfig):
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Eagle3Config:
-        """Raises `CheckpointError` when the directory is no head of a supported layout."""
-        fields = _fields(path, "an EAGLE-3 head")
+        """Takes the layout, and the sizes that `config.json` does not have, from the tensors, where there are any.
+
+        Raises `CheckpointError` when the directory is no head of a supported layout.
+        """
+        fields, shapes = _fields(path, "an EAGLE-3 head"), _shapes(path, EAGLE3)
         is_speculators = fields.get("speculators_model_type") is not None
         _check_layout(fields, is_speculators=is_speculators)
         layer = _layer(fields.sub("transformer_layer_config") if is_speculators else fields)
+        is_packages = f"{_PACKAGES_LAYER}.hidden_norm.weight" in shapes if shapes else is_speculators
+        vocab_size, hidden_size = layer.vocab_size, layer.hidden_size
+        draft_vocab_size = min(shapes.get(OUTPUT_TENSOR, (vocab_size,))[0], vocab_size)
+        target_hidden_size = shapes.get(FC, (hidden_size, NUM_FUSED * hidden_size))[-1] // NUM_FUSED
         return cls(
             layer=layer,
-            layer_name="layers.0" if is_speculators else "midlayer",
-            draft_vocab_size=fields.count("draft_vocab_size", layer.vocab_size, high=layer.vocab_size),
-            target_hidden_size=fields.count("target_hidden_size", layer.hidden_size, high=MAX_HIDDEN_SIZE),
+            layer_name=_PACKAGES_LAYER if is_packages else _AUTHORS_LAYER,
+            draft_vocab_size=fields.count("draft_vocab_size", draft_vocab_size, high=vocab_size),
+            target_hidden_size=fields.count("target_hidden_size", target_hidden_size, high=MAX_HIDDEN_SIZE),
             hidden_layers=_fused_layers(fields),
             has_normed_residual=bool(fields.get("norm_before_residual")),
         )
@@ -106,16 +115,14 @@ class EagleConfig(HeadConfig):
     @classmethod
     def from_directory(cls, path: str | Path) -> EagleConfig:
         """Raises `CheckpointError` when the directory is no head of a supported layout."""
-        fields = _fields(path, "an EAGLE head")
-        if fields.get("architectures") not in [[name] for name in _EAGLE_ARCHITECTURES]:
-            raise fields.error("architectures", " or ".join(_EAGLE_ARCHITECTURES))
+        fields, shapes = _fields(path, "an EAGLE head"), _shapes(path, EAGLE)
         layer = _layer(fields)
         return cls(
             layer=layer,
             draft_vocab_size=layer.vocab_size,
             target_hidden_size=layer.hidden_size,
             hidden_layers=(FINAL_NORM,),
-            has_fc_bias=bool(fields.get("bias")),
+            has_fc_bias=FC_BIAS in shapes if shapes else bool(fields.get("bias")),
         )
 
 
@@ -156,10 +163,25 @@ def _fields(path: str | Path, what: str) -> ConfigFields:
     return ConfigFields.of_file(path / "config.json")
 
 
+def _shapes(path: str | Path, algorithm: str) -> Mapping[str, tuple[int, ...]]:
+    """Returns the shapes of a head's tensors, by their names; empty for a directory without weights.
+
+    Raises `CheckpointError` where they are those of another kind of head, or cannot be read.
+    """
+    if not has_weights(Path(path)):
+        return {}
+    with WeightFiles(Path(path)) as files:
+        shapes = {name: info.shape or (1,) for name, info in files.tensors.items()}
+    found = algorithm_of_head(shapes)
+    if found not in (None, algorithm):
+        raise CheckpointError(f"{path}: its tensors are those of algorithm {found}, supported: {algorithm}")
+    return shapes
+
+
 def _layer(fields: ConfigFields) -> ModelConfig:
+    """The one layer; `num_hidden_layers` is the target's in some heads, and another layer's tensors are refused."""
     layer = ModelConfig.from_fields(fields, _LAYER_ARCHITECTURE)
-    if layer.num_layers != 1:
-        raise fields.error("num_hidden_layers", "1")
+    layer = replace(layer, num_layers=1, sliding_windows=layer.sliding_windows[:1])
     if layer.fp8 is not None:
         raise fields.error("quantization_config", "none, with a draft head")
     return layer
@@ -171,20 +193,21 @@ def _check_layout(fields: ConfigFields, *, is_speculators: bool) -> None:
             raise fields.error("speculators_model_type", "'eagle3'")
         if not isinstance(fields.get("transformer_layer_config"), dict):
             raise fields.error("transformer_layer_config", "the layer's fields")
-    elif fields.get("architectures") != [_AUTHORS_ARCHITECTURE]:
-        raise fields.error("architectures", f"{_AUTHORS_ARCHITECTURE}, or a speculators_model_type")
     for name in _REFUSED:
         if fields.get(name):
             raise fields.error(name, "none, or false")
 
 
 def _fused_layers(fields: ConfigFields) -> tuple[int, ...]:
-    """Layers by their input, as vLLM and `speculators` number them; `eagle_config` numbers outputs, as SGLang does."""
+    """Layers by their input, as vLLM and `speculators` number them; `eagle_config` numbers outputs, as SGLang does.
+
+    An empty list is as none.
+    """
     name, first = "eagle_aux_hidden_state_layer_ids", 0
-    if fields.get(name) is None:
+    if fields.get(name) in (None, []):
         fields, first = fields.sub("eagle_config"), 1
     given = fields.get(name)
-    if given is None:
+    if given in (None, []):
         return ()
     is_list = isinstance(given, list) and len(given) == NUM_FUSED
     if not is_list or any(not is_integer(layer) or not 0 <= layer <= MAX_LAYERS for layer in given):

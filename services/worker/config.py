@@ -11,7 +11,7 @@ from slipstream.common.errors import ConfigError
 from slipstream.common.settings import Settings, setting
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 STANDALONE = "standalone"
 EAGLE3 = "eagle3"
@@ -19,6 +19,19 @@ EAGLE = "eagle"
 MTP = "mtp"
 NGRAM = "ngram"
 ALGORITHMS = (STANDALONE, EAGLE3, EAGLE, MTP, NGRAM)
+
+
+def algorithm_of_head(tensors: Iterable[str]) -> str | None:
+    """Returns EAGLE3 or EAGLE for the names of such a head's tensors, None for others.
+
+    Names of `architectures` say less: `LlamaForCausalLM` is published for both, and for models.
+    """
+    names = set(tensors)
+    if "fc.weight" not in names:
+        return None
+    return EAGLE3 if any(name.endswith(".hidden_norm.weight") for name in names) else EAGLE
+
+
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
 MAX_ACCEPT_LENGTH = 17

@@ -9,6 +9,7 @@ import pytest
 from slipstream import bundled
 from slipstream.cli.model_choice import ModelChoice, ModelOptions
 from slipstream.common.errors import ConfigError
+from tests.harness.eagle3_checkpoints import ALGORITHMS, LAYOUTS, SPECULATORS, write_head
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,6 +67,14 @@ def test_a_draft_may_say_what_it_is(model: Path, config: str, algorithm: str) ->
     (model / "config.json").write_text(config, encoding="utf-8")
     assert choose(target=model, draft=model).algorithm == algorithm
     assert choose(target=model, draft=model, algorithm="mtp").algorithm == "mtp"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_heads_tensors_say_what_it_is(tmp_path: Path, layout: str) -> None:
+    head = write_head(tmp_path, layout=layout, architectures=["LlamaForCausalLM"])
+    assert choose(target=head, draft=head).algorithm == ALGORITHMS[layout]
+    (head / "model.safetensors").write_bytes(b"no header")
+    assert choose(target=head, draft=head).algorithm == ("eagle3" if layout == SPECULATORS else "standalone")
 
 
 def test_a_target_alone_has_no_draft(model: Path) -> None:

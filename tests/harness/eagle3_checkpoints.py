@@ -41,15 +41,19 @@ def write_head(
     has_tokenizer: bool = True,
     draft_vocab_size: int = DRAFT_VOCAB_SIZE,
     drop: str | None = None,
+    more: str | None = None,
     **changes: Any,
 ) -> Path:
     """Writes a head for the target of `write_checkpoint`; `changes` go into `config.json`. Returns `path`.
+
+    `drop`, `more`: a tensor that it lacks, or has too many.
 
     An EAGLE head has a bias and the whole vocabulary, and no embedding and output if `has_embedding` is not set.
     """
     path.mkdir(parents=True, exist_ok=True)
     write_json(path / "config.json", _config(layout, draft_vocab_size) | changes)
     weights = head_weights(layout, seed=seed, has_embedding=has_embedding, draft_vocab_size=draft_vocab_size)
+    weights |= {} if more is None else {more: torch.zeros(1)}
     write_weights(path, {name: tensor for name, tensor in weights.items() if name != drop})
     if has_tokenizer:
         write_tokenizer(path)

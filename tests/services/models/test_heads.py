@@ -18,6 +18,7 @@ from slipstream.services.models.heads import Eagle3Config, EagleConfig, MtpConfi
 from slipstream.services.worker.config import EAGLE, EAGLE3, MTP
 from tests.harness.checkpoints import LLAMA, VOCAB_SIZE, write_checkpoint, write_json, write_weights
 from tests.harness.eagle3_checkpoints import (
+    ALGORITHMS,
     AUTHORS,
     DRAFT_VOCAB_SIZE,
     EAGLE_AUTHORS,
@@ -172,14 +173,17 @@ def test_an_eagle_head_reads_what_the_target_norms_last(tmp_path: Path) -> None:
     [
         ({"drop": "fc.weight"}, "missing tensors: fc.weight"),
         ({"drop": "layers.0.mlp.up_proj.weight"}, "missing tensors: layers.0.mlp.up_proj.weight"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers: got 2, supported: 1"),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "architectures: got .* supported: LlamaForCausalLM or"),
+        (
+            {"more": "layers.1.mlp.up_proj.weight"},
+            "unknown tensors: layers.1.mlp.up_proj.weight; supported: the tensors",
+        ),
+        ({"layout": AUTHORS}, "its tensors are those of algorithm eagle3, supported: eagle"),
         ({"intermediate_size": 32}, "got shape"),
     ],
 )
 def test_an_invalid_eagle_head_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as error:
-        load(write_head(tmp_path, layout=EAGLE_AUTHORS, **changes), algorithm=EAGLE)
+        load(write_head(tmp_path, **{"layout": EAGLE_AUTHORS} | changes), algorithm=EAGLE)
     assert "\n" not in str(error.value)
 
 
@@ -250,23 +254,64 @@ def test_layers_are_numbered_by_their_inputs(tmp_path: Path) -> None:
     assert Eagle3Config.from_directory(nested).hidden_layers == (1, 2, 3)
 
 
-def test_null_is_the_size_of_the_layer(tmp_path: Path) -> None:
+def test_null_is_the_size_of_the_tensors_or_of_the_layer(tmp_path: Path) -> None:
     path = write_head(tmp_path)
     write_json(path / "config.json", raw_config(path) | {"target_hidden_size": None, "draft_vocab_size": None})
+    weights = head_weights(AUTHORS, seed=0) | {"fc.weight": torch.zeros(HIDDEN, 3 * 32)}
+    write_weights(path, weights)
+    config = Eagle3Config.from_directory(path)
+    assert (config.target_hidden_size, config.draft_vocab_size) == (32, DRAFT_VOCAB_SIZE)
+    (path / "model.safetensors").unlink()
     config = Eagle3Config.from_directory(path)
     assert (config.target_hidden_size, config.draft_vocab_size) == (HIDDEN, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LlamaForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        "LlamaForCausalLM",
+        "Eagle3Speculator",
+        "LlamaForCausalLMEagle",
+    ],
+)
+def test_tensors_say_what_a_head_is_and_names_do_not(tmp_path: Path, name: str, layout: str) -> None:
+    """As does the number of layers: heads are published with that of their target, and with empty lists."""
+    algorithm, layers = ALGORITHMS[layout], {"num_hidden_layers": 40, "layer_types": ["full_attention"] * 40}
+    expected = load(write_head(tmp_path / "plain", layout=layout), algorithm=algorithm)
+    named = write_head(tmp_path / "named", layout=layout, architectures=[name])
+    empty: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": []}
+    given = raw_config(named) | empty | {"eagle_config": empty}
+    if layout == SPECULATORS:
+        given["transformer_layer_config"] |= layers
+    else:
+        given |= layers
+    write_json(named / "config.json", given)
+    head = load(named, algorithm=algorithm)
+    assert head.config == expected.config
+    assert all(map(torch.equal, head.parameters(), expected.parameters()))
+
+
+def test_a_head_of_a_package_may_have_a_flat_config(tmp_path: Path) -> None:
+    """The names of its tensors say which layer they are of."""
+    write_head(tmp_path)
+    write_weights(tmp_path, head_weights(SPECULATORS, seed=0))
+    assert Eagle3Config.from_directory(tmp_path).layer_name == "layers.0"
+    load(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"drop": "fc.weight"}, "missing tensors: fc.weight"),
-        ({"drop": "midlayer.hidden_norm.weight"}, "missing tensors: midlayer.hidden_norm.weight"),
+        ({"drop": "midlayer.input_layernorm.weight"}, "missing tensors: midlayer.input_layernorm.weight"),
         ({"drop": "d2t"}, "missing tensors: d2t"),
         ({"target_hidden_size": 32}, r"tensor fc.weight: got shape \[64, 192\], config.json asks for \[64, 96\]"),
         ({"hidden_size": 128}, "got shape"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers: got 2, supported: 1"),
-        ({"architectures": ["LlamaForCausalLM"]}, "architectures: got"),
+        ({"more": "midlayer.fc_norm.weight"}, "unknown tensors: midlayer.fc_norm.weight; supported: the tensors of an"),
+        ({"layout": EAGLE_AUTHORS}, "its tensors are those of algorithm eagle, supported: eagle3"),
         ({"speculators_model_type": "eagle"}, "speculators_model_type: got 'eagle', supported: 'eagle3'"),
         ({"speculators_model_type": "eagle3"}, "transformer_layer_config: got None"),
         ({"norm_before_fc": True}, "norm_before_fc: got True"),
