@@ -136,22 +136,23 @@ def attend_kernel(
 ) -> None:
     """Attends with a tile of queries (of all heads that share one key head) of one row over one split of its keys.
 
-    Grid: (KV_HEADS, num_query_blocks * num_splits, B), or (KV_HEADS, I) if IS_RAGGED; `width` is N then. BLOCK_M
+    Grid: (KV_HEADS, num_query_blocks * num_splits, B), or (KV_HEADS * I,) if IS_RAGGED; `width` is N then. BLOCK_M
     queries, of which row m is head m % GROUP of a token; tiles of ragged rows begin with a whole token. Partial results
     of ragged rows are [num_places, KV_HEADS, BLOCK_M] instead of [N, KV_HEADS * GROUP, num_splits].
     """
-    head = tl.program_id(0)
+    head = tl.program_id(0) % KV_HEADS if IS_RAGGED else tl.program_id(0)
     if IS_RAGGED:
         m = tl.arange(0, BLOCK_M)
-        item = items + tl.program_id(1)
+        num_items = tl.num_programs(0) // KV_HEADS
+        item = items + tl.program_id(0) // KV_HEADS
         tile_begin = tl.load(item)
         if tile_begin >= width:  # In a graph there are more items than tiles.
             wait_for_previous(OVERLAPS)
             return
-        row = tl.load(item + tl.num_programs(1)).to(tl.int64)
-        split = tl.load(item + 2 * tl.num_programs(1))
-        num_splits = tl.load(item + 3 * tl.num_programs(1))
-        place = tl.load(item + 4 * tl.num_programs(1))
+        row = tl.load(item + num_items).to(tl.int64)
+        split = tl.load(item + 2 * num_items)
+        num_splits = tl.load(item + 3 * num_items)
+        place = tl.load(item + 4 * num_items)
         token = tile_begin.to(tl.int64) + m // GROUP
         is_query = (m < BLOCK_M // GROUP * GROUP) & (token < tl.load(row_begins + row + 1))
     else:

@@ -24,6 +24,10 @@ _PROGRAMS_PER_MULTIPROCESSOR = 2
 """Programs that share the keys: fewer leave multiprocessors idle, more only add to the reduction."""
 
 
+_MAX_GRID = 2**16 - 1
+"""Programs of CUDA's second and third dimension of a grid; the first has 2^31 - 1."""
+
+
 class PagedAttention:
     """Attention of one forward, called once for each layer: reads keys and values from their pages.
 
@@ -62,7 +66,7 @@ class PagedAttention:
             self._is_split = not is_invariant  # one kernel, whether any row has splits or none
             self._has_splits = self._plan.num_places > 0
             num_partials = self._plan.num_places * config.num_kv_heads * self._tile.block_m
-            self._grid: tuple[int, ...] = (config.num_kv_heads, self._plan.items.shape[1])
+            self._grid: tuple[int, ...] = (config.num_kv_heads * self._plan.items.shape[1],)
         else:
             num_rows, self._width = batch.tokens.shape
             self._tile = _tile(self._width * self._group, config.head_dim, element_size)
@@ -71,6 +75,8 @@ class PagedAttention:
             self._is_split = self._has_splits = self._num_splits > 1
             num_partials = self._num_tokens * config.num_heads * self._num_splits
             self._grid = (config.num_kv_heads, self._num_query_blocks * self._num_splits, num_rows)
+            most = max(self._grid[1:])
+            assert most <= _MAX_GRID, f"{num_rows} rows of {self._width} tokens: a GPU has {_MAX_GRID} programs there"
         num_partials = num_partials if self._has_splits else 1
         self._partial_output = self._limits.new_empty(num_partials, config.head_dim, dtype=torch.float32)
         self._partial_lse = self._limits.new_empty(num_partials, dtype=torch.float32)
@@ -133,7 +139,7 @@ class PagedAttention:
             KV_HEADS=config.num_kv_heads,
             GROUP=self._group,
             HEAD_DIM=config.head_dim,
-            BLOCK_D=max(16, power_of_two(config.head_dim)),
+            BLOCK_D=max(_LEAST_DIM, power_of_two(config.head_dim)),
             BLOCK_M=self._tile.block_m,
             BLOCK_N=self._tile.block_n,
             HAS_WINDOW=window is not None,
@@ -269,6 +275,8 @@ def paged_attention(
     return PagedAttention(config, batch, cache, is_invariant=is_invariant)
 
 
+_LEAST_DIM = 16
+"""Dimensions that a product of tensor cores has at least: a smaller head is padded, which a block is not."""
 _COMBINED = 8
 """Stacked queries of which one program combines the splits."""
 _LARGE = 128
@@ -319,7 +327,7 @@ def _has_blocks(cache: PagedKV, head_dim: int) -> bool:
         cache.page_size % _SMALL_TILE.block_n == 0
         and kv.element_size() == 2
         and head_dim == power_of_two(head_dim)
-        and head_dim <= 128
+        and _LEAST_DIM <= head_dim <= 128
         and (not kv.is_cuda or is_hopper(kv.device))
     )
 

@@ -12,6 +12,7 @@ import torch
 from slipstream.services.models.attention import torch_attention
 from slipstream.services.models.kernels import paged_attention
 from slipstream.services.models.kernels.attention_plan import RaggedPlan
+from slipstream.services.models.kernels.paged_attention import PagedAttention
 from tests.services.models.kernels.attention_case import TOLERANCES, AttentionCase, some_config
 
 FAR = 2**62
@@ -237,6 +238,36 @@ def test_keys_that_are_read_in_blocks(
     expected, is_taken = case.expected(), torch.arange(80) < torch.tensor(widths)[:, None]
     for output in outputs:
         assert (output.to(torch.float64).cpu() - expected[is_taken]).abs().max() <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("head_dim", [2, 4, 8])
+def test_heads_of_few_dimensions_are_not_read_in_blocks(head_dim: int, device: torch.device) -> None:
+    """With pages that have whole blocks of wider heads."""
+    config, dtype = some_config(head_dim=head_dim), torch.bfloat16 if device.type == "cuda" else torch.float16
+    case = AttentionCase.random(config, (70, 3), 5, device=device, dtype=dtype, seed=18, page_size=64)
+    case.assert_close(case.attend(), case.expected())
+    output, expected = case.ragged((5, 2)).attend(), case.expected()
+    expected = torch.cat((expected[0], expected[1, :2]))
+    assert (output.to(torch.float64).cpu() - expected).abs().max() <= TOLERANCES[dtype]
+
+
+def test_ragged_rows_may_have_more_items_than_a_grid_has_rows(device: torch.device) -> None:
+    """CUDA's second and third dimension have 65,535 programs, its first has 2^31 - 1."""
+    case = AttentionCase.random(some_config(), (0,), 1, device=device, dtype=torch.float32, seed=19)
+    attention = PagedAttention(case.config, case.ragged([1]).batch, case.cache)
+    assert attention._grid[1:] == ()
+    assert attention._grid[0] % case.config.num_kv_heads == 0
+    rows = 2**16
+    wide = replace(
+        case.batch,
+        **{
+            name: getattr(case.batch, name).expand(rows, -1)
+            for name in ("tokens", "positions", "is_valid", "page_table")
+        },
+        limits=case.batch.limits.expand(rows),
+    )
+    with pytest.raises(AssertionError, match="65536 rows of 1 tokens: a GPU has 65535 programs there"):
+        PagedAttention(case.config, wide, case.cache)
 
 
 def test_positions_past_the_limit_go_to_the_padding_page(device: torch.device) -> None:
