@@ -46,7 +46,13 @@ class GatewaySettings(AccessSettings, heading="Requests and jobs"):
     kept_jobs: int = setting(
         1000, help="Jobs that are kept after their end, to be watched and asked after.", unit="N", low=0, high=2**20
     )
-    job_ttl_s: float = setting(600.0, help="How long they are kept.", unit="SECONDS", above=0, high=_DAY_S)
+    job_ttl_s: float = setting(
+        600.0,
+        help="How long they are kept, from the end or from the gateway's last start.",
+        unit="SECONDS",
+        above=0,
+        high=_DAY_S,
+    )
     kept_mib: int = setting(256, help="Memory that they take at most.", unit="MIB", low=1, high=2**20)
     journal: str = setting(
         JournalMode.PROCESS.value,

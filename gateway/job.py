@@ -225,8 +225,8 @@ class Job:
         first_token_at = min((one.first_token_at or now for one in stats), default=now)
         metrics.started(
             prompt_tokens=self.num_prompt_tokens,
-            queue_seconds=admitted_at - self._arrived_at,
-            first_token_seconds=first_token_at - self._arrived_at,
+            queue_seconds=max(0.0, admitted_at - self._arrived_at),
+            first_token_seconds=max(0.0, first_token_at - self._arrived_at),
         )
 
 
@@ -261,7 +261,7 @@ class JobStore:
         self._clock = clock
         self._jobs: dict[tuple[str, str], Job] = {}
         self._ended: dict[Job, tuple[float, int]] = {}
-        """When each of them is forgotten, and its bytes; the earliest first."""
+        """When each of them is forgotten, and its bytes; the one that ended first comes first."""
         self._ended_bytes = 0
 
     def __len__(self) -> int:
@@ -281,12 +281,12 @@ class JobStore:
                 self.on_forget(before)
         self._jobs[job.owner, job.job_id] = job
 
-    def end(self, job: Job, ago_s: float = 0.0) -> None:
-        """Starts the time after which a job that is over is forgotten; it ended `ago_s` before now."""
+    def end(self, job: Job) -> None:
+        """Starts the time after which a job that is over is forgotten."""
         if self._jobs.get((job.owner, job.job_id)) is not job:
             return
         self._take_from_ended(job)
-        self._ended[job] = self._clock() - ago_s + self._ttl_s, job.num_bytes
+        self._ended[job] = self._clock() + self._ttl_s, job.num_bytes
         self._ended_bytes += job.num_bytes
         self._forget()
 

@@ -236,8 +236,8 @@ class JobJournal(Journal):
         if self._is_on:
             self.saved(job.number, output_of(job), time.time_ns() if job.is_over else None)
 
-    async def restore(self, model: ServedModel) -> list[tuple[Job, float]]:
-        """Returns each job with the time in seconds since its end, 0 if it has not ended.
+    async def restore(self, model: ServedModel) -> list[tuple[Job, int]]:
+        """Returns each job, the earliest first, with a number that orders those that are over by their ends.
 
         Jobs of another model are dropped: their tokens cannot become text.
         """
@@ -269,8 +269,7 @@ class JobJournal(Journal):
         if num_dropped:
             logger.warning("%d jobs of another model than the one that is served are dropped", num_dropped)
         self._stored, self._rows = [], []
-        now_ns = time.time_ns()
-        return [(job, max(0, now_ns - (stored.ended_ns or now_ns)) / 1e9) for stored, job in restored]
+        return [(job, self._next_step if stored.ended_ns is None else stored.since) for stored, job in restored]
 
     async def _add_rows(self, unfinished: Iterable[tuple[StoredJob, Job]]) -> None:
         """Adds the output of the steps since each job was saved."""

@@ -1,4 +1,8 @@
-"""Encodes jobs and their output for the journal, and makes jobs from it again."""
+"""Encodes jobs and their output for the journal, and makes jobs from it again.
+
+The journal has times since 1970, because those of `time.monotonic` begin anew with each boot. The clock may be set
+between two of them: they say when something was, and decide nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +26,6 @@ if TYPE_CHECKING:
     from slipstream.gateway.journal_file import StoredJob
     from slipstream.gateway.sample import Sample
     from slipstream.gateway.served_model import ServedModel
-
-_UNIX_EPOCH_NS = time.time_ns() - time.monotonic_ns()
-"""Added to a time of `time.monotonic_ns`, it gives nanoseconds since 1970: the former begins anew with each boot."""
 
 
 def record_of(job: Job) -> bytes:
@@ -57,8 +58,9 @@ def output_of(job: Job) -> bytes:
 
 def rows_of(step: StepOutput, keys: Mapping[int, int]) -> bytes:
     """The encoded output of a step; `keys` names the sample of each sequence that counts."""
+    unix_epoch_ns = _unix_epoch_ns()
     admitted = [
-        (keys[sequence], at + _UNIX_EPOCH_NS)
+        (keys[sequence], at + unix_epoch_ns)
         for sequence, at in zip(step.admitted, step.admitted_ns, strict=True)
         if sequence in keys
     ]
@@ -68,7 +70,7 @@ def rows_of(step: StepOutput, keys: Mapping[int, int]) -> bytes:
             sequences=[keys.get(sequence, 0) for sequence in step.sequences],
             admitted=[key for key, _ in admitted],
             admitted_ns=[at for _, at in admitted],
-            published_ns=step.published_ns + _UNIX_EPOCH_NS,
+            published_ns=step.published_ns + unix_epoch_ns,
             logprobs={keys[sequence]: row for sequence, row in step.logprobs.items() if sequence in keys},
             cached_tokens={keys[sequence]: n for sequence, n in step.cached_tokens.items() if sequence in keys},
         )
@@ -94,7 +96,7 @@ def job_of(stored: StoredJob, model: ServedModel) -> Job | None:
         min_new_tokens=record.min_new_tokens,
         continues_prompt=record.continues_prompt,
     )
-    arrived_at = (record.created_ns - _UNIX_EPOCH_NS) / 1e9
+    arrived_at = _to_monotonic(record.created_ns) / 1e9
     output = journal_pb2.JournaledOutput.FromString(stored.output or b"")
     stats = [_stats_from_pb(sample) for sample in output.samples] or [SequenceStats() for _ in request.samples]
     job = Job(
@@ -122,11 +124,11 @@ def add_rows(row: bytes, jobs: Mapping[int, Job]) -> None:
     step = StepOutput.from_pb(scheduler_pb2.StepOutput.FromString(row))
     for key, admitted_ns in zip(step.admitted, step.admitted_ns, strict=True):
         if (sample := _sample(jobs, key)) is not None and sample.stats.admitted_at is None:
-            sample.stats.admitted_at = _from_unix(admitted_ns)
+            sample.stats.admitted_at = _to_monotonic(admitted_ns) / 1e9
     for key, num_tokens in step.cached_tokens.items():
         if (sample := _sample(jobs, key)) is not None and not sample.output.num_tokens:
             sample.stats.cached_tokens = num_tokens
-    end = 0
+    end, published_ns = 0, _to_monotonic(step.published_ns)
     columns = (step.sequences, step.num_tokens, step.num_accepted, step.finish_reasons)
     is_beyond = step.is_beyond_draft or [False] * len(step.sequences)
     for key, num_tokens, num_accepted, reason, is_beyond_draft in zip(*columns, is_beyond, strict=True):
@@ -139,7 +141,7 @@ def add_rows(row: bytes, jobs: Mapping[int, Job]) -> None:
                     step.logprobs.get(key, ()),
                     reason,
                     num_draft_tokens=step.num_draft_tokens,
-                    published_ns=step.published_ns - _UNIX_EPOCH_NS,
+                    published_ns=published_ns,
                     is_beyond_draft=is_beyond_draft,
                 )
 
@@ -208,8 +210,18 @@ def _error_from_pb(message: scheduler_pb2.Refusal) -> SlipstreamError:
 
 
 def _to_unix(seconds: float | None) -> int:
-    return 0 if seconds is None else round(seconds * 1e9) + _UNIX_EPOCH_NS
+    return 0 if seconds is None else round(seconds * 1e9) + _unix_epoch_ns()
 
 
 def _from_unix(unix_ns: int) -> float | None:
-    return (unix_ns - _UNIX_EPOCH_NS) / 1e9 if unix_ns else None
+    return _to_monotonic(unix_ns) / 1e9 if unix_ns else None
+
+
+def _to_monotonic(unix_ns: int) -> int:
+    """The time of `time.monotonic_ns`: negative for one before the boot, and never in the future."""
+    return min(unix_ns - _unix_epoch_ns(), time.monotonic_ns())
+
+
+def _unix_epoch_ns() -> int:
+    """Added to a time of `time.monotonic_ns`, it gives nanoseconds since 1970, as the clock is set now."""
+    return time.time_ns() - time.monotonic_ns()

@@ -109,9 +109,9 @@ class JobManager:
                 if sample.sequence is not None:
                     self._alive[sample.sequence] = (job, sample)
                     self._link.add(sample.sequence)
-        for job, ago_s in sorted(restored, key=lambda item: -item[1]):
+        for job, _ in sorted(restored, key=lambda item: item[1]):
             if job.is_over:
-                self._store.end(job, ago_s)
+                self._store.end(job)
         if self._alive:
             self._is_idle.clear()
         self._is_complete = True
@@ -172,8 +172,9 @@ class JobManager:
         sequences = tuple(map(RunningSequence, request.samples))
         self._link.add(*sequences)
         before = self._store.get(owner, request.job_id)
-        attempt = max(time.time_ns() // 1000, 0 if before is None else before.attempt + 1)
-        job = Job(request, sequences, model, number=next(self._numbers), attempt=attempt, owner=owner)
+        number = next(self._numbers)
+        attempt = max(number, 0 if before is None else before.attempt + 1)
+        job = Job(request, sequences, model, number=number, attempt=attempt, owner=owner)
         self._alive |= {sequence: (job, sample) for sequence, sample in zip(sequences, job.samples, strict=True)}
         self._store.add(job)
         self.journal.accept(job)

@@ -101,7 +101,7 @@ class RunningSequence:
     added_at: float = 0.0
     """When the link took it, in seconds of `time.monotonic`."""
     key: int = 0
-    """Names its sample in the journal."""
+    """Names its sample in the journal, and orders it among those that wait: it grows from job to job."""
     is_waiting: bool = False
     """True while the link counts it among those that wait for their first slot."""
     is_cancelled: bool = False
@@ -122,7 +122,7 @@ class RunningSequence:
 
     def to_pb(self, epoch: int) -> scheduler_pb2.NewSequence:
         """Encodes it with its output so far."""
-        spec = replace(self.spec, output=tuple(self.output), arrived_ns=int(self.arrived_at * 1e9))
+        spec = replace(self.spec, output=tuple(self.output), arrival=self.key)
         return spec.to_pb(self.id, epoch)
 
 
@@ -227,6 +227,7 @@ class Sample:
             self.end(FinishReason.STOP, None)
         self._num_measured = len(self.output.token_ids)
         self._measured_at = time.monotonic()
+        self.output.published_ns = self.output.published_before_ns = 0
         if self.usage is not None:
             self.sequence = None
 
@@ -287,10 +288,11 @@ class Sample:
             mean_accept_length=stats.mean_accept_length,
             accepted_per_position=stats.accepted_per_position,
             seed=self.spec.sampling.seed,
-            queue_seconds=admitted_at - arrived_at,
-            time_to_first_token_seconds=first_token_at - arrived_at,
+            # Times of another process, by a clock that was set meanwhile, may be in any order.
+            queue_seconds=max(0.0, admitted_at - arrived_at),
+            time_to_first_token_seconds=max(0.0, first_token_at - arrived_at),
             end_to_end_seconds=ended_at - arrived_at,
-            mean_inter_token_latency_seconds=decoding_s / max(1, num_tokens - 1),
+            mean_inter_token_latency_seconds=max(0.0, decoding_s) / max(1, num_tokens - 1),
             cached_tokens=stats.cached_tokens,
             tokens_beyond_draft=stats.tokens_beyond_draft,
         )

@@ -57,7 +57,7 @@ class SampleOutput:
         self.num_steps = 0
         """Steps that brought tokens."""
         self.published_ns = 0
-        """When the newest token was published, by `time.monotonic_ns`."""
+        """When the newest token was published, by `time.monotonic_ns`; 0 if it is of another process."""
         self.published_before_ns = 0
         """The same for the step before that."""
         self._job_id = request.job_id

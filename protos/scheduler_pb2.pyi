@@ -35,7 +35,7 @@ class RunRequest(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., cancelled: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NewSequence(_message.Message):
-    __slots__ = ("id", "epoch", "job_id", "prompt", "output", "max_new_tokens", "sampling", "stop_token_ids", "top_logprobs", "max_draft_tokens", "priority", "arrived_ns", "deadline_ns", "cache_salt")
+    __slots__ = ("id", "epoch", "job_id", "prompt", "output", "max_new_tokens", "sampling", "stop_token_ids", "top_logprobs", "max_draft_tokens", "priority", "arrived_ns", "deadline_ns", "cache_salt", "arrival")
     ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class NewSequence(_message.Message):
     ARRIVED_NS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_NS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_FIELD_NUMBER: _ClassVar[int]
     id: int
     epoch: int
     job_id: str
@@ -64,7 +65,8 @@ class NewSequence(_message.Message):
     arrived_ns: int
     deadline_ns: int
     cache_salt: str
-    def __init__(self, id: _Optional[int] = ..., epoch: _Optional[int] = ..., job_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., output: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_worker_pb2.SlotSampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., arrived_ns: _Optional[int] = ..., deadline_ns: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    arrival: int
+    def __init__(self, id: _Optional[int] = ..., epoch: _Optional[int] = ..., job_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., output: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_worker_pb2.SlotSampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., arrived_ns: _Optional[int] = ..., deadline_ns: _Optional[int] = ..., cache_salt: _Optional[str] = ..., arrival: _Optional[int] = ...) -> None: ...
 
 class RunResponse(_message.Message):
     __slots__ = ("state", "output", "refusals")

@@ -174,10 +174,10 @@ class SequenceSpec:
     """Draft tokens that may be accepted in a step; None: as many as are drafted, 0: no speculation."""
     priority: int = 0
     """A higher one is admitted before a lower one, and preempted after it."""
-    arrived_ns: int = 0
-    """When the client's job arrived, by `time.monotonic_ns`: of equal priority, the oldest is admitted first."""
+    arrival: int = 0
+    """Of equal priority, the smallest is admitted first. It grows from job to job of a gateway."""
     deadline_ns: int = 0
-    """By the same clock; a sequence that still waits then is refused. 0 is never."""
+    """By `time.monotonic_ns`; a sequence that still waits then is refused. 0 is never."""
     cache_salt: str = ""
     """Sequences of different salts share no KV pages."""
 

@@ -67,7 +67,7 @@ class WaitingQueue:
         self._held[sequence.key] = sequence
         self._num_added += 1
         spec = sequence.spec
-        sequence.rank = (-spec.priority, spec.arrived_ns, self._num_added)
+        sequence.rank = (-spec.priority, spec.arrival, self._num_added)
         self._queue(sequence)
         if spec.deadline_ns:
             heappush(self.deadlines, (spec.deadline_ns, self._num_added, sequence))

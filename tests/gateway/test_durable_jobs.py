@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 PROMPT = list(range(65, 91))
 """An alphabet: the text repeats it."""
 PAUSE = 30
+DAY_S = 86_400.0
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 100},
     "two samples": {"max_new_tokens": 100, "temperature": 1.0, "n": 2},
@@ -114,6 +116,65 @@ async def test_jobs_of_a_killed_gateway_go_on(path: Path) -> None:
             assert comparable(chunks) == expected[name], name
             assert chunks[-1].job_usage == watched[name][-1].job_usage
         assert server.loop.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("step_s", "afterwards_s"),
+    [
+        pytest.param(0.0, 10 * 365 * DAY_S, id="boot"),
+        *((step_s, after_s) for step_s in (-60.0, 60.0, -DAY_S, DAY_S, DAY_S / 4) for after_s in (0.0, 5 * step_s)),
+    ],
+)
+async def test_a_clock_that_steps_changes_no_order_and_no_outcome(
+    path: Path, step_s: float, afterwards_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a boot, too: to CLOCK_MONOTONIC, which begins anew, a job of before is as one of ten years ago."""
+    time_ns, stepped_s = time.time_ns, 0.0
+    monkeypatch.setattr("time.time_ns", lambda: time_ns() + round(stepped_s * 1e9))
+    names = [f"job-{number}" for number in range(4)]
+
+    async def come_to(num_tokens: int, jobs: list[str]) -> None:
+        server.loop.pause_tokens = num_tokens
+        await until(lambda: all(server.manager.get(name).num_tokens == num_tokens for name in jobs))
+
+    async with generation_server(journal=path) as server, AsyncClient(server.address) as client:
+        ended = ["ended-first", "ended-last"]
+        server.loop.pause_tokens = PAUSE
+        for name in reversed(ended):
+            await client.create_job(PROMPT, job_id=name, max_new_tokens=80)
+        await come_to(PAUSE, ended)
+        for name in ended:
+            await client.cancel_job(name)
+            await state_of(client, name, JobState.ENDED)
+            await server.manager.journal.flush()
+            stepped_s += step_s
+        server.loop.slots = 0
+        for name in names[:3]:
+            await client.create_job(PROMPT, job_id=name, max_new_tokens=80)
+        stepped_s += step_s
+        server.loop.slots = 3
+        await come_to(PAUSE, names[:3])
+        stepped_s += step_s
+        await come_to(2 * PAUSE, names[:3])
+        left = killed(path)
+    stepped_s = afterwards_s
+    async with generation_server(journal=left, slots=0) as server, AsyncClient(server.address) as client:
+        assert [job.job_id for job in server.store._ended] == ended
+        await client.create_job(PROMPT, job_id=names[3], max_new_tokens=80)
+        first = await anext(client.watch_job(names[0]))
+        assert (len(first.token_ids), first.published_ns) == (2 * PAUSE, 0)
+        server.loop.slots = 1
+        for name in names:
+            chunks = await collect(client.watch_job(name))
+            assert tokens_of(chunks) == (PROMPT * 4)[:80]
+            usage = chunks[-1].usage
+            assert usage is not None
+            durations = usage.queue_seconds, usage.time_to_first_token_seconds, usage.mean_inter_token_latency_seconds
+            assert 0 <= min(durations) <= usage.end_to_end_seconds
+        assert [job.job_id for job in (await client.list_jobs()).jobs][:4] == names[::-1]
+        arrivals = [sequence.spec.arrival for sequence in server.loop.submitted]
+        assert [sequence.spec.job_id for sequence in server.loop.submitted] == names
+        assert arrivals == sorted(set(arrivals))
 
 
 async def test_a_client_goes_on_at_its_offset(path: Path) -> None:
@@ -342,12 +403,13 @@ async def test_a_sequence_whose_end_is_lost_with_a_commit_is_forgotten(path: Pat
         job = server.store.get("", "mine")
         assert job is not None
         journal, may_fail = server.manager.journal, threading.Event()
+        assert journal._file is not None
 
         def fail(changes: object, rows: object) -> int:
             may_fail.wait(30)
             raise sqlite3.OperationalError("the disk has failed")
 
-        journal._write, write = fail, journal._write
+        journal._file.commit, commit = fail, journal._file.commit  # type: ignore[method-assign]
         server.manager.leave(job, None)
         server.manager.create(job.request, server.model)
         # Both sequences' news, the one's end and the other's admission, come in one message.
@@ -355,7 +417,7 @@ async def test_a_sequence_whose_end_is_lost_with_a_commit_is_forgotten(path: Pat
         may_fail.set()
         with pytest.raises(UnavailableError, match="the disk has failed"):
             await stream
-        journal._write = write
+        journal._file.commit = commit  # type: ignore[method-assign]
         await until(lambda: not server.link._sequences)
         assert server.link.running == {}
         server.loop.pause_tokens = None

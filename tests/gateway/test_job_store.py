@@ -32,12 +32,12 @@ class Kept:
         self.store = JobStore(**{"capacity": 100, "ttl_s": TTL_S, "clock": lambda: self.now, **bounds})
         self.store.on_forget = lambda job: self.forgotten.append(job.number)
 
-    def add(self, number: int, name: str = "", *, ago_s: float | None = None) -> Any:
-        """Adds a job; with `ago_s` it ended so long ago."""
+    def add(self, number: int, name: str = "", *, is_over: bool = True) -> Any:
+        """Adds a job, which ends now if it `is_over`."""
         job: Any = Ended(name or f"job-{number}", number)
         self.store.add(job)
-        if ago_s is not None:
-            self.store.end(job, ago_s)
+        if is_over:
+            self.store.end(job)
         return job
 
     @property
@@ -50,9 +50,9 @@ class Kept:
 @pytest.mark.parametrize("bounds", [{"capacity": 3}, {"max_bytes": 3 * BYTES + 1}])
 def test_the_job_that_ended_first_goes_first(bounds: dict[str, int]) -> None:
     kept = Kept(**bounds)
-    running = kept.add(0)
+    running = kept.add(0, is_over=False)
     for number in range(1, 6):
-        kept.add(number, ago_s=0)
+        kept.add(number)
     assert (kept.numbers, kept.forgotten) == ([0, 3, 4, 5], [1, 2])
     kept.store.end(running)
     assert (kept.numbers, kept.forgotten) == ([0, 4, 5], [1, 2, 3])
@@ -60,25 +60,26 @@ def test_the_job_that_ended_first_goes_first(bounds: dict[str, int]) -> None:
 
 def test_age_counts_from_the_end() -> None:
     kept = Kept()
-    kept.add(1, ago_s=50)
-    kept.add(2, ago_s=10)
-    kept.add(3)
-    kept.now = 10.0
+    kept.add(1)
+    kept.now = 40.0
+    kept.add(2)
+    kept.add(3, is_over=False)
+    kept.now = 60.0
     assert kept.numbers == [2, 3]
-    kept.now = 49.0
+    kept.now = 99.0
     assert kept.numbers == [2, 3]
-    kept.now = 50.0
+    kept.now = 100.0
     assert (kept.numbers, kept.forgotten) == ([3], [1, 2])
 
 
 def test_a_job_that_goes_on_or_is_replaced_no_longer_counts() -> None:
     kept = Kept(max_bytes=2 * BYTES)
-    again = kept.add(1, ago_s=0)
+    again = kept.add(1)
     kept.store.add(again)
-    kept.add(2, "name", ago_s=0)
-    kept.add(3, "name", ago_s=0)
+    kept.add(2, "name")
+    kept.add(3, "name")
     assert kept.forgotten == [2]
-    kept.add(4, ago_s=0)
+    kept.add(4)
     assert (kept.numbers, kept.forgotten) == ([1, 3, 4], [2])
     # The one before it has the name no more: its end is of no interest.
     kept.now = 2 * TTL_S

@@ -352,8 +352,9 @@ async def test_a_sequence_whose_end_is_being_written_is_not_submitted_again(tmp_
         server.loop.pause("verify is gone")
         await until(lambda: not server.link.running)
         journal, may_write = server.manager.journal, threading.Event()
-        write = journal._write
-        journal._write = lambda changes, rows: write(changes, rows) if may_write.wait(30) else 0
+        assert journal._file is not None
+        commit = journal._file.commit
+        journal._file.commit = lambda changes, rows: commit(changes, rows) if may_write.wait(30) else 0  # type: ignore[method-assign]
         job = server.store.get("", "late")
         assert job is not None
         journal.accept(job)

@@ -16,7 +16,7 @@ import psutil
 
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 COMMAND = (sys.executable, "-m", "slipstream.cli.main")
@@ -43,14 +43,16 @@ def free_ports(count: int) -> int:
 class Running:
     """A command that runs."""
 
-    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> None:
         """Starts it; its output goes to files, so that it never waits for us to read.
 
-        `environment`: of the process, this one's if it is not given.
+        `environment`: of the process, this one's if it is not given. `prefix`: the command that runs it.
         """
         self._files = (TemporaryFile(), TemporaryFile())  # noqa: SIM115 — closed by `end`
         # Tests that a shell runs in the background ignore Ctrl-C, and so would what they start.
-        command = ("env", "--default-signal=INT", *COMMAND, *arguments)
+        command = ("env", "--default-signal=INT", *prefix, *COMMAND, *arguments)
         self._process = subprocess.Popen(command, stdout=self._files[0], stderr=self._files[1], env=environment)
 
     @property
@@ -96,9 +98,9 @@ class Running:
 
 
 @contextmanager
-def running(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Running]:
-    """Starts a command; it is ended with the context, if it has not by then."""
-    with closing(Running(*arguments, environment=environment)) as command:
+def running(*arguments: str, **options: Any) -> Iterator[Running]:
+    """Starts a command; it is ended with the context, if it has not by then. `options`: see `Running`."""
+    with closing(Running(*arguments, **options)) as command:
         yield command
 
 
@@ -116,10 +118,10 @@ def status(state_dir: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def running_up(state_dir: Path, *options: str, environment: Mapping[str, str] | None = None) -> Iterator[Running]:
-    """`slipstream up` in a state directory, on a free port, ready."""
+def running_up(state_dir: Path, *options: str, **process: Any) -> Iterator[Running]:
+    """`slipstream up` in a state directory, on a free port, ready. `process`: see `Running`."""
     arguments = ("up", "--state-dir", str(state_dir), "--listen", "127.0.0.1:0", *options)
-    with running(*arguments, environment=environment) as up:
+    with running(*arguments, **process) as up:
         until((state_dir / "server").exists, up)
         yield up
 

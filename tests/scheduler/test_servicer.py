@@ -217,7 +217,7 @@ async def test_priority_goes_before_arrival_and_arrival_before_submission(tmp_pa
         [first] = await gateway.submit(replace(ENDLESS, max_new_tokens=30))
         await gateway.until(lambda: bool(gateway.outputs[first]))
         late, early, urgent = await gateway.submit(
-            replace(SPEC, arrived_ns=20), replace(SPEC, arrived_ns=10), replace(SPEC, arrived_ns=30, priority=1)
+            replace(SPEC, arrival=20), replace(SPEC, arrival=10), replace(SPEC, arrival=30, priority=1)
         )
         await gateway.until(lambda: len(gateway.ends) == 4)
         admitted = [number for step in gateway.steps for number in step.admitted]

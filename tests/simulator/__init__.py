@@ -17,8 +17,8 @@ from the seed. Real code that blocks (the step loop, the journal's thread) runs 
 where they wait; real code of an event loop runs on `event_loop.py`. `substitutes.py` puts clock and threads into it.
 
 `faults.py` draws what goes wrong: any process is killed or stopped between any two events, a stream rests or hangs, a
-connection breaks, a draft is swapped. `schedule.py` draws a server's settings, its clients and its faults from one
-seed, runs them, and is the oracle:
+connection breaks, a draft is swapped, a clock is set, the host boots. `schedule.py` draws a server's settings, its
+clients and its faults from one seed, runs them, and is the oracle:
 
 - every token at a client is the reference's at that place, without a gap and without repetition (as the real client's
   reader counts them), and every sample has one end, for the right reason;

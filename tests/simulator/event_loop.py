@@ -41,7 +41,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             events._set_running_loop(before)
 
     def time(self) -> float:
-        return self._world.now
+        return self._world.monotonic()
 
     def get_debug(self) -> bool:
         return False
@@ -69,11 +69,11 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:  # type: ignore[override]
-        return self.call_at(self._world.now + delay, callback, *args, context=context)
+        return self.call_at(self._world.monotonic() + delay, callback, *args, context=context)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:  # type: ignore[override]
         handle = asyncio.TimerHandle(when, callback, args, self, context)
-        self._process.at(max(0.0, when - self._world.now), self._due, handle)
+        self._process.at(max(0.0, when - self._world.monotonic()), self._due, handle)
         return handle
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]

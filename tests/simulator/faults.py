@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 PROCESSES = ("gateway", "scheduler", "verify", "draft", "draft")
 DRAFTS = ("draft", "other-draft", "other-draft", "none")
+CLOCK_KINDS = ("step", "boot")
+STEPS_S = (-86_400.0, -60.0, 60.0, 21_600.0, 86_400.0)
 KINDS = ("kill", "kill", "kill", "stop", "cut", "slow", "hang", "stumble", "stumble")
 TYPICAL_EVENTS = 1200
 KEEPALIVE_S = 2.0
@@ -28,7 +30,8 @@ class Fault:
     slow, hang: the stream of the worker rests for `seconds`, or for ever. stumble: first one, then the other, and
     verify's rests as long, so that a draft that was given up on writes late, and for the last time.
     full: the disk of the gateway's journal is full for `seconds`.
-    swap: the scheduler is asked to put this draft in the place of the one that drafts; "none" takes it away."""
+    swap: the scheduler is asked to put this draft in the place of the one that drafts; "none" takes it away.
+    step: the wall clock is set forward by `seconds`, or back. boot: all processes end, and the host starts anew."""
     process: str
     seconds: float
 
@@ -63,6 +66,15 @@ class Faults:
         ]
         return cls(faults)
 
+    def set_clocks(self, random: Random) -> None:
+        """Adds boots and steps of the clock to half of the schedules, beside what else goes wrong."""
+        for _ in range(random.choice((0, 0, 1, 3))):
+            event = random.randrange(TYPICAL_EVENTS)
+            is_boot = random.random() < 0.3
+            self.faults.append(
+                Fault(event, "boot", "all", 0.0) if is_boot else Fault(event, "step", "none", random.choice(STEPS_S))
+            )
+
     @property
     def may_end_an_epoch(self) -> bool:
         """True once something happened to a process whose loss ends an epoch."""
@@ -76,11 +88,11 @@ class Faults:
     def _happen(self, machine: Machine, fault: Fault) -> None:
         world = machine.world
         process = machine.find("scheduler" if fault.kind == "swap" else fault.process)
-        if process is None:
+        if process is None and fault.kind not in CLOCK_KINDS:
             return
         self.num_done += 1
         if fault.kind != "swap":
-            self.done.add(fault.process)
+            self.done.add("scheduler" if fault.kind == "boot" else fault.process)
         world.note(f"event {world.num_events}:", fault.kind, fault.process, fault.seconds)
         match fault.kind:
             case "kill":
@@ -98,6 +110,10 @@ class Faults:
                 process.is_full_until = world.now + fault.seconds
             case "swap":
                 process.soon(process.begin_swap, fault.process)
+            case "step":
+                world.step_clock(fault.seconds)
+            case "boot":
+                world.boot()
             case "slow":
                 process.stream.paused_until = world.now + fault.seconds
             case "stumble":

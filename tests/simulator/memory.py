@@ -284,7 +284,7 @@ class SimulatedDevice:
 
     def sample_clock(self) -> ClockSample:
         """See `Device.sample_clock`."""
-        now_ns = round(self._host.world.now * 1e9)
+        now_ns = round(self._host.world.monotonic() * 1e9)
         return ClockSample(now_ns, now_ns)
 
     def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

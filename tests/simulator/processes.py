@@ -245,7 +245,7 @@ class GatewayProcess(Process):
             max_lost_epochs=1000,
             connect=lambda _: self.connection,
         )
-        store = JobStore(capacity=1000, ttl_s=1000.0, clock=lambda: self.world.now)
+        store = JobStore(capacity=1000, ttl_s=1000.0, clock=self.world.monotonic)
         self.manager = JobManager(self.link, store, _metrics(), journal_file=self._file, return_s=RETURN_S)
         self.servicer = GenerationServicer(
             self.manager,

@@ -104,6 +104,7 @@ class Schedule:
         self.can_fail = False
         """True if the server may fail jobs, which their clients ask for again."""
         self._lack_room(Random(f"room {seed}"))
+        self.faults.set_clocks(Random(f"clocks {seed}"))
 
     def _lack_room(self, random: Random) -> None:
         """Has some schedules fail jobs: the disk is full, the scheduler's queue is, or an outage takes too long."""

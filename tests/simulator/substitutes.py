@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from tests.simulator.world import Process, World
 
 _UNDER_TEST = ("slipstream.gateway.", "slipstream.scheduler.", "slipstream.common.rpc.loop_turns")
-_UNIX_S = 1.8e9
 
 
 class _NoLinks:
@@ -68,10 +67,10 @@ class _ProcessId:
 
 def _clock(world: World) -> SimpleNamespace:
     return SimpleNamespace(
-        monotonic=lambda: world.now,
-        monotonic_ns=lambda: round(world.now * 1e9),
-        time=lambda: _UNIX_S + world.now,
-        time_ns=lambda: round((_UNIX_S + world.now) * 1e9),
+        monotonic=world.monotonic,
+        monotonic_ns=lambda: round(world.monotonic() * 1e9),
+        time=world.unix,
+        time_ns=lambda: round(world.unix() * 1e9),
         sleep=world.sleep,
     )
 

@@ -45,6 +45,19 @@ def test_a_seed_is_a_schedule() -> None:
     assert results[0].digest != results[2].digest
 
 
+def test_a_clock_that_steps_changes_no_event() -> None:
+    """Forward or back, by minutes or a day, between any two events: all that happens is the same as without it."""
+    num_compared = 0
+    for seed in range(QUICK // 3):
+        schedule, other = Schedule(seed), Schedule(seed)
+        kinds = {fault.kind for fault in schedule.faults.faults}
+        if "step" in kinds and "boot" not in kinds:
+            other.world.keeps_clocks = True
+            assert schedule.run() == other.run()
+            num_compared += 1
+    assert num_compared > QUICK / 15
+
+
 @pytest.mark.parametrize(
     "bug",
     [pytest.param(bug, id=bug.name, marks=[pytest.mark.slow] if bug.name in RARE else []) for bug in BUGS],

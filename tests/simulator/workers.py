@@ -227,7 +227,7 @@ class SimulatedWorker(Process):
         self.world.fail(f"the stream of {self.name} broke: {error!r}")
 
     def _stamp(self, target: torch.Tensor) -> None:
-        target.fill_(round(self.world.now * 1e9))
+        target.fill_(round(self.world.monotonic() * 1e9))
 
     # Verify's steps.
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from tests.simulator.threads import SimulatedThread
 
 START_S = 1000.0
+UNIX_S = 1.8e9
+UPTIME_S = 0.05
+"""Of the host when its first process starts after a boot."""
 MOST_NOTES = 100
 MOST_EVENTS = 100_000
 """Of a schedule: a hundred times as many as one needs."""
@@ -104,6 +107,10 @@ class World:
         self.seed = seed
         self.random = Random(seed)
         self.now = START_S
+        self.keeps_clocks = False
+        """True if the processes' clocks go on evenly, whatever sets them."""
+        self._booted_at = 0.0
+        self._stepped_s = 0.0
         self.num_events = 0
         self.digest = 0
         """Of everything that happened until now: two runs of a seed have the same."""
@@ -124,6 +131,25 @@ class World:
         self._faults: list[tuple[int, Callable[[], None]]] = []
         self.hub = getcurrent()
         """Runs the events."""
+
+    def monotonic(self) -> float:
+        """The processes' CLOCK_MONOTONIC, in seconds."""
+        return self.now - self._booted_at
+
+    def unix(self) -> float:
+        """The processes' CLOCK_REALTIME, in seconds."""
+        return UNIX_S + self.now + self._stepped_s
+
+    def step_clock(self, seconds: float) -> None:
+        """Sets CLOCK_REALTIME forward, or back."""
+        self._stepped_s += 0.0 if self.keeps_clocks else seconds
+
+    def boot(self) -> None:
+        """Ends all processes; CLOCK_MONOTONIC begins anew."""
+        for process in tuple(self.processes):
+            process.kill()
+        if not self.keeps_clocks:
+            self._booted_at = self.now - UPTIME_S
 
     def latency(self) -> float:
         """A delay: mostly some microseconds, seldom a few milliseconds."""
@@ -181,7 +207,7 @@ class World:
                 process.defer(call, arguments)
                 continue
             self.num_events += 1
-            self.digest = hash((self.digest, number, round(self.now * 1e9)))
+            self.digest = hash((self.digest, number, round(self.now * 1e6)))
             self._call(process, call, arguments)
         if self.failures:
             raise SimulationError(self.failures[0])

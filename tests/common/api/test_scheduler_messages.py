@@ -31,7 +31,7 @@ SPEC = SequenceSpec(
     top_logprobs=0,
     max_draft_tokens=0,
     priority=-3,
-    arrived_ns=12,
+    arrival=12,
     deadline_ns=2**63,
     cache_salt="a tenant",
 )

@@ -20,9 +20,9 @@ SPEC = SequenceSpec(job_id="", prompt=(1,), max_new_tokens=1, sampling=SamplingP
 _numbers = count(1)
 
 
-def make(stream: int = 0, *, priority: int = 0, arrived_ns: int = 0, deadline_ns: int = 0) -> Sequence:
+def make(stream: int = 0, *, priority: int = 0, arrival: int = 0, deadline_ns: int = 0) -> Sequence:
     """A sequence that is not submitted."""
-    spec = replace(SPEC, priority=priority, arrived_ns=arrived_ns, deadline_ns=deadline_ns)
+    spec = replace(SPEC, priority=priority, arrival=arrival, deadline_ns=deadline_ns)
     return Sequence(spec, next(_numbers), stream)
 
 
@@ -54,9 +54,9 @@ def test_first_come_first_served_while_there_is_room() -> None:
 @given(st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 3)), max_size=8))
 def test_the_order_is_by_priority_then_arrival_then_submission(kinds: list[tuple[int, int]]) -> None:
     queue = open_queue()
-    added = [make(priority=priority, arrived_ns=arrived) for priority, arrived in kinds]
+    added = [make(priority=priority, arrival=arrived) for priority, arrived in kinds]
     queue.add(*added)
-    assert take_all(queue) == sorted(added, key=lambda one: (-one.spec.priority, one.spec.arrived_ns))
+    assert take_all(queue) == sorted(added, key=lambda one: (-one.spec.priority, one.spec.arrival))
 
 
 def test_a_full_queue_says_when_to_try_again_and_counts_what_runs() -> None:
@@ -121,7 +121,7 @@ def test_what_waits_past_its_deadline_is_taken_wherever_it_waits() -> None:
 def test_what_is_put_back_waits_where_it_did_and_has_no_deadline_any_more() -> None:
     queue, now = open_queue(), time.monotonic_ns()
     urgent, late = make(priority=1, deadline_ns=now + 10**12), make(priority=1, deadline_ns=now + 2 * 10**7)
-    first, second, third = make(arrived_ns=1), make(arrived_ns=2), make(arrived_ns=3)
+    first, second, third = make(arrival=1), make(arrival=2), make(arrival=3)
     queue.add(urgent, late, first, second, third)
     assert take_all(queue) == [urgent, late, first, second, third]
     for sequence in (late, first, second, third):
