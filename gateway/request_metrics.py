@@ -100,12 +100,12 @@ class RequestMetrics:
     ) -> None:
         """The two callables are read at each scrape, on a thread of its own."""
         self._first_token = FIRST_TOKEN.histogram(registry)
-        self._inter_token = INTER_TOKEN.bulk_histogram(registry).labels()
+        self._inter_token = INTER_TOKEN.histogram(registry)
         self._end_to_end = END_TO_END.histogram(registry)
         self._queue = QUEUE_TIME.histogram(registry)
         self._prompt_tokens = PROMPT_TOKENS.counter(registry)
         self.generation_tokens = GENERATION_TOKENS.counter(registry)
-        self.publish_to_send = PUBLISH_TO_SEND.bulk_histogram(registry).labels()
+        self.publish_to_send = PUBLISH_TO_SEND.histogram(registry)
         self.coalesced = COALESCED.counter(registry)
         self.cut_off = CUT_OFF.counter(registry)
         self.given_up = GIVEN_UP.counter(registry)
@@ -123,7 +123,7 @@ class RequestMetrics:
     def went_on(self, num_tokens: int, seconds: float) -> None:
         """Counts more tokens of a request, `seconds` after the ones before."""
         if num_tokens:
-            self._inter_token.observe(seconds / num_tokens, num_tokens)
+            self._inter_token.observe_many(seconds / num_tokens, num_tokens)
 
     def finished(self, reason: str, seconds: float) -> None:
         """Counts a request that ended with a finish reason, `seconds` after its arrival."""

@@ -9,13 +9,11 @@ import socket
 import threading
 import time
 from bisect import bisect_left
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from itertools import accumulate
-from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, TypeVar
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import (
     CollectorRegistry,
@@ -26,9 +24,9 @@ from prometheus_client import (
     disable_created_metrics,
     make_wsgi_app,
 )
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from slipstream.common.errors import AddressInUseError, ConfigError
 
@@ -44,6 +42,8 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 LINES_IN_A_TURN = 16
 """Lines of a page of metrics that are written without a pause, in about 0.1 ms of Python."""
+LONGEST_WAIT_S = 3600.0
+"""Seconds after which the server's thread wakes if no scraper comes."""
 PAUSE_S = 0.0001
 """Long enough for a thread that waits for the interpreter to wake up and take it."""
 
@@ -77,14 +77,9 @@ class MetricSpec:
         self._check(MetricKind.GAUGE)
         return Gauge(self.name, self.help, self.labels, registry=registry)
 
-    def histogram(self, registry: CollectorRegistry) -> Histogram:
+    def histogram(self, registry: CollectorRegistry) -> BulkHistogram:
         self._check(MetricKind.HISTOGRAM)
-        return Histogram(self.name, self.help, self.labels, registry=registry, buckets=self.buckets)
-
-    def bulk_histogram(self, registry: CollectorRegistry) -> BulkHistogram:
-        """Registers a histogram that takes many observations at once."""
-        self._check(MetricKind.HISTOGRAM)
-        return BulkHistogram(self.name, self.help, self.buckets, registry, self.labels)
+        return BulkHistogram(self.name, self.help, self.labels, registry=registry, buckets=self.buckets)
 
     def family(self) -> GaugeMetricFamily:
         """Returns an empty family, for a collector that makes its gauges at each scrape."""
@@ -108,69 +103,13 @@ def histogram(name: str, help: str, *labels: str, buckets: tuple[float, ...]) ->
     return MetricSpec(name=name, kind=MetricKind.HISTOGRAM, help=help, labels=labels, buckets=buckets)
 
 
-class BulkHistogram(Collector):
-    """A histogram that takes an observation at a fraction of the price of Prometheus' own, and many equal ones at once.
+class BulkHistogram(Histogram):
+    """A histogram that takes many equal observations at once, at the price of one."""
 
-    One thread observes; the scraper's thread reads.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        documentation: str,
-        buckets: tuple[float, ...],
-        registry: CollectorRegistry,
-        label_names: tuple[str, ...] = (),
-    ) -> None:
-        """`buckets`: ascending upper bounds, without infinity."""
-        self._name = name
-        self._documentation = documentation
-        self._bounds = buckets
-        self._label_names = label_names
-        self._observations: dict[tuple[str, ...], Observations] = {}
-        registry.register(self)
-
-    def labels(self, **values: str) -> Observations:
-        """The observations under these labels, which the scraper sees from now on."""
-        key = tuple(values[name] for name in self._label_names)
-        return self._observations.setdefault(key, Observations(self._bounds))
-
-    def describe(self) -> Iterable[HistogramMetricFamily]:
-        """Returns the family without values."""
-        return [self._family()]
-
-    def collect(self) -> Iterable[HistogramMetricFamily]:
-        family = self._family()
-        names = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
-        for values, observations in self._observations.copy().items():
-            counts, total = observations.read()
-            family.add_metric(values, list(zip(names, counts, strict=True)), total)
-        return [family]
-
-    def _family(self) -> HistogramMetricFamily:
-        return HistogramMetricFamily(self._name, self._documentation, labels=self._label_names)
-
-
-class Observations:
-    """The observations of a `BulkHistogram` under one set of labels."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-        self._lock = threading.Lock()
-
-    def observe(self, value: float, count: int = 1) -> None:
+    def observe_many(self, value: float, count: int) -> None:
         """Adds `count` observations of `value`."""
-        place = bisect_left(self._bounds, value)
-        with self._lock:
-            self._counts[place] += count
-            self._sum += count * value
-
-    def read(self) -> tuple[list[int], float]:
-        """Returns how many observations are up to each bound and in all, and their sum."""
-        with self._lock:
-            return list(accumulate(self._counts)), self._sum
+        self._sum.inc(count * value)
+        self._buckets[bisect_left(self._upper_bounds, value)].inc(count)
 
 
 RPCS = counter(
@@ -220,19 +159,21 @@ def serve_metrics(registry: CollectorRegistry, port: int | None) -> Iterator[int
         return
     address = f"{LOOPBACK}:{port}"
     try:
-        server = _MetricsServer(registry, port)
+        server = make_server(LOOPBACK, port, make_wsgi_app(PageInTurns(registry)), _MetricsServer, _Handler)
     except (OSError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise AddressInUseError("metrics_port", address) from error
         raise ConfigError("metrics_port", address, f"a port that this user may listen at ({error})") from error
-    thread = threading.Thread(target=server.run, name="metrics")
+    thread = threading.Thread(target=server.serve_forever, args=(LONGEST_WAIT_S,), name="metrics")
     thread.start()
     try:
         yield server.server_port
     finally:
-        server.stop()
-        thread.join()
+        # Wakes the thread, which else looks whether it is to end only when a scraper comes.
+        server.socket.shutdown(socket.SHUT_RDWR)
+        server.shutdown()
         server.server_close()
+        thread.join()
 
 
 class PageInTurns(Collector):
@@ -263,51 +204,17 @@ class PageInTurns(Collector):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = 10.0
+    timeout = 1.0
+    """Seconds that a scraper may send or read nothing, for which an open connection holds up the end, too."""
 
     def log_message(self, format: str, *args: object) -> None:
         """Logs no line for a scrape."""
 
 
-class _MetricsServer(ThreadingMixIn, WSGIServer):
-    """Serves each connection on a thread. `stop` ends the connections, and `server_close` joins the threads."""
+class _MetricsServer(ThreadingWSGIServer):
+    """Serves each connection on a thread of its own, which `server_close` joins."""
 
     daemon_threads = False
-
-    def __init__(self, registry: CollectorRegistry, port: int) -> None:
-        self._is_stopping = False
-        self._connections: set[socket.socket] = set()
-        super().__init__((LOOPBACK, port), _Handler)
-        self.set_app(make_wsgi_app(PageInTurns(registry)))
-
-    def server_bind(self) -> None:
-        """Binds without asking a name server for the host's name, as the base class would."""
-        TCPServer.server_bind(self)
-        self.server_name = LOOPBACK
-        self.server_port = self.socket.getsockname()[1]
-        self.setup_environ()
-
-    def run(self) -> None:
-        """Serves until `stop`, without waking in between."""
-        while not self._is_stopping:
-            self.handle_request()
-
-    def stop(self) -> None:
-        """Ends `run` and every connection."""
-        self._is_stopping = True
-        self.socket.shutdown(socket.SHUT_RDWR)
-        for connection in tuple(self._connections):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serves the connection on a thread of its own; `stop` ends it."""
-        self._connections.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self._connections.discard(request)
-        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Logs the error of a scrape, which ends when a scraper goes away."""

@@ -121,7 +121,7 @@ class StepMetricFamilies(Collector):
         """Held while a step is counted, and while all metrics are collected: about 0.3 ms a scrape."""
         self._count: Callable[[], None] | None = None
         self._families = families = CollectorRegistry()
-        self.step_seconds = STEP_SECONDS.bulk_histogram(families)
+        self.step_seconds = STEP_SECONDS.histogram(families)
         self.bubble_seconds = BUBBLE_SECONDS.counter(families)
         self.busy_seconds = BUSY_SECONDS.counter(families)
         self.host_stall_seconds = HOST_STALL_SECONDS.counter(families)
