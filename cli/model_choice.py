@@ -6,8 +6,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 
-from safetensors import SafetensorError, safe_open
-
 from slipstream import bundled
 from slipstream.common.errors import ConfigError
 from slipstream.common.settings import Settings, setting
@@ -103,14 +101,11 @@ def algorithm_of(draft: Path | None) -> str:
     """The tensors say what a head is, or `config.json` where there are none; any other draft is a model of its own."""
     if draft is None:
         return STANDALONE
-    try:
-        if of_head := algorithm_of_head(name for file in draft.glob("*.safetensors") for name in _tensors(file)):
-            return of_head
-    except (OSError, SafetensorError):
-        pass  # found, and said, when it is loaded
+    if of_head := algorithm_of_head(name for file in draft.glob("*.safetensors") for name in _tensors(file)):
+        return of_head
     try:
         config = json.loads((draft / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # found, and said, when it is loaded
         return STANDALONE
     if not isinstance(config, dict):
         return STANDALONE
@@ -119,8 +114,14 @@ def algorithm_of(draft: Path | None) -> str:
 
 
 def _tensors(file: Path) -> list[str]:
-    with safe_open(file, framework="numpy") as tensors:
-        return list(tensors.keys())
+    # Imported here: the gateway's image has the commands, and nothing that loads models.
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            return list(tensors.keys())
+    except (OSError, SafetensorError):
+        return []
 
 
 def _check_model(option: str, path: Path) -> None:
