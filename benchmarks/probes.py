@@ -2,8 +2,8 @@
 
 The workers have dummy kernels in place of models. Each probe runs for some seconds, with health checks from a process
 of its own meanwhile. Status 1 if a request holds the gateway's event loop for more than 20 ms of its thread's time,
-health takes more than 100 ms at the 99th percentile, or a request ends as it must not: refused without RetryInfo where
-it could come again, or refused at all where there is room.
+health takes more than 100 ms at the 99th percentile, unfinished messages cost more than 256 MiB of memory, or a request
+ends as it must not: refused without RetryInfo where it could come again, or refused at all where there is room.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
@@ -21,11 +21,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import grpc.aio
+import psutil
 import typer
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from slipstream.benchmarks.half_messages import HalfMessages
 from slipstream.benchmarks.health_checks import health_checks
 from slipstream.benchmarks.hostile_requests import MIB, hostile_requests
 from slipstream.benchmarks.models import JsonOption  # noqa: TC001 - typer reads the annotations
@@ -33,6 +35,7 @@ from slipstream.benchmarks.result_files import host, write_json
 from slipstream.benchmarks.stack import LOG_DIR, Stack
 from slipstream.benchmarks.watched_gateway import StallFile, watched_gateway
 from slipstream.common.rpc.address import proxy_options
+from slipstream.common.rpc.interceptor import HEALTH_SERVICE
 from slipstream.protos import generation_pb2
 
 if TYPE_CHECKING:
@@ -42,12 +45,17 @@ if TYPE_CHECKING:
 
 MOST_STALL_MS = 20.0
 MOST_HEALTH_P99_MS = 100.0
+MOST_MEMORY_MIB = 256.0
+"""That unfinished messages may take: gRPC's buffers are up to twice as large as what has arrived."""
 KERNELS_MS = (5.0, 60.0)
 """Lengths of the draft's and verify's kernels: a job with the whole context takes half a minute."""
 SLOTS = 64
 QUEUE = 1024
 KEPT_JOBS = 8192
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+
+KEY = "a-key-of-the-probes-0123456789"
+AUTHORIZATION = (("authorization", f"Bearer {KEY}"),)
 
 _JOB_IDS = (f"probe-{number}" for number in count())
 
@@ -63,6 +71,8 @@ class Target:
     """Times the number of calls of a probe."""
     codes: Counter[str] = field(default_factory=Counter)
     """Calls by their status; a RESOURCE_EXHAUSTED without RetryInfo has a name of its own."""
+    memory_mib: float = 0.0
+    """That the gateway's process gained at most, in a probe that looks at it."""
 
     def number(self, most: int) -> int:
         """`most` in a whole run, fewer in a sampled one."""
@@ -78,7 +88,9 @@ class Target:
         raw = request.SerializeToString() if isinstance(request, Message) else request
         decode = None if kind is None else kind.FromString
         try:
-            answer = await channel.unary_unary(f"/{SERVICE}/{method}", response_deserializer=decode)(raw)
+            answer = await channel.unary_unary(f"/{SERVICE}/{method}", response_deserializer=decode)(
+                raw, metadata=AUTHORIZATION
+            )
         except grpc.aio.AioRpcError as error:
             self.codes[code_of(error)] += 1
             return None
@@ -88,7 +100,9 @@ class Target:
     async def stream(self, channel: grpc.aio.Channel, method: str, request: Message) -> None:
         """Reads a stream to its end, and counts its outcome."""
         try:
-            async for _ in channel.unary_stream(f"/{SERVICE}/{method}")(request.SerializeToString()):
+            async for _ in channel.unary_stream(f"/{SERVICE}/{method}")(
+                request.SerializeToString(), metadata=AUTHORIZATION
+            ):
                 pass
         except grpc.aio.AioRpcError as error:
             self.codes[code_of(error)] += 1
@@ -238,6 +252,29 @@ async def open_streams(target: Target) -> None:
         await asyncio.gather(*streams, return_exceptions=True)
 
 
+async def half_messages(target: Target) -> None:
+    """Three connections with 431 calls each, which send most of 4 MiB: without a key, with it, and health checks."""
+    number = target.number(431)
+    kinds = ((f"/{SERVICE}/CreateJob", ()), (f"/{SERVICE}/CreateJob", AUTHORIZATION), (f"/{HEALTH_SERVICE}/Check", ()))
+    async with target.connect() as channel:
+        request, kind = generation_pb2.GetServerInfoRequest(), generation_pb2.GetServerInfoResponse
+        info = await target.call(channel, "GetServerInfo", request, kind)
+        process = psutil.Process(next(one.pid for one in info.services if one.name == "gateway"))
+        before = process.memory_info().rss
+        with ExitStack() as stack:
+            sending = []
+            for path, metadata in kinds:
+                connection = stack.enter_context(HalfMessages(target.address, 4 * MIB - 1024))
+                for _ in range(number):
+                    connection.call(path, metadata)
+                sending.append(asyncio.create_task(asyncio.to_thread(connection.send, 2 * target.seconds)))
+            while not all(task.done() for task in sending):
+                target.memory_mib = max(target.memory_mib, (process.memory_info().rss - before) / MIB)
+                await asyncio.wait(sending, timeout=0.02)
+            await asyncio.gather(*sending)
+        await target.call(channel, "GetServerInfo", request)
+
+
 @dataclass(frozen=True, slots=True)
 class Probe:
     """A load, and the statuses that its calls may have."""
@@ -263,6 +300,7 @@ PROBES = (
     Probe(list_jobs, frozenset({_OK})),
     Probe(samples_with_stops, frozenset({_OK})),
     Probe(open_streams, frozenset({_OK})),
+    Probe(half_messages, frozenset({_OK})),
 )
 
 
@@ -279,6 +317,8 @@ class ProbeReport:
     num_health_checks: int
     health_p50_ms: float
     health_p99_ms: float
+    memory_mib: float
+    """That the gateway gained at most; 0 if the probe does not look at it."""
     problems: list[str]
     """Answers that the probe must not get."""
 
@@ -289,12 +329,15 @@ class ProbeReport:
             found.append(f"{self.name}: the loop was held for {self.stall_ms:.1f} ms")
         if self.health_p99_ms > MOST_HEALTH_P99_MS:
             found.append(f"{self.name}: health took {self.health_p99_ms:.1f} ms at p99")
+        if self.memory_mib > MOST_MEMORY_MIB:
+            found.append(f"{self.name}: the gateway took {self.memory_mib:.0f} MiB")
         return found
 
 
 async def run_probe(probe: Probe, target: Target, stalls: StallFile, health: HealthChecks) -> ProbeReport:
     """Runs a probe to its end."""
     target.codes.clear()
+    target.memory_mib = 0.0
     stalls.take()
     health.begin()
     await probe.run(target)
@@ -310,8 +353,17 @@ async def run_probe(probe: Probe, target: Target, stalls: StallFile, health: Hea
         num_health_checks=len(health_ms),
         health_p50_ms=round(cuts[49], 2),
         health_p99_ms=round(cuts[98], 2),
+        memory_mib=round(target.memory_mib, 1),
         problems=[*problems, *(f"{probe.name}: health {status}" for status in sorted(statuses - {"SERVING"}))],
     )
+
+
+def write_key(directory: Path) -> Path:
+    """Writes a file with the key of the probes' calls."""
+    path = directory / "keys"
+    path.write_text(f"probes:{KEY}\n")
+    path.chmod(0o600)
+    return path
 
 
 async def run_probes(stack: Stack, names: list[str], seconds: float) -> AsyncIterator[ProbeReport]:
@@ -320,7 +372,13 @@ async def run_probes(stack: Stack, names: list[str], seconds: float) -> AsyncIte
     with TemporaryDirectory() as directory:
         path = Path(directory) / "stalls"
         stalls = StallFile(path)
-        options: dict[str, Any] = {"slots": SLOTS, "queue": QUEUE, "kept_jobs": KEPT_JOBS, "context_tokens": 1024}
+        options: dict[str, Any] = {
+            "api_keys": write_key(Path(directory)),
+            "slots": SLOTS,
+            "queue": QUEUE,
+            "kept_jobs": KEPT_JOBS,
+            "context_tokens": 1024,
+        }
         async with stack.scheduler("draft", gateway_program=watched_gateway(path), **options) as served:
             with health_checks(served.address) as health:
                 for probe in PROBES:
@@ -343,12 +401,12 @@ def main(
 
 async def _probe(names: list[str], seconds: float) -> list[ProbeReport]:
     reports = []
-    print(f"{'probe':20} {'stall':>8} {'wall':>8} {'health p50':>11} {'p99':>8}  answers")
+    print(f"{'probe':20} {'stall':>8} {'wall':>8} {'health p50':>11} {'p99':>8} {'MiB':>6}  answers")
     async with Stack(LOG_DIR / "probes") as stack:
         async for one in run_probes(stack, names, seconds):
             reports.append(one)
             times = f"{one.stall_ms:8.1f} {one.stall_wall_ms:8.1f} {one.health_p50_ms:11.1f} {one.health_p99_ms:8.1f}"
-            print(f"{one.name:20} {times}  {one.codes}", flush=True)
+            print(f"{one.name:20} {times} {one.memory_mib:6.0f}  {one.codes}", flush=True)
     return reports
 
 

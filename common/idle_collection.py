@@ -1,4 +1,4 @@
-"""Runs Python's garbage collector when the process is idle, so that it does not interrupt steps.
+"""Runs Python's garbage collector when the process is idle, so that it does not interrupt steps, and gives memory back.
 
 A full collection looks at every object and stops all threads for tens of milliseconds. Reference counts free nearly
 all of what a step leaves behind; cycles can wait.
@@ -7,6 +7,7 @@ all of what a step leaves behind; cycles can wait.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import time
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ class IdleCollection:
         self._keeps_young = keeps_young
         self._worked_at = time.monotonic()
         self._collected_at = time.monotonic()
+        self._give_back: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
+        """Of glibc, which keeps what was freed between other blocks."""
 
     def worked(self) -> None:
         """Called from any thread after each piece of work: the process is not idle."""
@@ -67,12 +70,16 @@ class IdleCollection:
             self.collect_if_due()
 
     def collect_if_due(self) -> None:
-        """Collects everything in an idle process, and the younger generations in one that has been busy for long."""
+        """Collects everything in an idle process, and the younger generations in one that has been busy for long.
+
+        An idle process gives the system its free memory back.
+        """
         now = time.monotonic()
         if self._worked_at <= self._collected_at and gc.get_count()[0] < MIN_NEW_OBJECTS:
             return
         if now - self._worked_at >= IDLE_S:
             gc.collect()
+            self._give_back(0)
         elif now - self._collected_at >= BUSY_S:
             gc.collect(1)
         else:

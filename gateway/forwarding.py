@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from slipstream.common.rpc.interceptor import Continuation, Handle
+    from slipstream.common.rpc.receive_turns import Incoming
     from slipstream.gateway.job_stream import StreamWrites
     from slipstream.gateway.peers import Peers
 
@@ -36,7 +38,7 @@ _FORWARDED = {
 
 
 class Forwarding(ServerInterceptor):
-    """Forwards whole calls, and their answers back, without decoding them.
+    """Forwards whole calls, and their answers back, without decoding them. Gets each message as an `Incoming`.
 
     The client's cancellation and deadline go along. While the other gateway is not there, a call is UNAVAILABLE.
     """
@@ -56,20 +58,27 @@ class Forwarding(ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method not in _FORWARDED:
             return handler
-        forward = self._forward_stream if handler.response_streaming else self._forward_unary
 
         def make(handle: Handle) -> Handle:
-            async def call(request: bytes, context: Any) -> Any:
+            async def call(request: Incoming, context: Any) -> Any:
                 if forwarded_for() is not None:
                     return await handle(request, context)
-                if len(request) >= MIN_COUNTED_BYTES:
-                    await check_num_fields(request, _NAMED_JOBS, self._turns)
-                homes, home = self._homes(method, request), self._peers.home.index
+                if len(request.data) >= MIN_COUNTED_BYTES:
+                    await check_num_fields(request.data, _NAMED_JOBS, self._turns)
+                homes, home = self._homes(method, request.data), self._peers.home.index
+                if homes == {home}:
+                    return await handle(request, context)
+                if handler.response_streaming:
+                    (index,) = homes
+                    return await self._forwarded(index, self._forward_stream(index, method, request, context), context)
+                data = request.data
                 answer = await handle(request, context) if home in homes else None
                 gone: UnavailableError | None = None
                 for index in homes - {home}:
                     try:
-                        answer = await self._forwarded(index, forward(index, method, request, context), context)
+                        answer = await self._forwarded(
+                            index, self._forward_unary(index, method, data, context), context
+                        )
                     except UnavailableError as error:
                         gone = error  # the others hear of their jobs nevertheless
                 if gone is not None:
@@ -78,7 +87,7 @@ class Forwarding(ServerInterceptor):
 
             return call
 
-        return replaced(handler, make, is_raw=True, passes_bytes=True)
+        return replaced(handler, make, passes_bytes=True)
 
     async def wait_idle(self) -> None:
         """Returns when no call is being forwarded."""
@@ -114,11 +123,16 @@ class Forwarding(ServerInterceptor):
         call = self._peers.channel(index).unary_unary(method)
         return await call(request, timeout=context.time_remaining(), metadata=forwarding_metadata(context))
 
-    async def _forward_stream(self, index: int, method: str, request: bytes, context: Any) -> None:
-        call = self._peers.channel(index).unary_stream(method)(
-            request, timeout=context.time_remaining(), metadata=forwarding_metadata(context)
+    async def _forward_stream(self, index: int, method: str, request: Incoming, context: Any) -> None:
+        # Written as a stream: it keeps its turn here until the other gateway receives it.
+        call = self._peers.channel(index).stream_stream(method)(
+            timeout=context.time_remaining(), metadata=forwarding_metadata(context)
         )
         try:
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the status of the call says why
+                await call.write(request.data)
+                await call.done_writing()
+            request.release()
             async with self._writes.bounding(context.write) as write:
                 async for message in call:
                     await write(message)

@@ -65,6 +65,11 @@ def client_of(context: Any) -> str:
     return forwarded_for() or str(context.peer())
 
 
+def key_or_client_of(context: Any) -> str:
+    """Names the key of a call, or its client where no key is asked for."""
+    return current_owner() or client_of(context)
+
+
 class KeyFile:
     """The keys of a file of lines NAME:TOKEN; empty lines and lines that begin with # do not count.
 

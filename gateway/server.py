@@ -26,7 +26,7 @@ from slipstream.gateway.home import gateway_name
 from slipstream.gateway.job import JobStore
 from slipstream.gateway.job_stream import StreamWrites
 from slipstream.gateway.journal_file import JournalFile, JournalMode
-from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota
+from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota, key_or_client_of
 from slipstream.gateway.manager import JobManager
 from slipstream.gateway.peers import SERVICE_NAME as PEERS_NAME
 from slipstream.gateway.peers import FromPeers, GatewayState, Peers, PeersServicer
@@ -169,12 +169,25 @@ def _servers(
     forwards = [forwarding] if config.gateways > 1 else []
     keys = None if config.api_keys is None else KeyFile(config.api_keys)
     asks = [] if keys is None else [KeyInterceptor(keys, max_streams=config.key_streams)]
-    yield GrpcServer(listener, metrics=metrics, access=config, interceptors=[*asks, *forwards])
+    yield GrpcServer(
+        listener,
+        metrics=metrics,
+        access=config,
+        interceptors=asks,
+        message_interceptors=forwards,
+        client_of=key_or_client_of,
+    )
     if private is not None and config.gateways > 1:
         # A call that is forwarded was counted where it came.
         access = AccessSettings(max_calls=min(MAX_CALLS, config.max_calls * config.gateways))
-        interceptors = [FromPeers(), *forwards]
-        yield GrpcServer(private, access=access, interceptors=interceptors, max_streams=config.max_calls)
+        yield GrpcServer(
+            private,
+            access=access,
+            interceptors=[FromPeers()],
+            message_interceptors=forwards,
+            max_streams=config.max_calls,
+            client_of=key_or_client_of,
+        )
     elif private is not None:
         yield GrpcServer(private, metrics=metrics)
 

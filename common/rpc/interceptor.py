@@ -1,4 +1,4 @@
-"""Interceptors of every server: they count and bound calls, decode requests, and turn errors into statuses."""
+"""Interceptors of every server: they bound calls, receive and decode requests, and turn errors into statuses."""
 
 from __future__ import annotations
 
@@ -25,6 +25,20 @@ from slipstream.common.errors import (
 )
 from slipstream.common.rpc.logs import RateLimitedLog
 from slipstream.common.rpc.loop_turns import LoopTurns
+from slipstream.common.rpc.receive_turns import (
+    ARRIVAL_TIMEOUT_S,
+    HEALTH_PATIENCE_S,
+    MAX_ARRIVING_BYTES,
+    MAX_ARRIVING_HEALTH_CHECKS,
+    MAX_ARRIVING_OF_A_CLIENT,
+    MAX_REQUEST_STREAMS,
+    MAX_WAITING_HEALTH_CHECKS,
+    PATIENCE_S,
+    Incoming,
+    ReceiveTurns,
+    Turn,
+    late,
+)
 from slipstream.common.rpc.request_size import MIN_COUNTED_BYTES, check_num_fields
 from slipstream.common.rpc.status import code_of, status_from_error
 
@@ -60,16 +74,24 @@ _METHOD_HANDLERS: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {
 
 
 def replaced(
-    handler: Any, make: Callable[[Handle], Handle], *, is_raw: bool = False, passes_bytes: bool = False
+    handler: Any,
+    make: Callable[[Handle], Handle],
+    *,
+    is_raw: bool = False,
+    passes_bytes: bool = False,
+    reads_itself: bool = False,
 ) -> Any:
     """Returns a gRPC handler like `handler` that does what `make` makes of it.
 
     The function that `make` gets writes a stream's messages itself, and closes an asynchronous generator before it
     returns, so that its `finally` runs at once, also when the client has gone away. With `is_raw` requests come as
-    bytes; with `passes_bytes` responses may be bytes.
+    bytes; with `passes_bytes` responses may be bytes. With `reads_itself` the function that `make` returns reads the
+    request from the context, though it is no stream: gRPC receives no message before.
     """
     kind, make_handler = _METHOD_HANDLERS[handler.request_streaming, handler.response_streaming]
     behavior, serialize = getattr(handler, kind), handler.response_serializer
+    if reads_itself:
+        _, make_handler = _METHOD_HANDLERS[True, handler.response_streaming]
 
     def serialize_unless_bytes(response: Any) -> Any:
         return response if isinstance(response, bytes) or serialize is None else serialize(response)
@@ -91,7 +113,7 @@ def replaced(
 
 
 def refusing(handler: Any, error: SlipstreamError) -> Any:
-    """Returns a handler that raises `error` in place of the call, without decoding its message."""
+    """Returns a handler that raises `error` in place of the call, without reading its message."""
 
     async def refuse(request: Any, context: Any) -> None:
         raise error.again()
@@ -169,19 +191,17 @@ class CallLimit(ServerInterceptor):
         self._turns = LoopTurns()
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
-        """Wraps the handler of a call, or replaces it."""
+        """Wraps the handler of a call."""
         handler = await continuation(handler_call_details)
         if handler is None or is_health_check(handler_call_details):
             return handler
-        if self.num_calls >= self._max_calls:
-            return refusing(handler, self._refusal())
         return replaced(handler, self._counted)
 
     def _counted(self, handle: Handle) -> Handle:
         async def call(request: Any, context: Any) -> Any:
-            # Others may have begun while the message came.
             if self.num_calls >= self._max_calls:
-                raise self._refusal()
+                message = f"{self._max_calls} calls are being served, and no more at a time"
+                raise ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
             self.num_calls += 1
             try:
                 await self._turns.begin()
@@ -191,13 +211,77 @@ class CallLimit(ServerInterceptor):
 
         return call
 
-    def _refusal(self) -> SlipstreamError:
-        message = f"{self._max_calls} calls are being served, and no more at a time"
-        return ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
+
+class Receiver(ServerInterceptor):
+    """Receives a call's message, and calls the handler with it as an `Incoming`.
+
+    The interceptors before this one see a call before its message: what they refuse costs a window. Calls whose
+    requests are a stream are bounded in number.
+    """
+
+    def __init__(self, max_message_bytes: int, client_of: Callable[[Any], str]) -> None:
+        """`client_of` names the client of a call by its context."""
+        most = max(1, MAX_ARRIVING_BYTES // max_message_bytes)
+        self._turns = ReceiveTurns(most, MAX_ARRIVING_OF_A_CLIENT, PATIENCE_S)
+        self._health_turns = ReceiveTurns(
+            MAX_ARRIVING_HEALTH_CHECKS, MAX_ARRIVING_HEALTH_CHECKS, HEALTH_PATIENCE_S, MAX_WAITING_HEALTH_CHECKS
+        )
+        self._client_of = client_of
+        self._num_streams = 0
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
+        """Wraps the handler of a call."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return None if handler is None else replaced(handler, self._counted)
+        turns = self._health_turns if is_health_check(handler_call_details) else self._turns
+
+        def make(handle: Handle) -> Handle:
+            async def call(_: Any, context: Any) -> Any:
+                message = await self._receive(turns, context)
+                try:
+                    return await handle(message, context)
+                finally:
+                    message.release()
+
+            return call
+
+        return replaced(handler, make, reads_itself=True)
+
+    async def _receive(self, turns: ReceiveTurns, context: Any) -> Incoming:
+        turn: Turn | None = None
+        try:
+            async with asyncio.timeout(ARRIVAL_TIMEOUT_S) as arrival:
+                turn = await turns.take(self._client_of(context))
+                turn.arrival = arrival
+                data = await context.read()
+                turn.arrival = None
+            if data is grpc.aio.EOF:
+                raise InvalidArgumentError.described("request", "got none, accepted: a message")
+        except BaseException as error:
+            if turn is not None:
+                turns.end(turn)
+            if isinstance(error, TimeoutError):
+                raise late("the request did not arrive in time, while others were to be received") from None
+            raise
+        received = turn
+        return Incoming(data, lambda: turns.end(received))
+
+    def _counted(self, handle: Handle) -> Handle:
+        async def call(requests: Any, context: Any) -> Any:
+            if self._num_streams == MAX_REQUEST_STREAMS:
+                raise late(f"{MAX_REQUEST_STREAMS} streams of requests are open, and no more at a time")
+            self._num_streams += 1
+            try:
+                return await handle(requests, context)
+            finally:
+                self._num_streams -= 1
+
+        return call
 
 
 class Decoder(ServerInterceptor):
-    """Decodes a call's request; one that is no message is refused with INVALID_ARGUMENT. The last interceptor.
+    """Decodes a call's `Incoming`; one that is no message is refused with INVALID_ARGUMENT. The last interceptor.
 
     Responses may be bytes, of messages that are encoded already.
 
@@ -209,27 +293,29 @@ class Decoder(ServerInterceptor):
         self._turns = LoopTurns()
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
-        """Wraps the handler of a call unless requests are streamed or bytes."""
+        """Wraps the handler of a call unless requests are streamed."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+        if handler is None or handler.request_streaming:
             return handler
-        method, decode = handler_call_details.method, handler.request_deserializer
+        method, decode = handler_call_details.method, handler.request_deserializer or bytes
         # The deserializer is the method `FromString` of the class.
         kind = getattr(decode, "__self__", None)
 
         def make(handle: Handle) -> Handle:
-            async def call(request: bytes, context: Any) -> Any:
-                is_large = len(request) >= SLOW_REQUEST_BYTES
+            async def call(request: Incoming, context: Any) -> Any:
+                num_bytes = len(request.data)
+                is_large = num_bytes >= SLOW_REQUEST_BYTES
                 if is_large:
                     # gRPC has just copied it, which took a turn's time already.
                     await asyncio.sleep(0)
-                if kind is not None and len(request) >= MIN_COUNTED_BYTES:
-                    await check_num_fields(request, kind.DESCRIPTOR, self._turns)
+                if kind is not None and num_bytes >= MIN_COUNTED_BYTES:
+                    await check_num_fields(request.data, kind.DESCRIPTOR, self._turns)
                 try:
-                    message = decode(request)
+                    message = decode(request.data)
                 except DecodeError:
-                    self._log.write("%s: a request of %d bytes cannot be decoded", method, len(request))
-                    raise _undecodable(f"{len(request)} bytes") from None
+                    self._log.write("%s: a request of %d bytes cannot be decoded", method, num_bytes)
+                    raise _undecodable(f"{num_bytes} bytes") from None
+                request.release()
                 if is_large:
                     await self._turns.begin()
                 return await handle(message, context)

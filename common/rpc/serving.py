@@ -9,10 +9,11 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from slipstream.common.errors import NotFoundError, UnavailableError
+from slipstream.common.errors import RETRY_AFTER_MS, NotFoundError, ResourceExhaustedError, UnavailableError
 from slipstream.common.rpc.access import AccessSettings, is_public
-from slipstream.common.rpc.interceptor import HEALTH_SERVICE, CallLimit, Decoder, StatusInterceptor
+from slipstream.common.rpc.interceptor import HEALTH_SERVICE, CallLimit, Decoder, Receiver, StatusInterceptor
 from slipstream.common.rpc.keepalive import Keepalive
+from slipstream.common.rpc.receive_turns import WINDOW_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,9 +25,12 @@ if TYPE_CHECKING:
 MAX_RECEIVE_BYTES = 4 * 2**20
 MAX_STREAMS = 1024
 """Calls at a time on one connection; a client's gRPC keeps further ones until one of them ends."""
-MAX_PENDING_CALLS = 2**17
+MAX_PENDING_CALLS = 2**14
 """Calls that gRPC has taken and the event loop has not seen. gRPC ends further ones with CANCELLED, without a reason:
 the bounds on connections and calls are to be reached long before."""
+
+MAX_HEALTH_WATCHES = 1024
+"""Calls of Watch at a time. They need no key, and each may leave a window of bytes unread."""
 
 _Status = health_pb2.HealthCheckResponse
 
@@ -47,14 +51,18 @@ class GrpcServer:
         max_streams: int = MAX_STREAMS,
         access: AccessSettings | None = None,
         interceptors: Sequence[Any] = (),
+        message_interceptors: Sequence[Any] = (),
+        client_of: Callable[[Any], str] = lambda context: str(context.peer()),
         find_fault: Callable[[], str] = lambda: "",
     ) -> None:
         """`metrics` counts the calls; `max_receive_bytes` bounds one message from a client, `max_streams` the
         calls at a time on one connection.
 
         `access` has the TLS and the bounds of a server for clients. `interceptors` see each call before its message is
-        decoded; their exceptions become statuses. `find_fault` says why this process cannot go on, though it answers:
-        health checks fail then, as those of a process that does not. It is empty for one that can.
+        received, `message_interceptors` the message as an `Incoming`; their exceptions become statuses. `client_of`
+        names the client of a call, who has a bounded part in the messages that arrive. `find_fault` says why this
+        process cannot go on, though it answers: health checks fail then, as those of a process that does not. It is
+        empty for one that can.
         """
         self._listener = listener
         self._access = access or AccessSettings()
@@ -65,7 +73,8 @@ class GrpcServer:
             ("grpc.max_concurrent_streams", max_streams),
         ]
         self._limit = CallLimit(self._access.max_calls)
-        chain = [StatusInterceptor(metrics), self._limit, *interceptors, Decoder()]
+        receiver = Receiver(max_receive_bytes, client_of)
+        chain = [StatusInterceptor(metrics), self._limit, *interceptors, receiver, *message_interceptors, Decoder()]
         self._server = grpc.aio.server(interceptors=chain, options=options)
         self._health = _HealthServicer(find_fault)
         self._names: list[str] = []
@@ -129,6 +138,9 @@ def _options(keepalive: Keepalive, max_receive_bytes: int, max_connections: int)
         # gRPC would hang up on a client that pings more often than every five minutes.
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.max_receive_message_length", max_receive_bytes),
+        # With its probes gRPC lets each call send 4 MiB that nobody reads.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_allowed_incoming_connections", max_connections),
         # With it, a call that begins while another's stream is being closed is ended by RST_STREAM, without a status.
@@ -150,6 +162,7 @@ class _HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self.names = {""}
         self.is_serving = False
         self._is_closed = False
+        self._num_watches = 0
         self._changed = asyncio.Event()
 
     def set_serving(self, is_serving: bool) -> None:
@@ -172,11 +185,22 @@ class _HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return self._response(request.service)
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        """Yields the state now, and whenever it changes."""
+        """Yields the state now, and whenever it changes. Raises ResourceExhaustedError beyond MAX_HEALTH_WATCHES."""
+        if self._num_watches == MAX_HEALTH_WATCHES:
+            message = f"{MAX_HEALTH_WATCHES} calls of Watch are open, and no more at a time"
+            raise ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
+        self._num_watches += 1
+        try:
+            async for response in self._states(request.service):
+                yield response
+        finally:
+            self._num_watches -= 1
+
+    async def _states(self, service: str) -> AsyncIterator[Any]:
         last: int | None = None
         while True:
             changed = self._changed
-            response = self._response(request.service)
+            response = self._response(service)
             if response.status != last:
                 last = response.status
                 yield response

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.benchmarks.health_checks import health_checks
-from slipstream.benchmarks.probes import MOST_STALL_MS, PROBES, SLOTS, Target, run_probe
-from slipstream.benchmarks.stack import Stack
+from slipstream.benchmarks.probes import MOST_MEMORY_MIB, MOST_STALL_MS, PROBES, SLOTS, Target, run_probe, write_key
+from slipstream.benchmarks.stack import Option, Stack
 from slipstream.benchmarks.watched_gateway import StallFile, watched_gateway
 from slipstream.bundled import target_dir
 from tests.harness.example_states import STATE
@@ -32,7 +32,8 @@ async def test_no_request_holds_the_event_loop(tmp_path: Path) -> None:
     with serving(ScriptedScheduler(description, slots=SLOTS), tmp_path) as scheduler:
         async with Stack(tmp_path / "logs") as stack:
             program = watched_gateway(path)
-            async with stack.gateway(scheduler, 1, program=program, queue=1024, kept_jobs=4096) as served:
+            options: dict[str, Option] = {"queue": 1024, "kept_jobs": 4096, "api_keys": write_key(tmp_path)}
+            async with stack.gateway(scheduler, 1, program=program, **options) as served:
                 with health_checks(served.address) as health:
                     target = Target(served.address, SECONDS, SCALE)
                     for probe in PROBES:
@@ -40,3 +41,4 @@ async def test_no_request_holds_the_event_loop(tmp_path: Path) -> None:
                         assert not report.problems
                         assert sum(report.codes.values())
                         assert report.stall_ms < MOST_ON_A_BUSY_MACHINE_MS, report
+                        assert report.memory_mib < MOST_MEMORY_MIB, report

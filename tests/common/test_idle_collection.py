@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from slipstream.common import idle_collection
@@ -110,3 +111,19 @@ def test_the_younger_generations_may_go_on_by_themselves(wait: Callable[[float],
             Knot()
         assert found() is not None
     assert gc.get_threshold() == before
+
+
+def test_free_memory_between_blocks_in_use_is_given_back(
+    collection: IdleCollection, wait: Callable[[float], None]
+) -> None:
+    process = psutil.Process()
+    blocks = [b"x" * 60_000 for _ in range(2000)]
+    kept = blocks[::20]
+    with_blocks = process.memory_info().rss
+    blocks.clear()
+    wait(IDLE_S)
+    collection.worked()
+    wait(IDLE_S)
+    collection.collect_if_due()
+    assert process.memory_info().rss < with_blocks - 90 * 2**20
+    assert kept

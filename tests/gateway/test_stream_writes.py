@@ -164,7 +164,7 @@ async def test_streams_that_are_forwarded_share_the_places_too(
     job_id = next(name for name in map(str, range(1000)) if home_of(name, 2) == 1)
     async with generation_server() as home, grpc.aio.insecure_channel(home.address) as channel:
         forwarding = Forwarding(cast("Peers", Neighbour(channel)), writes)
-        async with generation_server(interceptors=(forwarding,)) as front, AsyncClient(front.address) as client:
+        async with generation_server(message_interceptors=(forwarding,)) as front, AsyncClient(front.address) as client:
             home.loop.may_step.clear()
             await client.create_job([5, 6], job_id=job_id, max_new_tokens=30)
             watchers = [asyncio.create_task(collect(client.watch_job(job_id))) for _ in range(20)]

@@ -104,6 +104,7 @@ async def generation_server(
     tokenizer_path: str = "/models/tiny",
     clock: Callable[[], float] = time.monotonic,
     interceptors: tuple[Any, ...] = (),
+    message_interceptors: tuple[Any, ...] = (),
     quota: TokenQuota | None = None,
     journal: Path | None = None,
     return_s: float = 30.0,
@@ -166,7 +167,9 @@ async def generation_server(
             (vllm_engine.SERVICE_NAME, vllm_engine.add_to_server, engine),
             (RECORDER, trace_pb2_grpc.add_RecorderServicer_to_server, RecorderServicer(servicer.request_times)),
         )
-        async with running_server(*services, address=address, interceptors=interceptors) as server:
+        async with running_server(
+            *services, address=address, interceptors=interceptors, message_interceptors=message_interceptors
+        ) as server:
             served = GenerationServer(
                 address=server.address,
                 manager=manager,

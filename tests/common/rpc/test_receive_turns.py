@@ -1,0 +1,224 @@
+"""The bytes of requests that arrive: what a call without a turn may send, and who gets turns."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from slipstream.benchmarks.half_messages import HalfMessages
+from slipstream.common.errors import ResourceExhaustedError, UnauthenticatedError
+from slipstream.common.rpc.interceptor import HEALTH_SERVICE, ServerInterceptor, refusing
+from slipstream.common.rpc.receive_turns import (
+    MAX_ARRIVING_OF_A_CLIENT,
+    MAX_REQUEST_STREAMS,
+    WINDOW_BYTES,
+    ReceiveTurns,
+    Turn,
+)
+from slipstream.common.rpc.serving import MAX_HEALTH_WATCHES, MAX_RECEIVE_BYTES
+from tests.harness.grpc_server import bytes_service, running_server
+from tests.harness.waiting import until
+
+ECHO = "/test.Echo/echo"
+HEALTH = f"/{HEALTH_SERVICE}/Check"
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
+NUM_CALLS = 40
+SETTLED_S = 1.0
+"""Time in which a client sends all that it may: 40 messages of 4 MiB take a third of it."""
+
+
+class Refusing(ServerInterceptor):
+    """Refuses all calls."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        """Replaces the handler."""
+        return refusing(await continuation(handler_call_details), UnauthenticatedError("no key"))
+
+
+async def echo(request: bytes, context: Any) -> bytes:
+    """Answers with the request."""
+    return request
+
+
+@pytest.fixture
+def service() -> tuple[str, Any, object]:
+    """Echoes."""
+    return bytes_service("test.Echo", echo=grpc.unary_unary_rpc_method_handler(echo))
+
+
+async def sent(address: str, path: str, *, num_calls: int = NUM_CALLS, seconds: float = SETTLED_S) -> list[int]:
+    """The bytes that each of many calls could send of a message whose end never comes."""
+    with HalfMessages(address, MAX_RECEIVE_BYTES - 1024) as client:
+        for _ in range(num_calls):
+            client.call(path)
+        await asyncio.to_thread(client.send, seconds)
+        return list(client.num_sent.values())
+
+
+async def test_a_call_that_is_refused_sends_a_window_at_most(service: Any) -> None:
+    async with running_server(service, interceptors=[Refusing()]) as server:
+        assert max(await sent(server.address, ECHO)) <= WINDOW_BYTES
+
+
+async def test_a_client_has_a_few_messages_that_arrive_and_others_are_served(service: Any) -> None:
+    async with running_server(service) as server, grpc.aio.insecure_channel(server.address) as channel:
+        sending = asyncio.create_task(sent(server.address, ECHO))
+        assert await channel.unary_unary(ECHO)(bytes(2**20), timeout=10) == bytes(2**20)
+        beyond = [number for number in await sending if number > WINDOW_BYTES]
+        assert len(beyond) == MAX_ARRIVING_OF_A_CLIENT
+
+
+async def test_large_messages_of_one_client_all_arrive(service: Any) -> None:
+    async with running_server(service) as server, grpc.aio.insecure_channel(server.address) as channel:
+        calls = (channel.unary_unary(ECHO)(bytes(2**20), timeout=30) for _ in range(NUM_CALLS))
+        assert {len(answer) for answer in await asyncio.gather(*calls)} == {2**20}
+
+
+async def test_a_request_without_a_message_is_refused(service: Any) -> None:
+    async with running_server(service) as server, grpc.aio.insecure_channel(server.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="got none, accepted: a message"):
+            await channel.stream_unary(ECHO)(iter(()))
+
+
+async def test_unfinished_health_checks_keep_no_other_from_its_answer() -> None:
+    async with running_server() as server, grpc.aio.insecure_channel(server.address) as channel:
+        sending = asyncio.create_task(sent(server.address, HEALTH, num_calls=200))
+        stub, answers = health_pb2_grpc.HealthStub(channel), []
+        while not sending.done():
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+            answers.append(answer.status)
+        assert set(answers) == {health_pb2.HealthCheckResponse.SERVING}
+        assert max(await sending) > WINDOW_BYTES
+
+
+async def test_watches_of_health_are_bounded() -> None:
+    async with running_server() as server, grpc.aio.insecure_channel(server.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_HEALTH_WATCHES)]
+        await asyncio.gather(*(watch.read() for watch in watches))
+        async with grpc.aio.insecure_channel(server.address, options=OWN_CONNECTION) as another:
+            late = health_pb2_grpc.HealthStub(another)
+            with pytest.raises(grpc.aio.AioRpcError, match="1024 calls of Watch are open"):
+                await late.Watch(health_pb2.HealthCheckRequest()).read()
+            assert await late.Check(health_pb2.HealthCheckRequest()) is not None
+            server.set_serving(False)
+            assert {(await watch.read()).status for watch in watches} == {health_pb2.HealthCheckResponse.NOT_SERVING}
+
+
+async def test_streams_of_requests_are_bounded() -> None:
+    async with running_server() as server, grpc.aio.insecure_channel(server.address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        streams = [stub.ServerReflectionInfo() for _ in range(MAX_REQUEST_STREAMS)]
+        for stream in streams:
+            await stream.write(request)
+            await stream.read()
+        with pytest.raises(grpc.aio.AioRpcError, match="64 streams of requests are open"):
+            await stub.ServerReflectionInfo(iter([request])).read()
+        await streams.pop().done_writing()
+
+
+class Arriving:
+    """A message that has a turn, and arrives until it is told."""
+
+    def __init__(self, turns: ReceiveTurns, client: str) -> None:
+        self._turns = turns
+        self._arrives = asyncio.Event()
+        self.client = client
+        self.turn: Turn | None = None
+        self.task = asyncio.create_task(self._receive())
+
+    @property
+    def has_turn(self) -> bool:
+        """True from the turn's beginning on."""
+        return self.turn is not None
+
+    async def arrive(self) -> None:
+        """Ends the turn well."""
+        self._arrives.set()
+        await self.task
+
+    async def _receive(self) -> None:
+        async with asyncio.timeout(60) as arrival:
+            self.turn = await self._turns.take(self.client)
+            try:
+                self.turn.arrival = arrival
+                await self._arrives.wait()
+            finally:
+                self._turns.end(self.turn)
+
+
+async def begun(turns: ReceiveTurns, *clients: str) -> list[Arriving]:
+    """Messages of these clients, in order, that have or wait for a turn."""
+    messages = [Arriving(turns, client) for client in clients]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return messages
+
+
+async def test_clients_take_turns() -> None:
+    turns = ReceiveTurns(2, 2, 60.0)
+    messages = await begun(turns, "a", "a", "a", "a", "b", "c")
+    order = []
+    while waiting := [message for message in messages if not message.task.done()]:
+        arrives = next(message for message in waiting if message.has_turn)
+        order.append(arrives.client)
+        await arrives.arrive()
+        await begun(turns)
+    assert order == ["a", "a", "a", "b", "a", "c"]
+
+
+async def test_a_client_has_no_more_than_its_part() -> None:
+    messages = await begun(ReceiveTurns(3, 2, 60.0), "a", "a", "a", "b", "b")
+    assert [message.has_turn for message in messages] == [True, True, False, True, False]
+    await messages[3].arrive()
+    await begun(ReceiveTurns(1, 1, 1.0))
+    assert [message.has_turn for message in messages] == [True, True, False, True, True]
+    for message in messages:
+        message.task.cancel()
+
+
+@pytest.mark.parametrize(("waits", "given_up"), [("a", 0), ("b", None), ("c", None)])
+async def test_the_oldest_message_that_holds_up_a_waiting_one_is_given_up(waits: str, given_up: int | None) -> None:
+    turns = ReceiveTurns(4, 2, 0.05)
+    messages = await begun(turns, "a", "a", "b", waits)
+    if given_up is None:
+        assert messages[3].has_turn
+        await asyncio.sleep(0.1)
+        assert not any(message.task.done() for message in messages)
+    else:
+        assert not messages[3].has_turn
+        await until(lambda: messages[3].has_turn)
+        with pytest.raises(TimeoutError):
+            await messages[given_up].task
+        assert not messages[1].task.done()
+    for message in messages:
+        message.task.cancel()
+
+
+async def test_the_client_with_the_most_waiting_calls_loses_one() -> None:
+    messages = await begun(ReceiveTurns(1, 1, 60.0, max_waiting=3), "a", "a", "a", "b", "c")
+    assert [message.task.done() for message in messages] == [False, True, False, False, False]
+    with pytest.raises(ResourceExhaustedError, match="too many calls wait") as caught:
+        await messages[1].task
+    assert caught.value.retry_after_ms
+    for message in messages:
+        message.task.cancel()
+
+
+async def test_a_cancelled_call_waits_no_more_and_a_turn_that_it_just_got_passes_on() -> None:
+    turns = ReceiveTurns(1, 1, 60.0)
+    first, second, third, fourth = await begun(turns, "a", "b", "c", "d")
+    second.task.cancel()
+    await begun(turns)
+    await first.arrive()  # gives the third its turn, of which its task does not know yet
+    third.task.cancel()
+    await begun(turns)
+    assert fourth.has_turn
+    await fourth.arrive()
