@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter as Counts
 from collections import defaultdict, deque
-from itertools import groupby
+from itertools import groupby, product
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from slipstream.common.rpc.metrics import HOST_STALL_SECONDS, counter, gauge, histogram
@@ -28,10 +30,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from prometheus_client import Counter, Metric
 
+    from slipstream.common.rpc.metrics import BulkHistogram
     from slipstream.scheduler.core.batch import Batch
     from slipstream.scheduler.records import Interval
 
 T = TypeVar("T")
+MetricT = TypeVar("MetricT", bound=MetricWrapperBase)
 
 WINDOW_S = 10.0
 NS = 1e-9
@@ -44,6 +48,7 @@ RESULT, DRAFT_BACKLOG, ACKNOWLEDGEMENT = SITES = ("result", "draft_backlog", "ac
 """The places where the loop's thread may be blocked."""
 DRAFTED, DRAFTED_NONE, RESTING, PLAIN = MODES = ("drafted", "drafted_none", "resting", "plain")
 """How a decode step is made: drafted; plainly, as many prompts wait, while the draft rests, or as there is none."""
+WORKERS = ("draft", "verify")
 DECODE, PREFILL, MIXED = PHASES = ("decode", "prefill", "mixed")
 """What a step does: decode, take in prompts, or both."""
 
@@ -113,27 +118,46 @@ SPECS = (
 )
 
 
-class StepMetricFamilies(Collector):
-    """The step metrics of a process, registered once as one collector; counters go on from epoch to epoch."""
+class StepMetrics(Collector):
+    """The step metrics of a scheduler, one collector; they go on from epoch to epoch.
+
+    Counted on the loop's thread, read by the scraper's. The loop only appends what it has to count: that is counted for
+    many steps at once, which takes a fraction of the time, or by a scrape.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        """`measure` says under which labels steps are counted, before the first one."""
         self.lock = threading.Lock()
-        """Held while a step is counted, and while all metrics are collected: about 0.3 ms a scrape."""
-        self._count: Callable[[], None] | None = None
+        """Held while steps are counted, and while all metrics are collected: about 0.3 ms a scrape."""
+        self.labels = ("", "", "")
+        """Fence, MPS and algorithm."""
         self._families = families = CollectorRegistry()
-        self.step_seconds = STEP_SECONDS.histogram(families)
-        self.bubble_seconds = BUBBLE_SECONDS.counter(families)
-        self.busy_seconds = BUSY_SECONDS.counter(families)
-        self.host_stall_seconds = HOST_STALL_SECONDS.counter(families)
-        self.overlap_efficiency = OVERLAP_EFFICIENCY.gauge(families)
-        self.drafts = DRAFTS.counter(families)
-        self.draft_tokens = DRAFT_TOKENS.counter(families)
-        self.accepted_tokens = ACCEPTED_TOKENS.counter(families)
-        self.accepted_per_position = ACCEPTED_PER_POSITION.counter(families)
-        decode_steps, rests = DECODE_STEPS.counter(families), RESTS.counter(families)
-        self.decode_steps = {mode: decode_steps.labels(mode) for mode in MODES}
-        self.rests = {cause: rests.labels(cause.value) for cause in RestCause}
-        self.batch_counts = [spec.counter(families) for spec in BATCH_COUNTS]
+        self._step_seconds = STEP_SECONDS.histogram(families)
+        self._bubble_seconds = BUBBLE_SECONDS.counter(families)
+        self._busy_seconds = BUSY_SECONDS.counter(families)
+        self._host_stall_seconds = HOST_STALL_SECONDS.counter(families)
+        self._overlap_efficiency = OVERLAP_EFFICIENCY.gauge(families)
+        self._drafting = [spec.counter(families) for spec in (DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS)]
+        self._accepted_per_position = ACCEPTED_PER_POSITION.counter(families)
+        self._decode_steps = _children(DECODE_STEPS.counter(families), MODES)
+        self._rests = _children(RESTS.counter(families), [cause.value for cause in RestCause])
+        self._batch_families = [spec.counter(families) for spec in BATCH_COUNTS]
+        # The metrics with the labels of now.
+        self._seconds_of: dict[tuple[str, ...], BulkHistogram] = {}
+        self._bubble: dict[tuple[str, ...], Counter] = {}
+        self._busy: dict[tuple[str, ...], Counter] = {}
+        self._stall: dict[tuple[str, ...], Counter] = {}
+        self._drafts: list[Counter] = []
+        self._efficiency = _EfficiencyWindow()
+        # The loop's thread appends to these without the lock.
+        self._timings: deque[tuple[float, Callable[[], StepTiming]]] = deque()
+        """Each with the time when it was observed."""
+        self._drafted: deque[tuple[NDArray[np.uint32], NDArray[np.bool_], int]] = deque()
+        self._modes: deque[str] = deque()
+        self._stalls: deque[tuple[str, float]] = deque()
+        self._batch: Batch | None = None
+        self._batch_counts = BatchCounts()
+        """The batch's counts that the metrics have by now."""
         registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
@@ -142,73 +166,21 @@ class StepMetricFamilies(Collector):
     def collect(self) -> Iterable[Metric]:
         """See `Collector.collect`; called on the scraper's thread."""
         with self.lock:
-            if self._count is not None:
-                self._count()
+            self._count()
             return list(self._families.collect())
 
-    def before_collecting(self, count: Callable[[], None]) -> None:
-        """Has `count` called under the lock before metrics are collected, in place of the last epoch's, which ends."""
+    def measure(self, *, fence: str, mps: str, algorithm: str) -> None:
+        """Counts under these labels from now on, the conditions of the measurement."""
         with self.lock:
-            if self._count is not None:
-                self._count()
-            self._count = count
-
-
-class StepMetrics:
-    """The step metrics of one epoch. Counted on the loop's thread, read by the scraper's."""
-
-    def __init__(self, families: StepMetricFamilies, *, fence: str, mps: str, algorithm: str) -> None:
-        """`fence`, `mps` and `algorithm` become labels: they are the conditions of the measurement."""
-        self._families = families
-        self._fence = fence
-        self._lock = families.lock
-        # The loop's thread adds to these without the lock.
-        self._stalled_s = dict.fromkeys(SITES, 0.0)
-        self._decoded = dict.fromkeys(MODES, 0)
-        self._timings: deque[tuple[float, Callable[[], StepTiming]]] = deque()
-        """Not counted yet, each with the time when it was observed."""
-        self._drafted: deque[tuple[NDArray[np.uint32], NDArray[np.bool_], int]] = deque()
-        """Not counted yet."""
-        self._counted: defaultdict[str, float] = defaultdict(float)
-        """What the metrics have by now, by site and by mode."""
-        self._batch: Batch | None = None
-        self._batch_counts = BatchCounts()
-        """The batch's counts that the metrics have by now."""
-        self._label(mps, algorithm)
-        families.before_collecting(self._count)
-
-    def measure(self, *, mps: str, algorithm: str) -> None:
-        """Counts under other labels from now on: another draft is there, or none."""
-        with self._lock:
             self._count()
-            self._label(mps, algorithm)
-
-    def _label(self, mps: str, algorithm: str) -> None:
-        families = self._families
-        self.labels = (self._fence, mps, algorithm)
-        labels = dict(zip(LABELS, self.labels, strict=True))
-        self._step_seconds = {phase: families.step_seconds.labels(**labels, phase=phase) for phase in PHASES}
-        self._bubble = {
-            (edge, phase): families.bubble_seconds.labels(**labels, edge=edge, phase=phase)
-            for edge in EDGES
-            for phase in PHASES
-        }
-        self._busy = {
-            (service, phase): families.busy_seconds.labels(**labels, service=service, phase=phase)
-            for service in ("draft", "verify")
-            for phase in PHASES
-        }
-        self._stall = {
-            site: families.host_stall_seconds.labels(**labels, service="scheduler", site=site) for site in SITES
-        }
-        self._efficiency = _EfficiencyWindow()
-        families.overlap_efficiency.labels(**labels).set_function(self._efficiency.value)
-        self._drafts = families.drafts.labels(algorithm)
-        self._draft_tokens = families.draft_tokens.labels(algorithm)
-        self._accepted = families.accepted_tokens.labels(algorithm)
-        self._accepted_per_position = families.accepted_per_position
-        self._algorithm = algorithm
-        self._accepted_at: list[Counter] = []
+            self.labels = labels = (fence, mps, algorithm)
+            self._seconds_of = _children(self._step_seconds, PHASES, labels=labels)
+            self._bubble = _children(self._bubble_seconds, EDGES, PHASES, labels=labels)
+            self._busy = _children(self._busy_seconds, WORKERS, PHASES, labels=labels)
+            self._stall = _children(self._host_stall_seconds, ["scheduler"], SITES, labels=labels)
+            self._efficiency = _EfficiencyWindow()
+            self._overlap_efficiency.labels(*labels).set_function(self._efficiency.value)
+            self._drafts = [family.labels(algorithm) for family in self._drafting]
 
     def observe(self, take_apart: Callable[[], StepTiming]) -> None:
         """Counts a step and its times, which `take_apart` returns when they are counted."""
@@ -216,11 +188,11 @@ class StepMetrics:
 
     def host_stalled(self, site: str, seconds: float) -> None:
         """Counts a time in which the loop's thread was blocked at `site`, one of SITES."""
-        self._stalled_s[site] += seconds
+        self._stalls.append((site, seconds))
 
     def decoded(self, mode: str) -> None:
         """Counts a decode step; `mode` is one of MODES."""
-        self._decoded[mode] += 1
+        self._modes.append(mode)
 
     def drafted(
         self, num_accepted: NDArray[np.uint32], is_speculating: NDArray[np.bool_], num_draft_tokens: int
@@ -229,51 +201,46 @@ class StepMetrics:
         self._drafted.append((num_accepted, is_speculating, num_draft_tokens))
 
     def tidy(self) -> None:
-        """Counts the steps so far: to do so for many at once is cheaper than for each. A scrape does it, too.
-
-        Skipped while one collects.
-        """
-        if self._lock.acquire(blocking=False):
+        """Counts the steps so far. Skipped while metrics are collected, which does so, too."""
+        if self.lock.acquire(blocking=False):
             try:
                 self._count()
             finally:
-                self._lock.release()
+                self.lock.release()
 
     def rested(self, cause: RestCause) -> None:
         """Counts a rest of the draft."""
-        with self._lock:
-            self._families.rests[cause].inc()
+        with self.lock:
+            self._rests[cause.value,].inc()
 
     def count_batch(self, batch: Batch) -> None:
-        """Counts what happens in a batch from its beginning on."""
-        with self._lock:
-            self._batch = batch
+        """Counts what happens in a batch from its beginning on, in place of the last epoch's, which is over."""
+        with self.lock:
+            self._count()
+            self._batch, self._batch_counts = batch, BatchCounts()
 
     def _count(self) -> None:
-        """Counts everything that came since the last time. Called under the lock."""
+        """Counts everything that was appended since the last time. Called under the lock."""
         self._count_times(_taken(self._timings))
         for num_draft_tokens, drafts in groupby(_taken(self._drafted), itemgetter(2)):
             found = [num_accepted[is_speculating] for num_accepted, is_speculating, _ in drafts]
             self._count_drafts(np.concatenate(found), num_draft_tokens)
-        for mode, num_steps in self._decoded.items():
-            self._families.decode_steps[mode].inc(self._more(mode, num_steps))
-        for site, seconds in self._stalled_s.items():
-            self._stall[site].inc(self._more(site, seconds))
+        for mode, num_steps in Counts(_taken(self._modes)).items():
+            self._decode_steps[mode,].inc(num_steps)
+        stalled_s: defaultdict[str, float] = defaultdict(float)
+        for site, seconds in _taken(self._stalls):
+            stalled_s[site] += seconds
+        for site, seconds in stalled_s.items():
+            self._stall["scheduler", site].inc(seconds)
         if self._batch is not None:
             counts, before = self._batch.counts, self._batch_counts
             self._batch_counts = counts
-            for family, now, then in zip(self._families.batch_counts, counts, before, strict=True):
+            for family, now, then in zip(self._batch_families, counts, before, strict=True):
                 family.inc(now - then)
 
-    def _more(self, what: str, total: float) -> float:
-        """How much a total has grown since it was last counted."""
-        more = total - self._counted[what]
-        self._counted[what] = total
-        return more
-
     def _count_times(self, timings: Iterable[tuple[float, Callable[[], StepTiming]]]) -> None:
-        busy_ns: defaultdict[tuple[str, str], int] = defaultdict(int)
-        bubble_ns: defaultdict[tuple[str, str], int] = defaultdict(int)
+        busy_ns: defaultdict[tuple[str, ...], int] = defaultdict(int)
+        bubble_ns: defaultdict[tuple[str, ...], int] = defaultdict(int)
         for at_s, take_apart in timings:
             timing = take_apart()
             phase = timing.phase
@@ -281,26 +248,28 @@ class StepMetrics:
             busy_ns["draft", phase] += timing.draft_ns
             if timing.wall_ns is not None:
                 self._efficiency.add(at_s, timing.wall_ns, sum(timing.bubbles_ns.values()))
-                self._step_seconds[phase].observe(timing.wall_ns * NS)
+                self._seconds_of[phase,].observe(timing.wall_ns * NS)
                 for edge, nanoseconds in timing.bubbles_ns.items():
                     bubble_ns[edge, phase] += nanoseconds
         for counters, sums_ns in ((self._busy, busy_ns), (self._bubble, bubble_ns)):
             for key, nanoseconds in sums_ns.items():
                 counters[key].inc(nanoseconds * NS)
-        self._efficiency.forget()
 
     def _count_drafts(self, num_accepted: NDArray[np.uint32], num_draft_tokens: int) -> None:
         if not len(num_accepted):
             return
         # Drafts with at least 0, 1, … accepted tokens.
         at_least = np.bincount(num_accepted, minlength=num_draft_tokens + 1)[::-1].cumsum()[::-1].tolist()
-        self._drafts.inc(at_least[0])
-        self._draft_tokens.inc(at_least[0] * num_draft_tokens)
-        self._accepted.inc(sum(at_least[1:]))
-        for position in range(len(self._accepted_at) + 1, num_draft_tokens + 1):
-            self._accepted_at.append(self._accepted_per_position.labels(self._algorithm, str(position)))
-        for at_position, count in zip(self._accepted_at, at_least[1:], strict=False):
-            at_position.inc(count)
+        counts = at_least[0], at_least[0] * num_draft_tokens, sum(at_least[1:])
+        for child, count in zip(self._drafts, counts, strict=True):
+            child.inc(count)
+        for position, count in enumerate(at_least[1 : num_draft_tokens + 1], start=1):
+            self._accepted_per_position.labels(self.labels[-1], str(position)).inc(count)
+
+
+def _children(family: MetricT, *values: Iterable[str], labels: tuple[str, ...] = ()) -> dict[tuple[str, ...], MetricT]:
+    """The metrics of a family with `labels` before each combination of `values`, which is their key."""
+    return {key: family.labels(*labels, *key) for key in product(*values)}
 
 
 def _taken(items: deque[T]) -> Iterator[T]:
@@ -310,7 +279,7 @@ def _taken(items: deque[T]) -> Iterator[T]:
 
 
 class _EfficiencyWindow:
-    """Bubble and wall of the last seconds. Called under the lock of the families."""
+    """Bubble and wall of the last seconds. Called under the lock of the metrics."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, int, int]] = deque()
@@ -318,18 +287,18 @@ class _EfficiencyWindow:
         self._bubble_ns = 0
 
     def add(self, at_s: float, wall_ns: int, bubble_ns: int) -> None:
+        self._forget(at_s)
         self._steps.append((at_s, wall_ns, bubble_ns))
         self._wall_ns += wall_ns
         self._bubble_ns += bubble_ns
 
     def value(self) -> float:
-        self.forget()
+        self._forget(time.monotonic())
         return 1.0 - self._bubble_ns / self._wall_ns if self._wall_ns else float("nan")
 
-    def forget(self) -> None:
+    def _forget(self, now_s: float) -> None:
         """Takes out what is older than the window."""
-        oldest = time.monotonic() - WINDOW_S
-        while self._steps and self._steps[0][0] < oldest:
+        while self._steps and self._steps[0][0] < now_s - WINDOW_S:
             _, wall_ns, bubble_ns = self._steps.popleft()
             self._wall_ns -= wall_ns
             self._bubble_ns -= bubble_ns

@@ -64,7 +64,6 @@ class Epoch:
         self.link = link
         """Verify's."""
         self.batch = Batch(sizes.batch)
-        metrics.count_batch(self.batch)
         self.fence_kind = device.fence_kind
         self.recorder = StepRecorder()
         """Records of the last steps."""
@@ -96,6 +95,8 @@ class Epoch:
         self._running: StepLoop | None = None
         self._observer: StepObserver | None = None
         self._attachment: Attachment | None = None
+        metrics.count_batch(self.batch)
+        self._measure()
 
     @property
     def draft(self) -> WorkerDescription | None:
@@ -213,7 +214,8 @@ class Epoch:
         return self._device.sample_clock()
 
     def _measure(self) -> None:
-        self._metrics.measure(mps="on" if self.under_mps else "off", algorithm=self.algorithm)
+        mps = "on" if self.under_mps else "off"
+        self._metrics.measure(fence=self.fence_kind, mps=mps, algorithm=self.algorithm)
 
     def _loop(self, arena: Arena) -> StepLoop:
         config, log = self._config, self.log

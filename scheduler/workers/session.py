@@ -19,7 +19,7 @@ from slipstream.common.errors import (
 from slipstream.common.host import STEP_LOOP, name_this_thread
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.telemetry.draft_metrics import DraftMetrics
-from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies, StepMetrics
+from slipstream.scheduler.telemetry.step_metrics import StepMetrics
 from slipstream.scheduler.workers.draft_session import DraftSession
 from slipstream.scheduler.workers.epoch import Epoch
 from slipstream.scheduler.workers.heartbeats import Heartbeats
@@ -100,7 +100,7 @@ class WorkerSession:
         self._device = device
         self._queue = queue
         self._listener = listener
-        self._metric_families = StepMetricFamilies(registry)
+        self._metrics = StepMetrics(registry)
         self._links = LinkThread()
         self._sink = sink
         self._make_link = make_link or self._link_to_service
@@ -191,7 +191,6 @@ class WorkerSession:
         verify = link.describe()
         check_sharing(self._device, [verify])
         workers, sizes = self._decide(verify)
-        labels = {"fence": self._device.fence_kind, "mps": "on" if verify.under_mps else "off", "algorithm": "none"}
         return Epoch(
             self._numbers.above(verify.last_epoch),
             self._config,
@@ -200,7 +199,7 @@ class WorkerSession:
             device=self._device,
             link=link,
             queue=self._queue,
-            metrics=StepMetrics(self._metric_families, **labels),
+            metrics=self._metrics,
             listener=self.drafts,
             sink=self._sink,
         )

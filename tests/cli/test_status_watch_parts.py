@@ -28,7 +28,6 @@ from slipstream.scheduler.telemetry.step_metrics import (
     DRAFT_TO_VERIFY,
     VERIFY_TO_DRAFT,
     VERIFY_TO_VERIFY,
-    StepMetricFamilies,
     StepMetrics,
     StepTiming,
 )
@@ -47,8 +46,8 @@ class Server:
     def __init__(self) -> None:
         self.registries: dict[str, CollectorRegistry] = {name: make_registry() for name in ("scheduler", "gateway")}
         self.requests = RequestMetrics(self.registries["gateway"], num_running=lambda: 2, num_waiting=lambda: 3)
-        families = StepMetricFamilies(self.registries["scheduler"])
-        self.steps = StepMetrics(families, fence="host", mps="no", algorithm="standalone")
+        self.steps = StepMetrics(self.registries["scheduler"])
+        self.steps.measure(fence="host", mps="no", algorithm="standalone")
 
     def read(self, at_s: float, *, pid: int = 7, gateway_pid: int = 6, health: str = "SERVING") -> Reading:
         """The server's state and metrics now."""

@@ -12,7 +12,7 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.worker.step import FenceName, FenceOps, Role
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
-from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies, StepMetrics
+from slipstream.scheduler.telemetry.step_metrics import StepMetrics
 from slipstream.scheduler.workers.attachment import DraftAttachment, draft_sizes
 from slipstream.scheduler.workers.epoch import Epoch
 from slipstream.scheduler.workers.sizing import EpochSizes, Workers
@@ -44,7 +44,7 @@ class RecordingMetrics(StepMetrics):
     """Keeps the time of each step."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__(StepMetricFamilies(registry), fence="host", mps="off", algorithm="standalone")
+        super().__init__(registry)
         self.timings: list[StepTiming] = []
 
     def observe(self, take_apart: Callable[[], StepTiming]) -> None:

@@ -307,7 +307,7 @@ def test_time_is_counted_where_it_went() -> None:
             assert parts == timing.wall_ns
             assert timing.draft_ns >= 1e6
             assert timing.verify_ns >= 3e6
-        efficiency = metric(epoch, "slipstream_overlap_efficiency{")
+        efficiency = metric(epoch, 'slipstream_overlap_efficiency{algorithm="standalone"')
         walls = sum(timing.wall_ns or 0 for timing in timings)
         bubbles = sum(sum(timing.bubbles_ns.values()) for timing in timings)
         assert efficiency == pytest.approx(1 - bubbles / walls)

@@ -19,7 +19,6 @@ from slipstream.scheduler.telemetry.step_metrics import (
     RESULT,
     VERIFY_TO_DRAFT,
     VERIFY_TO_VERIFY,
-    StepMetricFamilies,
     StepMetrics,
     StepTiming,
 )
@@ -39,8 +38,8 @@ class Measured:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.families = StepMetricFamilies(self.registry)
-        self.metrics = StepMetrics(self.families, **LABELS)
+        self.metrics = StepMetrics(self.registry)
+        self.metrics.measure(**LABELS)
 
     def value(self, name: str, **labels: str) -> float | None:
         """The value of a sample; None if it is not there."""
@@ -126,8 +125,12 @@ def test_a_scrape_has_every_step_whenever_it_comes(measured: Measured, num_steps
 
 def test_the_next_epoch_goes_on_from_all_steps_of_the_last_one(measured: Measured) -> None:
     measured.metrics.drafted(*drafts(1), 2)
-    StepMetrics(measured.families, **LABELS).drafted(*drafts(1), 2)
+    measured.metrics.measure(fence="host", mps="off", algorithm="lookup")
+    measured.metrics.drafted(*drafts(1), 2)
+    measured.metrics.measure(**LABELS)
+    measured.metrics.drafted(*drafts(1), 2)
     assert measured.drafting("drafts_total") == 2
+    assert measured.drafting("drafts_total", algorithm="lookup") == 1
 
 
 def test_stalls_add_up(measured: Measured) -> None:
@@ -141,7 +144,7 @@ def test_a_scrape_is_a_snapshot(measured: Measured, monkeypatch: pytest.MonkeyPa
     bubbles = {VERIFY_TO_DRAFT: MS, DRAFT_TO_VERIFY: 2 * MS}
     timing = StepTiming(kind=StepKind.DECODE, draft_ns=3 * MS, verify_ns=10 * MS, wall_ns=16 * MS, bubbles_ns=bubbles)
     counting = threading.Thread(target=measured.metrics.observe, args=(lambda: timing,))
-    busy_seconds = measured.families.busy_seconds
+    busy_seconds = measured.metrics._busy_seconds
     collect = busy_seconds.collect
 
     def count_and_collect() -> Iterable[Metric]:
@@ -175,7 +178,7 @@ def test_the_loop_does_not_wait_for_a_scrape(measured: Measured) -> None:
     for _ in range(3):
         measured.metrics.observe(lambda: counted.append(1) or timing)
     tidying = threading.Thread(target=measured.metrics.tidy)
-    with measured.families.lock:
+    with measured.metrics.lock:
         tidying.start()
         tidying.join(timeout=10)
         assert not tidying.is_alive()
@@ -189,9 +192,7 @@ def test_what_happens_in_a_batch_is_counted_across_epochs(measured: Measured) ->
     measured.metrics.count_batch(batch)
     assert measured.registry.get_sample_value("slipstream_preemptions_total") == 2
     batch.counts = BatchCounts(1, 3, prefix_query_tokens=30, prefix_hit_tokens=20)
-    following = StepMetrics(measured.families, **LABELS)
-    batch = SimpleNamespace(counts=BatchCounts(preemptions=1))
-    following.count_batch(batch)
+    measured.metrics.count_batch(SimpleNamespace(counts=BatchCounts(preemptions=1)))  # type: ignore[arg-type]
     found = [
         measured.registry.get_sample_value(f"slipstream_{name}_total")
         for name in ("sequences_not_finite", "preemptions", "prefix_cache_query_tokens", "prefix_cache_hit_tokens")
