@@ -1,4 +1,4 @@
-"""The host as this process uses it: names and scheduling classes of threads, and the namespaces it runs in."""
+"""The host as this process uses it: names and scheduling classes of threads, its namespaces, and its memory."""
 
 from __future__ import annotations
 
@@ -84,3 +84,8 @@ def shm_device() -> int:
         return os.stat("/dev/shm").st_dev
     except OSError:
         return 0
+
+
+def host_bytes() -> int:
+    """The host's memory, used or not."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -97,6 +97,10 @@ class BatchSizes:
         """Pages for so many tokens, prompt and output, with those that run-ahead may add."""
         return self.pages_of(num_tokens + (self.run_ahead + 1) * self.most_step_tokens)
 
+    def context_of(self, num_pages: int) -> int:
+        """The most tokens, prompt and output, for which `pages_for` says no more than so many pages."""
+        return num_pages * self.page_tokens - (self.run_ahead + 1) * self.most_step_tokens
+
     def pages_of(self, num_tokens: int) -> int:
         """Pages for so many tokens and no more."""
         return -(-num_tokens // self.page_tokens)

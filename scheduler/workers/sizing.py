@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import ConfigError, OutOfMemoryError
+from slipstream.common.host import host_bytes
 from slipstream.scheduler.core.batch_sizes import BatchSizes
 
 if TYPE_CHECKING:
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
 
 
 MIB = 2**20
-HOST_KV_BYTES = 512 * MIB
-"""KV pages on a CPU, if kv_memory_mib is not set."""
+HOST_KV_MIB = 512
+"""Memory for KV pages on a CPU, if kv_memory_mib is not set."""
 HOST_STEP_TOKENS = 512
 """Tokens of the largest step of prompts, if max_batched_tokens is auto: on a CPU, and on a GPU with no room for more.
 Buffers and memory are for such a step. While sequences decode, verify's measurement holds (`Attachment`)."""
 GPU_STEP_TOKENS = 2048
 """The same on a GPU: about as many as keep it busy."""
+_LESS = "Less is needed with a smaller context_tokens, slots, max_batched_tokens or kv_memory_mib"
 HOST_PAGE_TOKENS, GPU_PAGE_TOKENS = 16, 64
 """Tokens of a page, if page_tokens is not set."""
 
@@ -55,7 +57,7 @@ class EpochSizes:
     def decide(cls, config: SchedulerConfig, workers: Workers) -> EpochSizes:
         """Takes as many pages as fit the memory, at most as many as the slots can use.
 
-        Raises ConfigError if one request does not fit `kv_memory_mib`, OutOfMemoryError if it does not fit the GPU.
+        Raises ConfigError if one request does not fit `kv_memory_mib`, OutOfMemoryError if it does not fit the device.
         """
         if config.max_batched_tokens is None and workers.verify.memory.total:
             with suppress(OutOfMemoryError):  # smaller steps take less
@@ -89,13 +91,17 @@ class EpochSizes:
             step_choices=choices,
             reserve_bytes=config.memory_reserve_mib * MIB,
         )
-        if config.kv_memory_mib is None:
-            num_pages = plan.pages_that_fit(at_least=needed, of=f"one request with {context} tokens of context")
+        request = f"one request with {context} tokens of context"
+        kv_mib = HOST_KV_MIB if config.kv_memory_mib is None and plan.is_on_host else config.kv_memory_mib
+        if kv_mib is None:
+            num_pages = plan.pages_that_fit(at_least=needed, of=request)
         else:
-            num_pages = config.kv_memory_mib * MIB // plan.page_bytes
+            num_pages = kv_mib * MIB // plan.page_bytes
             if num_pages < needed:
-                accepted = f"at least {plan.mib(needed)}, the KV of one request with {context} tokens of context"
-                raise ConfigError("kv_memory_mib", config.kv_memory_mib, accepted)
+                accepted = f"at least {plan.mib(needed)}, the KV of {request}"
+                if (most := sizes.context_of(num_pages - 1)) > 1:
+                    accepted += f", or context_tokens of at most {most}"
+                raise ConfigError("kv_memory_mib", kv_mib, accepted)
         useful = min(num_pages, config.slots * (needed - 1) + 1)
         plan.check(useful)
         return cls(batch=replace(sizes, num_pages=useful), context_tokens=context)
@@ -136,9 +142,7 @@ class MemoryPlan:
         return sum(worker.shared_weight_bytes for worker in self.workers)
 
     def pages_that_fit(self, *, at_least: int, of: str) -> int:
-        """Pages that fit. Raises OutOfMemoryError if they are fewer than `at_least`, the KV of `of`."""
-        if self.is_on_host:
-            return max(at_least, HOST_KV_BYTES // self.page_bytes)
+        """Pages that fit a GPU. Raises OutOfMemoryError if they are fewer than `at_least`, the KV of `of`."""
         num_pages = (self.free - self.work - self.reserve_bytes) // self.page_bytes
         if num_pages < at_least:
             raise self._too_little(at_least, of, self.reserve_bytes)
@@ -146,7 +150,14 @@ class MemoryPlan:
 
     def check(self, num_pages: int) -> None:
         """Raises OutOfMemoryError if so many pages do not fit beside everything else."""
-        if not self.is_on_host and self.work + num_pages * self.page_bytes > self.free:
+        if self.is_on_host:
+            # The host gives away more memory than it has, and ends a process that then uses it.
+            if num_pages * self.page_bytes > (there := host_bytes()):
+                raise OutOfMemoryError(
+                    f"host memory: {self.mib(num_pages)} MiB are needed for {num_pages} KV pages, and the host has "
+                    f"{there // MIB} MiB. {_LESS}"
+                )
+        elif self.work + num_pages * self.page_bytes > self.free:
             raise self._too_little(num_pages, f"{num_pages} pages", 0)
 
     def mib(self, num_pages: int) -> int:
@@ -163,8 +174,7 @@ class MemoryPlan:
             f"GPU memory: {needed / MIB:.0f} MiB are needed and {self.free / MIB:.0f} MiB of "
             f"{self.workers[0].memory.total / MIB:.0f} MiB are free: KV pages {self.mib(num_pages)} MiB ({of}), "
             f"graphs and steps {self.work / MIB:.0f} MiB, reserve {reserve / MIB:.0f} MiB; weights have taken "
-            f"{weights}{shared}. Less is needed with a smaller context_tokens, slots, max_batched_tokens or "
-            "kv_memory_mib"
+            f"{weights}{shared}. {_LESS}"
         )
 
 

@@ -20,6 +20,7 @@ from slipstream.common.errors import (
     DeviceError,
     FailedPreconditionError,
     InvalidArgumentError,
+    OutOfMemoryError,
     StaleEpochError,
 )
 from slipstream.common.worker.access_log import LogOp
@@ -27,7 +28,7 @@ from slipstream.common.worker.recorder import FlightRecorder, Site
 from slipstream.common.worker.step import Role
 from slipstream.services.worker.epoch import Epoch, check_attachment, make_state, open_memory, open_region
 from slipstream.services.worker.host_stalls import ACKNOWLEDGEMENT, ATTACH, DRAIN, STAGING, HostStalls
-from slipstream.services.worker.memory import allocated_bytes, first_line, measured, no_room
+from slipstream.services.worker.memory import allocated_bytes, first_line, is_out_of_memory, measured, no_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -126,14 +127,17 @@ class Engine:
         except BaseException as error:
             self._role.close()
             memory.close()
-            if isinstance(error, torch.OutOfMemoryError):
-                raise no_room(self.description, attachment, self._weights, error) from error
+            if isinstance(error, RuntimeError) and is_out_of_memory(error):
+                raise self._no_room(attachment, error) from error
             raise
         self.last_epoch, self.last_step = attachment.epoch, 0
         self.recorder.begin_epoch(attachment.epoch)
         self._is_ending = False
         self._open = opened
         return step_tokens
+
+    def _no_room(self, attachment: Attachment, error: RuntimeError) -> OutOfMemoryError:
+        return no_room(self.description, attachment, self._device.torch_device, self._weights, error)
 
     def attach_draft(self, offered: DraftRegion) -> Generator[None, None, None]:
         """Verify: maps the memory of a draft, so that commands may name its attachment once this is at its end.
@@ -153,8 +157,8 @@ class Engine:
                     raise FailedPreconditionError(f"epoch {offered.epoch} is over")
         except BaseException as error:
             memory.close()
-            if isinstance(error, torch.OutOfMemoryError):
-                raise no_room(self.description, opened.state.attachment, self._weights, error) from error
+            if isinstance(error, RuntimeError) and is_out_of_memory(error):
+                raise self._no_room(opened.state.attachment, error) from error
             if isinstance(error, DeviceError):
                 self._lose_device(error)
             raise

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.device.manifest import DTYPE_NAMES, DTYPES, BufferSpec
-from slipstream.common.errors import ConfigError
+from slipstream.common.errors import ConfigError, OutOfMemoryError
 from slipstream.common.host import pid_namespace, shm_device
 from slipstream.common.worker.contract import DeviceMemory, WorkerDescription
 from slipstream.common.worker.layout import BufferName
@@ -84,7 +84,10 @@ def _lend(decoder: Decoder, device: Device) -> Manifest:
         weights[BufferName.OUTPUT] = decoder.head.plain_weight.data
     writer = Role.VERIFY.value
     specs = [BufferSpec(name, tuple(weight.shape), weight.dtype, writer) for name, weight in weights.items()]
-    arena = device.create_arena(specs, ())
+    try:
+        arena = device.create_arena(specs, ())
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(f"{error}; share_weights puts embedding and output there") from error
     weakref.finalize(decoder, arena.close)  # at the end of the process, too: a file has its name until then
     decoder.embedding.data = arena.tensor(BufferName.EMBEDDING).copy_(weights[BufferName.EMBEDDING])
     if BufferName.OUTPUT in weights:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from slipstream.common.errors import OutOfMemoryError
 from slipstream.common.worker.contract import FINAL_NORM
 from slipstream.services.models.adjustments import adjust
 from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV, RaggedRows
@@ -103,16 +102,12 @@ class PagedSlots:
         return self._cache
 
     def open(self, state: EpochState) -> None:
-        """Allocates the KV pages. Raises OutOfMemoryError."""
+        """Allocates the KV pages. Raises what PyTorch raises without memory for them."""
         attachment = state.attachment
         num_pages, page_tokens = attachment.num_pages, attachment.page_tokens
-        try:
-            self._cache = PagedKV(
-                self._config, num_pages=num_pages, page_size=page_tokens, device=self._device, dtype=self.dtype
-            )
-        except RuntimeError as error:  # what PyTorch raises on a CPU, too
-            message = f"{num_pages} KV pages of {page_tokens} tokens do not fit into memory"
-            raise OutOfMemoryError(message) from error
+        self._cache = PagedKV(
+            self._config, num_pages=num_pages, page_size=page_tokens, device=self._device, dtype=self.dtype
+        )
         self._state = state
         self._warm_up_adjustments()
 

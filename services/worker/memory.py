@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,7 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.errors import OutOfMemoryError
+from slipstream.common.host import host_bytes
 from slipstream.common.worker.contract import DeviceMemory
+from slipstream.services.worker.config import NGRAM
 from slipstream.services.worker.forward_sizes import MOST_PADDING, PADDING_SHARE
 
 if TYPE_CHECKING:
@@ -47,23 +48,14 @@ def loading(name: str, device: torch.device, make_empty: Callable[[torch.device]
         return sum(parameter.nbytes for parameter in make_empty(torch.device("meta")).parameters())
 
     # The host gives away more memory than it has, and ends a process that then uses it.
-    if device.type == "cpu" and (needed_bytes := needed()) > (there := host_bytes()):
-        raise _weights_too_large(name, needed_bytes, f"the host has {there / MIB:.0f} MiB")
+    if device.type == "cpu" and (needed_bytes := needed()) > host_bytes():
+        raise _weights_too_large(name, needed_bytes, _place(device))
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        place = "the host's memory is too small"
-        if device.type == "cuda":
-            free, total = (size / MIB for size in torch.cuda.mem_get_info(device))
-            place = f"{free:.0f} MiB of the GPU's {total:.0f} MiB are free"
-        raise _weights_too_large(name, needed(), place, f" ({first_line(error)})") from error
-
-
-def host_bytes() -> int:
-    """The host's memory, used or not."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        raise _weights_too_large(name, needed(), _place(device), f" ({first_line(error)})") from error
 
 
 def _weights_too_large(name: str, needed: int, there: str, reason: str = "") -> OutOfMemoryError:
@@ -72,15 +64,26 @@ def _weights_too_large(name: str, needed: int, there: str, reason: str = "") -> 
 
 
 def no_room(
-    description: WorkerDescription, attachment: Attachment, weights: int, error: torch.OutOfMemoryError
+    description: WorkerDescription, attachment: Attachment, device: torch.device, weights: int, error: RuntimeError
 ) -> OutOfMemoryError:
     """The error when an epoch does not fit. `weights`: bytes."""
     kv_mib = attachment.num_pages * attachment.page_tokens * description.kv_bytes_per_token / MIB
+    options = ["context_tokens", "kv_memory_mib", "slots", "max_batched_tokens"]
+    if description.algorithm == NGRAM:
+        options.append("suffix_cache_tokens")
     return OutOfMemoryError(
-        f"{description.role.value} ran out of GPU memory: weights {weights / MIB:.0f} MiB, {attachment.num_pages} KV "
-        f"pages {kv_mib:.0f} MiB, the rest for graphs and steps. Less is needed with a smaller kv_memory_mib, slots or "
-        f"max_batched_tokens ({first_line(error)})"
+        f"{description.role.value} ran out of memory: weights {weights / MIB:.0f} MiB, {attachment.num_pages} KV pages "
+        f"{kv_mib:.0f} MiB, the rest for graphs and steps, and {_place(device)}. Less is needed with a smaller "
+        f"{', '.join(options[:-1])} or {options[-1]} ({first_line(error)})"
     )
+
+
+def _place(device: torch.device) -> str:
+    """The memory that there is, in words."""
+    if device.type != "cuda":
+        return f"the host has {host_bytes() / MIB:.0f} MiB"
+    free, total = (size / MIB for size in torch.cuda.mem_get_info(device))
+    return f"{free:.0f} MiB of the GPU's {total:.0f} MiB are free"
 
 
 def first_line(error: BaseException) -> str:

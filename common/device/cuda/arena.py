@@ -53,7 +53,8 @@ class CudaMemory:
         except DeviceError as error:
             free, total = driver.call_many(cu.cuMemGetInfo)
             needed = f"{size >> 20} MiB of shared buffers; {free >> 20} of {total >> 20} MiB of the GPU are free"
-            raise OutOfMemoryError(f"{needed}: take fewer slots or shorter chunks ({error})") from error
+            remedy = "take a smaller slots, num_draft_tokens or max_batched_tokens"
+            raise OutOfMemoryError(f"{needed}: {remedy} ({error})") from error
         return cls(int(pointer), lambda: driver.call(cu.cuMemFree, pointer))
 
     @classmethod

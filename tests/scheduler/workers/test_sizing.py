@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from slipstream.common.worker.contract import DeviceMemory
 from slipstream.common.worker.layout import ring_rows
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.workers import sizing
 from slipstream.scheduler.workers.sharing import check_fits
 from slipstream.scheduler.workers.sizing import EpochSizes, Workers
 from tests.harness.workers import describe
@@ -168,6 +170,35 @@ def replace_free(mib: int) -> Workers:
     return replace(ON_GPU, draft=draft)
 
 
-def test_on_a_cpu_the_default_is_half_a_gibibyte() -> None:
+def test_on_a_cpu_the_default_is_half_a_gibibyte_and_no_more() -> None:
     config = replace(CONFIG, kv_memory_mib=None, slots=1000)
     assert EpochSizes.decide(config, BOTH).batch.num_pages == 512 * MIB // (10 * 1280)
+    large = Workers(verify=replace(VERIFY, max_context_tokens=2**20), draft=None)
+    with pytest.raises(ConfigError) as caught:
+        EpochSizes.decide(config, large)
+    given, accepted = str(caught.value).split(", accepted: ")
+    assert given == "kv_memory_mib: got 512"
+    found = re.fullmatch(
+        r"at least (\d+), the KV of one request with 1048576 tokens of context, or context_tokens of at most (\d+)",
+        accepted,
+    )
+    assert found is not None
+    least_mib, most_tokens = map(int, found.groups())
+    assert EpochSizes.decide(replace(config, kv_memory_mib=least_mib), large).context_tokens == 2**20
+    assert EpochSizes.decide(replace(config, context_tokens=most_tokens), large).context_tokens == most_tokens
+    for changes in ({"kv_memory_mib": least_mib - 1}, {"context_tokens": most_tokens + 1}):
+        with pytest.raises(ConfigError, match="kv_memory_mib"):
+            EpochSizes.decide(replace(config, **changes), large)
+
+
+def test_more_than_the_host_has_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(CONFIG, kv_memory_mib=300, slots=1000)
+    EpochSizes.decide(config, BOTH)
+    monkeypatch.setattr(sizing, "host_bytes", lambda: 299 * MIB)
+    with pytest.raises(OutOfMemoryError) as caught:
+        EpochSizes.decide(config, BOTH)
+    assert re.fullmatch(
+        r"host memory: 300 MiB are needed for \d+ KV pages, and the host has 299 MiB\. Less is needed with a smaller "
+        r"context_tokens, slots, max_batched_tokens or kv_memory_mib",
+        str(caught.value),
+    )

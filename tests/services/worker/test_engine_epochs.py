@@ -84,19 +84,23 @@ def test_the_answer_comes_when_the_device_has_warmed_up(draft: Recorder, monkeyp
 
 
 @pytest.mark.parametrize("name", ["SlotTable", "_classes"])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(torch.OutOfMemoryError, "CUDA out of memory"), (RuntimeError, "DefaultCPUAllocator: can't allocate memory")],
+)
 def test_too_little_memory_says_what_takes_it_and_leaves_nothing(
-    name: str, draft: Recorder, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: type[RuntimeError], words: str, draft: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore than there is")
+        raise kind(f"{words}. Tried\nmore than there is")
 
     with attached(draft) as (worker, arena):
         worker.engine.drain()
         with monkeypatch.context() as patch:
             patch.setattr(epoch, name, fail)
-            with pytest.raises(
-                OutOfMemoryError, match=r"draft ran out of GPU memory: .* KV pages .* \(CUDA .* Tried\)$"
-            ):
+            needed = r"draft ran out of memory: weights \d+ MiB, \d+ KV pages \d+ MiB, .* and the host has \d+ MiB\. "
+            remedy = r"Less is needed with a smaller context_tokens, kv_memory_mib, .* \(.* memory. Tried\)$"
+            with pytest.raises(OutOfMemoryError, match=needed + remedy):
                 worker.attach(attachment_to(arena, 2))
         assert not draft.is_open
         worker.attach(attachment_to(arena, 3))

@@ -12,12 +12,13 @@ import torch
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import OutOfMemoryError
+from slipstream.common.host import host_bytes
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.heads import Eagle3Config
 from slipstream.services.worker import factory
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.forward_sizes import forward_size
-from slipstream.services.worker.memory import WORK_BYTES, host_bytes, is_out_of_memory, needed_for_work
+from slipstream.services.worker.memory import WORK_BYTES, is_out_of_memory, needed_for_work
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.eagle3_checkpoints import write_head
 
@@ -66,6 +67,16 @@ def test_a_head_says_its_own_size(words: str, tmp_path: Path, monkeypatch: pytes
     config = WorkerConfig(model=head, algorithm="eagle3", target=target, device="cpu")
     with pytest.raises(OutOfMemoryError, match=r"the weights of head take \d+ MiB"):
         factory.make_draft(config, HostDevice(), 0)
+
+
+def test_shared_weights_without_room_name_their_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OutOfMemoryError("/dev/shm has no room for 9 MiB of shared memory")
+
+    monkeypatch.setattr(HostDevice, "create_arena", fail)
+    config = WorkerConfig(model=write_checkpoint(tmp_path / "target"), device="cpu", share_weights=True)
+    with pytest.raises(OutOfMemoryError, match=r"no room for 9 MiB of shared memory; share_weights puts"):
+        factory.make_verify(config, HostDevice(), 0)
 
 
 def test_a_head_counts_the_states_that_it_reads(tmp_path: Path) -> None:

@@ -100,7 +100,9 @@ def test_a_driver_that_shares_no_events_is_one_too(cuda: FakeCuda) -> None:
 
 def test_an_arena_that_does_not_fit_is_refused_with_its_size(cuda: FakeCuda) -> None:
     cuda.fail("cuMemAlloc", Result.CUDA_ERROR_OUT_OF_MEMORY)
-    with pytest.raises(OutOfMemoryError, match=r"^2 MiB of shared buffers; 3 of 8 MiB of the GPU are free: take fewer"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"^2 MiB of shared buffers; 3 of 8 MiB of the GPU are free: take a smaller slots"
+    ):
         create(TIMELINE)
 
 
