@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from slipstream.common.rpc import metrics as common_metrics
 from slipstream.common.rpc.metrics import MetricKind
 from slipstream.gateway import request_metrics
-from slipstream.scheduler.telemetry import draft_metrics, server_metrics, step_metrics
+from slipstream.scheduler.telemetry import metrics, step_metrics
 from slipstream.scheduler.workers import heartbeats
 from slipstream.services.worker.host_stalls import STALL_SITES
 
@@ -46,11 +46,11 @@ CATALOGUE = (
         step_metrics.SPECS,
     ),
     Section("Requests", "What clients get. On the gateway's endpoint.", request_metrics.SPECS, GATEWAY),
-    Section("Server", "What it is and how full it is. On the scheduler's endpoint.", server_metrics.SPECS),
+    Section("Server", "What it is and how full it is. On the scheduler's endpoint.", metrics.SERVER_SPECS),
     Section(
         "Drafts that come and go",
         "On the scheduler's endpoint. Losses count drafts that drafted.",
-        draft_metrics.SPECS,
+        metrics.DRAFT_SPECS,
     ),
     Section("Workers, as the scheduler sees them", "On the scheduler's endpoint.", heartbeats.SPECS),
     Section(

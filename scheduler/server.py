@@ -25,7 +25,7 @@ from slipstream.common.worker.access_log import make_log_directory
 from slipstream.protos import scheduler_pb2_grpc, trace_pb2_grpc
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.servicer import MAX_RECEIVE_BYTES, SERVICE_NAME, SchedulerServicer
-from slipstream.scheduler.telemetry.server_metrics import ServerMetrics
+from slipstream.scheduler.telemetry.metrics import ServerMetrics
 from slipstream.scheduler.telemetry.timeline import SERVICE_NAME as TIMELINE
 from slipstream.scheduler.telemetry.timeline import TimelineServicer
 from slipstream.scheduler.workers.session import FINAL_ERRORS, WorkerSession

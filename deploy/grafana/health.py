@@ -8,15 +8,15 @@ from slipstream.common.rpc.metrics import BUILD_INFO, RPCS
 from slipstream.deploy.grafana.frame import JOBS, framed
 from slipstream.deploy.grafana.panels import graph, listing, numbers
 from slipstream.deploy.grafana.queries import INTERVAL, Query, increase, rate, series, total
-from slipstream.scheduler.telemetry.draft_metrics import (
+from slipstream.scheduler.telemetry.metrics import (
     ATTACHED,
     ATTACHMENTS,
     CATCH_UP_SECONDS,
+    EPOCH,
     LOSSES,
     MISSING_SECONDS,
     SWAPS,
 )
-from slipstream.scheduler.telemetry.server_metrics import EPOCH
 from slipstream.scheduler.workers.heartbeats import HEARTBEAT_AGE, WORKER_UP
 
 if TYPE_CHECKING:

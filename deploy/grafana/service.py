@@ -24,7 +24,7 @@ from slipstream.gateway.request_metrics import (
     RUNNING,
     WAITING,
 )
-from slipstream.scheduler.telemetry.server_metrics import KV_PAGE_BYTES, KV_PAGES, KV_PAGES_USED, SLOTS
+from slipstream.scheduler.telemetry.metrics import KV_PAGE_BYTES, KV_PAGES, KV_PAGES_USED, SLOTS
 from slipstream.scheduler.telemetry.step_metrics import (
     NOT_FINITE,
     PREEMPTIONS,

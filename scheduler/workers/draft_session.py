@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, SlipstreamError, UnavailableError
 from slipstream.common.host import name_this_thread
 from slipstream.scheduler.records import LossCause
-from slipstream.scheduler.telemetry.draft_metrics import SwapResult
+from slipstream.scheduler.telemetry.metrics import SwapResult
 from slipstream.scheduler.workers.attachment import DraftAttachment, Retired, draft_sizes
 from slipstream.scheduler.workers.held import DraftStatus, DraftTarget, Held, Retries, drafting, state_of
 from slipstream.scheduler.workers.sharing import Admission
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
-    from slipstream.scheduler.telemetry.draft_metrics import DraftMetrics
+    from slipstream.scheduler.telemetry.metrics import DraftMetrics
     from slipstream.scheduler.workers.epoch import Epoch
     from slipstream.scheduler.workers.link import Link
 

@@ -18,7 +18,7 @@ from slipstream.common.errors import (
 )
 from slipstream.common.host import STEP_LOOP, name_this_thread
 from slipstream.common.worker.step import Role
-from slipstream.scheduler.telemetry.draft_metrics import DraftMetrics
+from slipstream.scheduler.telemetry.metrics import DraftMetrics
 from slipstream.scheduler.telemetry.step_metrics import StepMetrics
 from slipstream.scheduler.workers.draft_session import DraftSession
 from slipstream.scheduler.workers.epoch import Epoch

@@ -22,7 +22,7 @@ from slipstream.common.worker.step import Role
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.telemetry.decode_record import DecodeRecord
-from slipstream.scheduler.telemetry.draft_metrics import DraftMetrics
+from slipstream.scheduler.telemetry.metrics import DraftMetrics
 from slipstream.scheduler.workers.attachment import DraftAttachment
 from slipstream.scheduler.workers.draft_session import DraftSession
 from slipstream.scheduler.workers.held import DraftTarget

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -12,13 +13,15 @@ from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.telemetry.server_metrics import ServerMetrics
+from slipstream.scheduler.telemetry.metrics import DraftMetrics, ServerMetrics
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, describe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import pytest
 
 CONFIG = SchedulerConfig(
     verify="unix:/none", run_ahead=2, num_draft_tokens=3, slots=5, context_tokens=64, page_tokens=16
@@ -87,3 +90,16 @@ def test_a_drafter_without_a_kv_cache_has_no_pool() -> None:
         registry = registry_of(running)
         assert scraped(registry, "slipstream_kv_pages", service="verify") == running.epoch.batch.pages.num_pages
         assert scraped(registry, "slipstream_kv_pages", service="draft") is None
+
+
+def test_a_scrape_has_the_time_without_a_draft_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, now = CollectorRegistry(), [10.0]
+    monkeypatch.setattr("slipstream.scheduler.telemetry.metrics.time", SimpleNamespace(monotonic=lambda: now[0]))
+    drafts = DraftMetrics(registry)
+    drafts.set_missing(is_missing=True)
+    for now_s, seconds in ((15.0, 5.0), (17.0, 7.0)):
+        now[0] = now_s
+        assert scraped(registry, "slipstream_draft_missing_seconds_total") == seconds
+    drafts.set_missing(is_missing=False)
+    now[0] = 30.0
+    assert scraped(registry, "slipstream_draft_missing_seconds_total") == 7.0
