@@ -153,10 +153,22 @@ def test_special_tokens_have_no_text(kind: str) -> None:
     assert "".join(parts(Vocabulary(tokenizer), ids)) == ""
 
 
-def test_text_is_certain_as_soon_as_it_can_be() -> None:
-    tokenizer = make_tokenizer("byte level")
-    ids = tokenizer.encode("Hello world")
-    assert parts(Vocabulary(tokenizer), ids) == [*(tokenizer.decode([token]) for token in ids), ""]
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_certain_as_soon_as_it_can_be(kind: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    ids = tokenizer.encode("Hello world", add_special_tokens=False)
+    *sent, rest = parts(Vocabulary(tokenizer), ids)
+    assert ("".join(sent), rest) == (whole(tokenizer, ids), "")
+    assert all(sent[1:]), "the first may be the space that the decoder leaves out"
+
+
+@pytest.mark.parametrize("kind", ["byte level", "llama"])
+def test_a_character_that_breaks_off_is_replaced_before_the_tokens_after_it(kind: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    ids, vocabulary = tokenizer.encode("Hello", add_special_tokens=False), Vocabulary(tokenizer)
+    detokenizer = vocabulary.new_detokenizer()
+    broken = detokenizer.push_all([*ids, vocabulary_byte(tokenizer, kind, 0xE4)])[0]
+    assert (broken, detokenizer.push_all(ids)[0][0]) == (whole(tokenizer, ids), REPLACEMENT)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("llama", " Hello Hello"), ("gemma", " Hello Hello")])

@@ -114,6 +114,7 @@ class FakeDraft:
                 return
 
     def _do(self, command: StepCommand, undrafted: frozenset[int]) -> None:
+        assert command.kind is StepKind.DECODE or not command.drafts_none
         for update in command.updates:
             self._update(update)
         for chunk in command.chunks:

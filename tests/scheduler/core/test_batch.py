@@ -30,6 +30,7 @@ SIZES = st.builds(
     page_tokens=st.integers(1, 9),
     chunk_tokens=st.integers(1, 12),
     mixes=st.sampled_from((True, True, False)),
+    has_prefix_cache=st.sampled_from((True, True, False)),
     num_draft_tokens=st.integers(0, 4),
     run_ahead=st.integers(0, 2),
 )
@@ -110,6 +111,8 @@ def test_every_job_gets_its_own_tokens(
     for position in range(sizes.num_draft_tokens):
         counted = sum(job.stats.accepted_per_position[position] for job in made if job.stats.accepted_per_position)
         assert sum(accepted > position for accepted in run.num_accepted) == counted
+    most = sum(len(job.spec.prompt) for job in made) if sizes.has_prefix_cache else 0
+    assert run.batch.counts.prefix_hit_tokens <= run.batch.counts.prefix_query_tokens <= most
     assert run.batch.num_running == 0
     assert run.batch.pages.num_free == sizes.num_pages - 1
     assert run.batch.slots.num_free == sizes.num_slots - 1
@@ -287,6 +290,16 @@ def test_a_step_goes_out_as_one_message_for_each_stream() -> None:
         assert output.published_ns == 77
         assert (output.sequences, output.admitted) == ([job.id], [job.id])
         assert output.tokens == reference(job)[0][:1]
+    assert run.batch.outbox.take().deliveries() == []
+
+
+def test_an_admission_is_told_before_there_are_tokens_and_once() -> None:
+    run = run_of()
+    job = make_job("job", (1,), 3)
+    run.jobs.add(job)
+    run.batch.admit(run.queue)
+    run.take()
+    assert (job.stats.admitted_ns is None, run.jobs.outputs[job]) == (False, [])
     assert run.batch.outbox.take().deliveries() == []
 
 

@@ -151,6 +151,21 @@ def test_probes_disturb_less_than_one_step_of_a_hundred(accepted: float) -> None
     assert 0 < disturbed < len(kinds) / 100
 
 
+@pytest.mark.parametrize(("accepted", "num_steps"), [(3.0, 8), (2.0, 32)])
+def test_a_probe_is_longer_where_both_kinds_are_about_as_fast(accepted: float, num_steps: int) -> None:
+    """Drafted steps bring 1.53 and 1.15 times as many tokens a second; two steps after a change are not measured."""
+    server = make_server(accepted, way_back=0)
+    server.run(20_000)
+    assert {len(list(steps)) for is_drafted, steps in groupby(server.kinds) if not is_drafted} == {num_steps + 2}
+
+
+def test_a_draft_of_which_hardly_a_token_is_accepted_is_tried_at_no_other_size_of_batch() -> None:
+    server = make_server(0.0)
+    server.run(1000)
+    server.num_rows = 64
+    assert not any(server.run(500))
+
+
 @pytest.mark.parametrize("way_back", [0, 3, 40])
 def test_it_does_not_flap_where_both_kinds_are_as_fast(way_back: int) -> None:
     server = make_server(0.0, noise=0.2, way_back=way_back)

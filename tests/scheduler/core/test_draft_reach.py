@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.records import DraftKV
+from slipstream.scheduler.records import NO_DRAFT, DraftKV
 from tests.harness.drafted_run import SIZES, DraftedRun, check
 from tests.harness.fake_drafts import FakeDraft
 from tests.harness.simulated_run import Run, make_job
@@ -57,6 +57,19 @@ def test_requests_without_speculation_and_sequences_that_end_within_are_not_beyo
     run.finish()
     check(run, [off, full])
     assert off.stats.tokens_beyond_draft == full.stats.tokens_beyond_draft == 0
+
+
+def test_no_sequence_is_beyond_a_draft_that_is_gone() -> None:
+    run, kv = Run(SIZES, random.Random(1)), DraftKV(2, context_tokens=CONTEXT)
+    run.jobs.add(make_job("job", tuple(range(10)), 100))
+    is_beyond = {}
+    run.batch.admit(run.queue)
+    for draft in [kv] * 50 + [NO_DRAFT] * 2:
+        step = run.batch.next_step(3 if draft is kv else 0, draft=draft)
+        assert step is not None
+        run.apply(step, run.device.run(step))
+        is_beyond[draft] = step.is_beyond_draft is not None
+    assert is_beyond == {kv: True, NO_DRAFT: False}
 
 
 def test_another_draft_has_room_again_and_takes_in_nothing_that_it_has_no_room_for() -> None:

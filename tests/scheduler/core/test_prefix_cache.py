@@ -46,11 +46,15 @@ def test_a_page_is_found_by_all_tokens_up_to_its_end_and_the_salt() -> None:
     pages = fill(cache, 1, 2, 3, 4, 5)
     assert found(cache, 1, 2, 3, 4, 9) == pages[:2]
     assert found(cache, 1, 2, 3, 4) == pages[:1], "the last token is computed in any case"
+    for num_tokens, num_found in ((5, 4), (4, 2), (1, 0)):
+        assert cache.touch(Prefix("", PAGE_TOKENS), row(1, 2, 3, 4, 5), num_tokens) == num_found
     assert found(cache, 1, 2, 9, 4, 5) == pages[:1]
     assert found(cache, 9, 2, 3, 4, 5) == found(cache, 3, 4, 5) == ()
     assert found(cache, 1, 2, 3, 4, 5, salt="a tenant") == ()
     assert fill(cache, 1, 2, 3, 4, 5, salt="a tenant")[0] not in pages[:2]
-    assert found(PrefixCache(20, PAGE_TOKENS, is_enabled=False), 1, 2, 3) == ()
+    disabled = PrefixCache(20, PAGE_TOKENS, is_enabled=False)
+    fill(disabled, 1, 2, 3, 4, 5)
+    assert (found(disabled, 1, 2, 3), disabled.num_cached) == ((), 0)
 
 
 def test_a_page_is_for_the_draft_that_filled_it_and_for_none() -> None:

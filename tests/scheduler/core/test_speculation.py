@@ -41,7 +41,7 @@ def test_drafts_come_and_go_at_any_time(reads_hidden: bool, run_ahead: int, chun
         if number >= NUM_RUNS and num_joined and num_preempted:
             break
         rng = random.Random(seed + number)
-        sizes = replace(SIZES, chunk_tokens=chunk_tokens, run_ahead=run_ahead)
+        sizes = replace(SIZES, chunk_tokens=chunk_tokens, run_ahead=run_ahead, mixes=number % 4 < 2)
         if number % 2:
             # Hardly more pages than one job needs: some are preempted.
             sizes = replace(sizes, num_pages=sizes.pages_for(50 + 60) + 1 + rng.randrange(10))
@@ -312,6 +312,13 @@ def test_a_pause_and_steps_that_say_nothing_hardly_change_how_long_a_step_waits(
     assert run.speculation._patience.tokens_timeout_s == 2.0
 
 
+@pytest.mark.parametrize(("release_up_to", "released"), [(7, [7]), (None, [])])
+def test_the_end_of_an_epoch_releases_what_verify_waits_for(release_up_to: int | None, released: list[int]) -> None:
+    run, draft, _ = lost_run()
+    run.speculation.end(release_up_to)
+    assert (draft.done.releases, run.speculation.active) == (released, None)
+
+
 def catching_up(num_missing: int, num_commands: int) -> CatchUp:
     """A draft that lacks as many tokens before each of so many commands."""
     run, draft, _ = lost_run()
@@ -335,6 +342,11 @@ def test_a_draft_that_was_near_once_and_lacks_less_each_time_gains() -> None:
     for missing in range(60, 10, -1):
         found.take_measure(missing)
     assert not found.is_too_slow
+    for _ in range(7):
+        found.take_measure(11)
+    assert not found.is_too_slow
+    found.take_measure(11)
+    assert found.is_too_slow
 
 
 def begun_run(seed: int) -> DraftedRun:

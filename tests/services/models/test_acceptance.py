@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.services.models.sampler import SimulatedAcceptance, accept, acceptance_rate
+from slipstream.services.models.sampler import SimulatedAcceptance, _random_bits, accept, acceptance_rate
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -47,6 +47,12 @@ def test_simulated_acceptance_keeps_the_mean(accept_length: float) -> None:
     assert abs(1 + accepted.double().mean().item() - accept_length) < 0.05
     if accept_length == 3.5:
         assert set(accepted.tolist()) == set(range(num_draft_tokens + 1))
+
+
+def test_the_bits_of_simulated_acceptance_are_those_of_splitmix64() -> None:
+    """The upper halves of its published first outputs for seed 0, without the last shift, which changes one bit."""
+    bits = _random_bits(torch.zeros(3, dtype=torch.int64), torch.tensor([1, 2, 3]))
+    assert (bits ^ (bits >> 31)).tolist() == [0xE220A839, 0x6E789E6A, 0x06C45D18]
 
 
 def test_simulated_acceptance_depends_on_seed_and_position_alone() -> None:

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from slipstream.common.api.sequence import LEAST_TEMPERATURE, SamplingParams
-from slipstream.services.models.sampler import SamplingRows, accept, gumbel_noise, sample
+from slipstream.services.models.sampler import SamplingRows, accept, gumbel_noise, row_parts, sample
 from tests.harness.sampling import examples
 from tests.harness.sampling_cases import KINDS, TIED, TIES
 
@@ -214,6 +214,15 @@ def test_extreme_logits_choose_a_token_of_the_vocabulary() -> None:
     tiny = SamplingParams(temperature=LEAST_TEMPERATURE)
     logits = np.array([[1.0, 1.5, 1.25, 1.5]], np.float32)
     assert draw(logits, [tiny], [0])[0] in (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "begins", "size"),
+    [((3, 1, 2**24 + 1), [0, 1, 2], 1), ((3, 2, 2**22), [0, 2], 2), ((3, 1, 9), [0], 2**24 // 9)],
+)
+def test_parts_of_rows_are_small_and_have_a_row_at_least(shape: tuple[int, ...], begins: list[int], size: int) -> None:
+    parts = row_parts(torch.empty(shape, device="meta"))
+    assert parts == [slice(begin, begin + size) for begin in begins]
 
 
 def test_rows_of_a_table() -> None:
