@@ -108,13 +108,10 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def gumbel_noise_of(token_ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """The values that `gumbel_noise` has for a few tokens of each row.
+    """The values that `gumbel_noise` has for a few tokens of each row, on a CPU.
 
     `token_ids`: [N, M] int64. `seeds`, `positions`: [N] int64, as for `gumbel_noise`. Returns [N, M] float32.
     """
-    if token_ids.device.type != "cpu":
-        candidates = torch.stack(_philox(seeds[:, None], positions[:, None], token_ids >> 2), dim=-1)
-        return gumbel_of_words(candidates.gather(-1, (token_ids & 3)[..., None])[..., 0])
     ids = _on_host(token_ids)
     words = _philox(_on_host(seeds[:, None]), _on_host(positions[:, None]), ids >> 2)
     values = np.choose((ids & 3).view(np.int64), words).astype(np.float64)
