@@ -1,6 +1,6 @@
 """Mean accept length of the bundled drafts and of prompt lookup, through the real services.
 
-K = 4, for the heads K = 3 as well: at T = 0.8 with three seeds over the first 128 tokens behind each held-out prompt,
+K = 4, for the heads K = 3 as well: at T = 0.8 with three seeds over the first 128 tokens after each held-out prompt,
 and greedy over the first 16. Small models repeat themselves, which makes drafting easy: the share of tokens in a
 repeated 5-gram is beside it.
 
@@ -22,58 +22,32 @@ import keyword
 import re
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from slipstream.benchmarks.models import (
-    EAGLE,
-    EAGLE3,
-    MTP,
-    NGRAM,
-    NGRAM_SUFFIX,
-    NUM_DRAFT_TOKENS,
-    STANDALONE,
-    DeviceOption,
-    JsonOption,
-    Models,
-    known_names,
-)
-from slipstream.benchmarks.result_files import host, read_rows, write_rows
+from slipstream.benchmarks.models import EAGLE, EAGLE3, MTP, NGRAM, NGRAM_SUFFIX, NUM_DRAFT_TOKENS, STANDALONE
+from slipstream.benchmarks.runner import DevicePlan, Names, Row, Scenario, Table, benchmark, host, run
 from slipstream.benchmarks.stack import Stack
+from slipstream.benchmarks.stream_window import accept_length, answers
 from slipstream.bundled import prompts
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
+    from pathlib import Path
 
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.benchmarks.stack import Served
 
 HELD_OUT, EDITS, AGAIN = "held-out", "edits", "edits again"
 CONCURRENCY = 8
 GRAM = 5
 NAME = re.compile(r"\b[a-z_]{5,}\b")
 NEW_NAMES = {HELD_OUT: (None,), EDITS: ("second",), AGAIN: ("second", "third", "fourth")}
-"""The names that the edits of a workload ask for, each in a request of its own; None is the prompt as it is."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """A way of sampling."""
-
-    temperature: float
-    max_new_tokens: int
-    seeds: tuple[int, ...]
-    workload: str = HELD_OUT
-
-
-SETTINGS = (
-    Setting(temperature=0.8, max_new_tokens=128, seeds=(1, 2, 3)),
-    Setting(temperature=0.0, max_new_tokens=16, seeds=(0,)),
-    Setting(temperature=0.0, max_new_tokens=48, seeds=(0,), workload=EDITS),
-)
-LOOKUP_SETTINGS = (*SETTINGS, Setting(temperature=0.0, max_new_tokens=48, seeds=(0,), workload=AGAIN))
+"""The names that the edits of a workload ask for, each in a request of its own; None: the prompt as it is."""
+SETTINGS = ((HELD_OUT, 0.8, 128, (1, 2, 3)), (HELD_OUT, 0.0, 16, (0,)), (EDITS, 0.0, 48, (0,)))
+"""Workload, temperature, new tokens and seeds."""
+LOOKUP_SETTINGS = (*SETTINGS, (AGAIN, 0.0, 48, (0,)))
+KEY = ("algorithm", "num_draft_tokens", "workload", "temperature", "max_new_tokens", "seed")
 
 WARM_UP = "import this\n"
 """A prompt that is none of those measured."""
@@ -89,41 +63,26 @@ DRAFTS = (
     (NGRAM_SUFFIX, NUM_DRAFT_TOKENS),
 )
 """Algorithms, each with K. There are three modules for multi-token prediction."""
-ALL = ",".join(dict.fromkeys(name for name, _ in DRAFTS))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcceptLength:
-    """The result for one draft, setting and seed."""
+@dataclass(frozen=True, kw_only=True)
+class Plan(DevicePlan):
+    """The settings of a measurement."""
 
-    algorithm: str
-    workload: str
-    num_draft_tokens: int
-    temperature: float
-    max_new_tokens: int
-    seed: int
-    num_prompts: int
-    num_verify_steps: int
-    total_draft_tokens: int
-    total_accepted_tokens: int
-    mean_accept_length: float
-    """1 + accepted / verify steps, over all prompts."""
-    repeated_share: float
-    """The part of the output's tokens that lies in a 5-gram that occurs more than once in the same output."""
-    tokens_per_second: float | None = None
-    """All requests' output by the time that they took together, 8 at a time; None in older results."""
-    host: str | None = None
-    """The machine on which that was measured."""
+    algorithms: Names = Names.of(tuple(dict.fromkeys(name for name, _ in DRAFTS)), help="The file keeps others.")
 
-    @property
-    def case(self) -> tuple[str, int, str, float, int, int]:
-        """Settings of the measurement, first the draft as in DRAFTS; a new result of a case replaces the old one."""
-        draft = self.algorithm, self.num_draft_tokens
-        return *draft, self.workload, self.temperature, self.max_new_tokens, self.seed
+    def scenarios(self) -> Iterator[Scenario]:
+        """Each draft with each of its settings and seeds."""
+        for algorithm, num_draft_tokens in DRAFTS:
+            settings = LOOKUP_SETTINGS if algorithm in (NGRAM, NGRAM_SUFFIX) else SETTINGS
+            for *setting, seeds in settings if algorithm in self.algorithms else ():
+                for seed in seeds[:1] if self.device == "cuda" else seeds:
+                    about = dict(zip(KEY, (algorithm, num_draft_tokens, *setting, seed), strict=True))
+                    yield Scenario(about=about, draft=algorithm, options={"num_draft_tokens": num_draft_tokens})
 
 
 def repeated_share(outputs: Sequence[Sequence[int]]) -> float:
-    """Share of tokens that lie in a 5-gram that occurs more than once in their output."""
+    """Returns the share of tokens that lie in a 5-gram that occurs more than once in their output."""
     inside = 0
     for output in outputs:
         grams = [tuple(output[start : start + GRAM]) for start in range(len(output) - GRAM + 1)]
@@ -137,7 +96,7 @@ def repeated_share(outputs: Sequence[Sequence[int]]) -> float:
 
 
 def edit_of(text: str, new_name: str) -> str:
-    """A prompt that asks for the text once more with a new name in it, after an example; with the start of it."""
+    """Returns a prompt that asks for the text with a new name in it, after an example; with the start of it."""
     counts = Counter(name for name in NAME.findall(text) if not keyword.iskeyword(name))
     name = next((name for name, count in counts.most_common(1) if count > 1), None)
     lines = text.splitlines(keepends=True)
@@ -148,81 +107,63 @@ def edit_of(text: str, new_name: str) -> str:
     return "\n\n\n".join((text, example, begun))
 
 
-def main(
-    algorithms: Annotated[str, typer.Option(help="Names, separated by commas; the file keeps others.")] = ALL,
-    device: DeviceOption = "cpu",
-    json_file: JsonOption = None,
-) -> None:
-    """Measures the standalone draft, the heads and prompt lookup."""
-    chosen = known_names("--algorithms", algorithms, ALL.split(","))
-    results = {row.case: row for row in read_rows(json_file, AcceptLength)}
-
-    def keep(result: AcceptLength) -> None:
-        about = f"{result.algorithm}, K = {result.num_draft_tokens}, {result.workload}, T = {result.temperature:g}"
-        rate = f"{result.tokens_per_second:,.0f} tokens/s"
-        print(f"{about}: mean accept length {result.mean_accept_length:.3f}, {rate}", flush=True)
-        results[result.case] = result
-        rows = sorted(results.values(), key=lambda row: DRAFTS.index(row.case[:2]))
-        write_rows(rows, json_file)
-
-    asyncio.run(_measure_all(chosen, device, keep))
-
-
-async def _measure_all(algorithms: Sequence[str], device: str, keep: Callable[[AcceptLength], None]) -> None:
-    async with Stack(device=device) as stack:
-        await stack.models(Models().with_drafts(*algorithms))
-        for algorithm, num_draft_tokens in (draft for draft in DRAFTS if draft[0] in algorithms):
-            settings = LOOKUP_SETTINGS if algorithm in (NGRAM, NGRAM_SUFFIX) else SETTINGS
-            cases = [(setting, seed) for setting in settings for seed in setting.seeds]
-            if device == "cuda":
-                cases = [case for case in cases if case[1] == case[0].seeds[0]]
-            for setting, seed in cases:
-                scheduler = stack.scheduler(algorithm, num_draft_tokens=num_draft_tokens)
-                async with scheduler as served, AsyncClient(served.address) as client:
-                    result = await _measure(client, (algorithm, num_draft_tokens), setting, seed)
-                    keep(replace(result, host=host(device)))
-
-
-async def _answers(client: AsyncClient, texts: Sequence[str], setting: Setting, seed: int) -> list[list[OutputChunk]]:
-    room = asyncio.Semaphore(CONCURRENCY)
-
-    async def run(text: str) -> list[OutputChunk]:
-        async with room:
-            chunks = client.generate(
-                text, max_new_tokens=setting.max_new_tokens, temperature=setting.temperature, seed=seed
-            )
-            return [chunk async for chunk in chunks]
-
-    return await asyncio.gather(*map(run, texts))
-
-
-async def _measure(client: AsyncClient, draft: tuple[str, int], setting: Setting, seed: int) -> AcceptLength:
-    algorithm, num_draft_tokens = draft
-    await _answers(client, (WARM_UP,) * CONCURRENCY, setting, seed)
-    answers, begun = [], time.monotonic()
-    for name in NEW_NAMES[setting.workload]:
-        texts = [prompt.text if name is None else edit_of(prompt.text, name) for prompt in prompts()]
-        answers += await _answers(client, texts, setting, seed)
-    seconds = time.monotonic() - begun
-    usages = [chunks[-1].usage for chunks in answers if chunks[-1].usage is not None]
-    steps = sum(usage.num_verify_steps for usage in usages)
-    accepted = sum(usage.total_accepted_tokens for usage in usages)
-    return AcceptLength(
-        algorithm=algorithm,
-        workload=setting.workload,
-        num_draft_tokens=num_draft_tokens,
-        temperature=setting.temperature,
-        max_new_tokens=setting.max_new_tokens,
-        seed=seed,
-        num_prompts=len(answers),
-        num_verify_steps=steps,
-        total_draft_tokens=sum(usage.total_draft_tokens for usage in usages),
-        total_accepted_tokens=accepted,
-        mean_accept_length=1 + accepted / steps,
-        tokens_per_second=sum(len(chunk.token_ids) for chunks in answers for chunk in chunks) / seconds,
-        repeated_share=repeated_share([[token for chunk in chunks for token in chunk.token_ids] for chunks in answers]),
+def make_table(file: Path | None) -> Table:
+    """Results in the order of DRAFTS."""
+    drafts, workloads = [*DRAFTS], [*NEW_NAMES]
+    return Table(
+        file,
+        *KEY,
+        line=lambda row: (
+            f"{row['algorithm']}, K = {row['num_draft_tokens']}, {row['workload']}, T = {row['temperature']:g}: "
+            f"mean accept length {row['mean_accept_length']:.3f}, {row['tokens_per_second']:,.0f} tokens/s"
+        ),
+        order=lambda row: (
+            drafts.index((row["algorithm"], row["num_draft_tokens"])),
+            workloads.index(row["workload"]),
+            -row["temperature"],
+            row["seed"],
+        ),
     )
 
 
+@benchmark(Plan)
+def main(plan: Plan, file: Path | None) -> list[str]:
+    """Measures the standalone draft, the heads and prompt lookup."""
+    asyncio.run(_measure(plan, make_table(file)))
+    return []
+
+
+async def _measure(plan: Plan, table: Table) -> None:
+    where = host(plan.device)
+
+    async def sample(served: Served, scenario: Scenario) -> AsyncIterator[Row]:
+        async with AsyncClient(served.address) as client:
+            yield {**await _sample(client, scenario.about), "host": where}
+
+    async with Stack(device=plan.device) as stack:
+        await stack.models(*plan.algorithms)
+        await run(stack, plan.scenarios(), sample, table)
+
+
+async def _sample(client: AsyncClient, about: Row) -> Row:
+    options: Any = {name: about[name] for name in ("max_new_tokens", "temperature", "seed")}
+    await answers(client, [(WARM_UP, options)] * CONCURRENCY, CONCURRENCY)
+    found, begun = [], time.monotonic()
+    for name in NEW_NAMES[about["workload"]]:
+        texts = [prompt.text if name is None else edit_of(prompt.text, name) for prompt in prompts()]
+        found += await answers(client, [(text, options) for text in texts], CONCURRENCY)
+    seconds = time.monotonic() - begun
+    outputs = [answer.token_ids for answer in found]
+    return {
+        "num_prompts": len(found),
+        "num_verify_steps": sum(answer.num_verify_steps for answer in found),
+        "total_draft_tokens": sum(answer.num_draft_tokens for answer in found),
+        "total_accepted_tokens": sum(answer.num_accepted_tokens for answer in found),
+        "mean_accept_length": accept_length(found),
+        "repeated_share": repeated_share(outputs),
+        "tokens_per_second": sum(map(len, outputs)) / seconds,  # of all requests, 8 at a time
+    }
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    main()

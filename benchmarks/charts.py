@@ -8,9 +8,8 @@ draws decode_h200.png beside it. The name of a file is that of its benchmark and
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from statistics import mean, median
+from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import matplotlib as mpl
@@ -21,21 +20,14 @@ import matplotlib.pyplot as plt
 import typer
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from slipstream.benchmarks import decode_report, overlap
-from slipstream.benchmarks.load_results import DRAFTS as LOAD_DRAFTS
-from slipstream.benchmarks.load_results import (
-    PEER,
-    PROMPT_WORKLOADS,
-    CapacityResult,
-    LoadResult,
-    peer_results,
-    throughput,
-)
-from slipstream.benchmarks.load_workloads import NAMES
-from slipstream.benchmarks.result_files import read_json, read_rows
+from slipstream.benchmarks.decode import ONE
+from slipstream.benchmarks.overlap import title_of
+from slipstream.benchmarks.runner import Row, read_json
+from slipstream.benchmarks.sections import LOAD_DRAFTS, PEER, PROMPT_WORKLOADS, median_of, peer_results, throughput
+from slipstream.benchmarks.workloads import NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -67,52 +59,57 @@ LOAD_PANELS = (
 )
 
 
-def draw_overlap(measurements: Sequence[overlap.Measurement], path: Path) -> None:
+def draw_overlap(rows: Sequence[Row], path: Path) -> None:
     """A panel for each pair of dummy kernels, with and without MPS: busy and lost time per step, by order of steps.
 
     Dots are the repeats.
     """
-    panels = sorted({(m.mps, m.draft_ms, m.verify_ms) for m in measurements}, reverse=True)
+    groups: dict[tuple[bool, float, float], dict[str, list[Row]]] = {}
+    for row in rows:
+        panel = (row["mps"], row["draft_ms"], row["verify_ms"])
+        groups.setdefault(panel, {}).setdefault(title_of(row), []).append(row)
+    panels = sorted(groups, reverse=True)
     columns = len({panel[1:] for panel in panels})
-    rows = len(panels) // columns
-    most_bars = max(len({m.title for m in measurements if m.mps == panel[0]}) for panel in panels)
-    size = (columns * max(5.2, 0.75 * most_bars), 3.8 * rows)
-    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    num_rows = len(panels) // columns
+    most_bars = max(len(groups[panel]) for panel in panels if panel[0] == panels[0][0])
+    size = (columns * max(5.2, 0.75 * most_bars), 3.8 * num_rows)
+    figure, axes = plt.subplots(num_rows, columns, figsize=size, layout="constrained", squeeze=False)
     for axis, panel in zip(axes.flat, panels, strict=True):
-        _draw_overlap_panel(axis, [m for m in measurements if (m.mps, m.draft_ms, m.verify_ms) == panel])
-    first = measurements[0]
-    _save(figure, path, f"Three processes, {first.num_clients} streaming clients; {first.host}")
+        _draw_overlap_panel(axis, groups[panel])
+    _save(figure, path, f"Three processes, {rows[0]['num_clients']} streaming clients; {rows[0]['host']}")
 
 
-def _draw_overlap_panel(axis: Axes, measurements: Sequence[overlap.Measurement]) -> None:
-    names = list(dict.fromkeys(m.title for m in measurements))
-    groups = [[m for m in measurements if m.title == name] for name in names]
-    busy = [mean(m.busy_ms for m in group) for group in groups]
-    axis.bar(names, busy, color=VERIFY_COLOUR, label="draft + verify busy")
-    axis.bar(names, [mean(m.lost_ms for m in g) for g in groups], bottom=busy, color=LOST_COLOUR, label="lost")
-    first = measurements[0]
-    for column, group in enumerate(groups):
-        axis.plot([column] * len(group), [m.step_ms for m in group], "k.", markersize=4)
-        ratio = f"{mean(m.ratio for m in group):.3f}"
-        axis.text(column, 0.02 * first.kernel_sum_ms, ratio, ha="center", color="white", fontsize=8)
-    axis.axhline(first.kernel_sum_ms, color="k", linewidth=0.8, linestyle="--", label="length of the kernels")
+def _draw_overlap_panel(axis: Axes, groups: Mapping[str, Sequence[Row]]) -> None:
+    busy = [_mean(group, "busy_ms") for group in groups.values()]
+    lost = [mean(row["step_ms"] - row["busy_ms"] for row in group) for group in groups.values()]
+    axis.bar([*groups], busy, color=VERIFY_COLOUR, label="draft + verify busy")
+    axis.bar([*groups], lost, bottom=busy, color=LOST_COLOUR, label="lost")
+    first = next(iter(groups.values()))[0]
+    for column, group in enumerate(groups.values()):
+        axis.plot([column] * len(group), [row["step_ms"] for row in group], "k.", markersize=4)
+        height = 0.02 * first["kernel_sum_ms"]
+        axis.text(column, height, f"{_mean(group, 'ratio'):.3f}", ha="center", color="white", fontsize=8)
+    axis.axhline(first["kernel_sum_ms"], color="k", linewidth=0.8, linestyle="--", label="length of the kernels")
     axis.set_ylabel("ms per step")
-    where = f", {'MPS' if first.mps else 'no MPS'}" if first.device == "cuda" else ""
-    axis.set_title(f"dummy kernels of {first.draft_ms:g} + {first.verify_ms:g} ms{where}")
-    if len(names) > 4:
+    where = f", {'MPS' if first['mps'] else 'no MPS'}" if first["device"] == "cuda" else ""
+    axis.set_title(f"dummy kernels of {first['draft_ms']:g} + {first['verify_ms']:g} ms{where}")
+    if len(groups) > 4:
         axis.tick_params(axis="x", labelsize=7, rotation=30)
     axis.legend(fontsize=8, loc="upper right")
 
 
-def draw_decode(measurements: Sequence[decode_report.Measurement], path: Path) -> None:
+def _mean(rows: Iterable[Row], name: str) -> float:
+    return float(mean(row[name] for row in rows))
+
+
+def draw_decode(rows: Sequence[Row], path: Path) -> None:
     """A panel for each shape that both modes ran: a step's parts by batch, in either; lines are floors."""
-    shapes = list(dict.fromkeys(m.shape for m in measurements if m.mode == decode_report.ONE))
+    shapes = list(dict.fromkeys(row["shape"] for row in rows if row["mode"] == ONE))
     figure, axes = plt.subplots(1, len(shapes), figsize=(6.4 * len(shapes), 4.0), layout="constrained", squeeze=False)
     for axis, shape in zip(axes[0], shapes, strict=True):
-        groups: dict[tuple[int, str], list[decode_report.Measurement]] = {}
-        for m in measurements:
-            if m.shape == shape:
-                groups.setdefault((m.batch, m.mode), []).append(m)
+        groups: dict[tuple[int, str], list[Row]] = {}
+        for row in (row for row in rows if row["shape"] == shape):
+            groups.setdefault((row["batch"], row["mode"]), []).append(row)
         for place, group in enumerate(groups.values()):
             _draw_step(axis, place, group)
         axis.set_xticks(range(len(groups)), [f"{batch}\n{mode.split()[0]}" for batch, mode in groups], fontsize=7)
@@ -120,22 +117,22 @@ def draw_decode(measurements: Sequence[decode_report.Measurement], path: Path) -
         axis.set_ylabel("ms per step")
         axis.set_title(shape)
     axes[0][0].legend(loc="upper left", fontsize=8)
-    _save(figure, path, f"Decode steps; {measurements[0].host}")
+    _save(figure, path, f"Decode steps; {rows[0]['host']}")
 
 
-def _draw_step(axis: Axes, place: int, group: Sequence[decode_report.Measurement]) -> None:
+def _draw_step(axis: Axes, place: int, group: Sequence[Row]) -> None:
     bottom = 0.0
     for name, label, colour in STEP_PARTS:
-        height = median(getattr(m, name) for m in group)
+        height = median_of(group, name)
         axis.bar(place, height, bottom=bottom, color=colour, label=label if place == 0 else None)
         bottom += height
-    draft, verify = group[0].draft_floor_ms, group[0].verify_floor_ms
+    draft, verify = group[0]["draft_floor_ms"], group[0]["verify_floor_ms"]
     if draft is not None and verify is not None:
         label = "floor: bytes that must be read" if place == 0 else "_"  # no line of the legend
         axis.hlines(draft + verify, place - 0.4, place + 0.4, color="#222222", label=label)
 
 
-def draw_serving(report: Mapping[str, Any], path: Path) -> None:
+def draw_serving(report: Row, path: Path) -> None:
     """Throughput and three latencies against the offered load. `report`: the content of the JSON file."""
     figure, grid = plt.subplots(2, 2, figsize=(10.4, 7.2), layout="constrained")
     throughput, *latencies = grid.flat
@@ -167,7 +164,7 @@ def draw_serving(report: Mapping[str, Any], path: Path) -> None:
     _save(figure, path, f"Open loop, ShareGPT-like lengths x {scale:g}, T = {temperature:g}; {report['host']}")
 
 
-def draw_long_prompt(report: Mapping[str, Any], path: Path) -> None:
+def draw_long_prompt(report: Row, path: Path) -> None:
     """The stream's tokens over time, and gaps by the size of the steps. `report`: the content of the JSON file."""
     figure, (timeline, bars) = plt.subplots(1, 2, figsize=(10.4, 3.9), layout="constrained")
     results, prompt_tokens = report["results"], report["plan"]["prompt_tokens"]
@@ -191,7 +188,7 @@ def draw_long_prompt(report: Mapping[str, Any], path: Path) -> None:
     _save(figure, path, f"A running stream while a prompt of {prompt_tokens:,} tokens comes in; {report['host']}")
 
 
-def _draw_gaps(panel: Axes, results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+def _draw_gaps(panel: Axes, results: Sequence[Row], names: Sequence[str]) -> None:
     for shift, field, colour, label in (
         (-0.2, "quiet_message_gap_ms", VERIFY_COLOUR, "alone"),
         (0.2, "message_gap_ms", LOST_COLOUR, "while the prompt comes in"),
@@ -209,7 +206,7 @@ def _draw_gaps(panel: Axes, results: Sequence[Mapping[str, Any]], names: Sequenc
     panel.grid(alpha=0.3, axis="y")
 
 
-def draw_soak(report: Mapping[str, Any], path: Path) -> None:
+def draw_soak(report: Row, path: Path) -> None:
     """Memory, threads and descriptors of every process over time, and free pages. `report`: content of the file."""
     figure, grid = plt.subplots(2, 2, figsize=(10.4, 6.4), layout="constrained", sharex=True)
     *panels, pages = grid.flat
@@ -239,24 +236,23 @@ def draw_soak(report: Mapping[str, Any], path: Path) -> None:
     _save(figure, path, f"{what}: a line for each process; {report['host']}")
 
 
-def draw_load(results: Sequence[LoadResult], path: Path) -> None:
+def draw_load(results: Sequence[Row], path: Path) -> None:
     """Throughput and two latencies by workload, a row of panels for each model; lighter bars are the peer's."""
-    models = list(dict.fromkeys(result.model for result in results))
+    models = list(dict.fromkeys(result["model"] for result in results))
     size = (15.0, 3.9 * len(models))
     figure, grid = plt.subplots(len(models), 3, figsize=size, layout="constrained", squeeze=False)
     for panels, model in zip(grid, models, strict=True):
-        mine = [result for result in results if result.model == model]
-        names = sorted({result.workload for result in mine}, key=NAMES.index)
-        rows = {(result.draft, result.workload): asdict(result) for result in mine}
+        rows = {(result["draft"], result["workload"]): result for result in results if result["model"] == model}
+        names = sorted({workload for _, workload in rows}, key=NAMES.index)
         for panel, (name, label) in zip(panels, LOAD_PANELS, strict=True):
             peer = {key: row for key, row in peer_results(model).items() if key[1] in names}
             _draw_bars(panel, names, name, rows, peer)
             panel.set_title(f"{model}: {label}", fontsize=9)
         panels[0].legend(fontsize=7)
-    _save(figure, path, f"Whole requests (dots: p99); {results[0].host}")
+    _save(figure, path, f"Whole requests (dots: p99); {results[0]['host']}")
 
 
-def _draw_bars(panel: Axes, names: Sequence[str], quantity: str, *sides: Mapping[tuple[str, str], Any]) -> None:
+def _draw_bars(panel: Axes, names: Sequence[str], quantity: str, *sides: Mapping[tuple[str, str], Row]) -> None:
     """`sides`: rows by draft and workload, ours and the peer's."""
     groups = [
         (draft, {name: row for (of, name), row in rows.items() if of == draft}, alpha, owner)
@@ -283,22 +279,22 @@ def _known(points: Sequence[tuple[float, float | None]]) -> tuple[list[float], l
     return [x for x, y in points if y is not None], [y for _, y in points if y is not None]
 
 
-def draw_capacity(results: Sequence[CapacityResult], path: Path) -> None:
+def draw_capacity(results: Sequence[Row], path: Path) -> None:
     """Both latencies at every rate that was tried; dashed: their limits."""
     figure, panels = plt.subplots(1, 2, figsize=(10.4, 3.9), layout="constrained")
     for panel, name in zip(panels, ("first_token", "per_token"), strict=True):
         for result, style in zip(results, itertools.cycle(("o-", "s-", "^-", "v-")), strict=False):
-            title, colour = DRAFTS[result.draft]
-            latencies = [getattr(one, f"{name}_p99_ms") for one in result.tried]
-            label = f"{result.model}, {title}: {result.rate:.1f}/s"
-            panel.plot([one.rate for one in result.tried], latencies, style, color=colour, markersize=4, label=label)
-        panel.axhline(getattr(results[0], f"{name}_ms"), color="k", linewidth=0.8, linestyle="--")
+            title, colour = DRAFTS[result["draft"]]
+            rates, latencies = ([one[key] for one in result["tried"]] for key in ("rate", f"{name}_p99_ms"))
+            label = f"{result['model']}, {title}: {result['rate']:.1f}/s"
+            panel.plot(rates, latencies, style, color=colour, markersize=4, label=label)
+        panel.axhline(results[0][f"{name}_ms"], color="k", linewidth=0.8, linestyle="--")
         panel.set_yscale("log")
         panel.set_xlabel("requests/s (Poisson)")
         panel.set_ylabel(f"{name.replace('_', ' ')}, p99, ms")
         panel.grid(alpha=0.3)
     panels[0].legend(fontsize=7)
-    _save(figure, path, f"Latencies by rate; {results[0].host}")
+    _save(figure, path, f"Latencies by rate; {results[0]['host']}")
 
 
 def _save(figure: Figure, path: Path, title: str) -> None:
@@ -307,16 +303,16 @@ def _save(figure: Figure, path: Path, title: str) -> None:
     plt.close(figure)
 
 
-PICTURES: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Path], None]]] = {
-    "overlap": (overlap.read_measurements, draw_overlap),
-    "decode": (lambda path: read_rows(path, decode_report.Measurement), draw_decode),
-    "serving": (lambda path: read_json(path, None), draw_serving),
-    "long_prompt": (lambda path: read_json(path, None), draw_long_prompt),
-    "load": (lambda path: read_rows(path, LoadResult.from_json), draw_load),
-    "capacity": (lambda path: read_rows(path, CapacityResult.from_json), draw_capacity),
-    "soak": (lambda path: read_json(path, None), draw_soak),
+PICTURES: dict[str, Callable[[Any, Path], None]] = {
+    "overlap": draw_overlap,
+    "decode": draw_decode,
+    "serving": draw_serving,
+    "long_prompt": draw_long_prompt,
+    "load": draw_load,
+    "capacity": draw_capacity,
+    "soak": draw_soak,
 }
-"""Reads the results of a benchmark, and draws them."""
+"""Draws the content of a benchmark's result file."""
 
 
 def main(
@@ -327,8 +323,7 @@ def main(
         name = path.stem.rpartition("_")[0]
         if name not in PICTURES:
             raise typer.BadParameter(f"there are no pictures of {name}")
-        read, draw = PICTURES[name]
-        draw(read(path), path.with_suffix(".png"))
+        PICTURES[name](read_json(path), path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -26,19 +26,20 @@ import math
 import random
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from statistics import mean, median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import typer
 
-from slipstream.benchmarks.decode_report import MODES, ONE, PLAIN, THREE, Measurement
 from slipstream.benchmarks.in_process import InProcessSettings, in_process_command
-from slipstream.benchmarks.models import ACCEPT_LENGTH, NUM_DRAFT_TOKENS, DeviceOption, JsonOption, Setup
-from slipstream.benchmarks.result_files import host, read_rows, write_rows
+from slipstream.benchmarks.models import NUM_DRAFT_TOKENS, Setup
+from slipstream.benchmarks.runner import DevicePlan, Row, Table, benchmark, host
 from slipstream.benchmarks.stack import Served, Stack, free_ports
 from slipstream.benchmarks.stream_window import stream_window
+from slipstream.common.errors import ConfigError
+from slipstream.common.settings import setting
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
@@ -47,12 +48,16 @@ from slipstream.services.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+    from pathlib import Path
 
     from torch import nn
 
     from slipstream.benchmarks.stream_window import Window
     from slipstream.client.requests import RequestOptions
 
+THREE, ONE = MODES = ("three processes", "one process")
+PLAIN = "plain"
+"""Without a draft, in two processes."""
 LEAST_STEPS = 80
 """In a repeat, which takes as many batches of requests as that needs."""
 SEED = 11
@@ -142,174 +147,155 @@ def _weights(model: nn.Module, *, is_tied: bool) -> int:
     return sum(math.prod(parameter.shape) * parameter.dtype.itemsize for parameter in parameters.values())
 
 
-def main(
-    device: DeviceOption = "cuda",
-    shapes: Annotated[
-        str, typer.Option(help="Names, separated by commas.")
-    ] = "llama-3.1-8b,llama-3.2-1b,llama-3.1-8b-mtp",
-    batches: Annotated[str, typer.Option(help="Numbers of concurrent requests.")] = "1,4,8,16,32,64",
-    repeats: Annotated[int, typer.Option(help="How often the modes take turns.")] = 10,
-    plain: Annotated[bool, typer.Option(help="Without a draft, all shapes in turns.")] = False,
-    alone: Annotated[bool, typer.Option(help="Three processes alone, all shapes in turns.")] = False,
-    json_file: JsonOption = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Plan(DevicePlan):
+    """The settings of a measurement."""
+
+    device: str = setting("cuda", help="Device of the workers.", choices=("cpu", "cuda"))
+    shapes: str = setting("llama-3.1-8b,llama-3.2-1b,llama-3.1-8b-mtp", help="Names, separated by commas.")
+    batches: str = setting("1,4,8,16,32,64", help="Numbers of concurrent requests.")
+    repeats: int = setting(10, help="How often the modes take turns.")
+    plain: bool = setting(False, help="Without a draft, all shapes in turns.")
+    alone: bool = setting(False, help="Three processes alone, all shapes in turns.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.plain and self.alone:
+            raise ConfigError("alone", True, "not with --plain, which has no draft")
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of concurrent requests."""
+        return [int(batch) for batch in self.batches.split(",")]
+
+    def groups(self) -> list[list[tuple[str, str]]]:
+        """Shapes and modes that take turns."""
+        shapes = self.shapes.split(",")
+        if self.plain or self.alone:
+            return [[(shape, PLAIN if self.plain else THREE) for shape in shapes]]
+        return [[(shape, mode) for mode in MODES] for shape in shapes]
+
+
+@benchmark(Plan)
+def main(plan: Plan, file: Path | None) -> list[str]:
     """Measures decode steps."""
-    if plain and alone:
-        raise typer.BadParameter("not with --plain, which has no draft", param_hint="--alone")
-    names, sizes = shapes.split(","), [int(batch) for batch in batches.split(",")]
-    measurements = [m for m in read_rows(json_file, Measurement) if m.shape not in names]
-    bandwidth = copy_bandwidth() if device == "cuda" else None
-
-    def keep(batch: Sequence[Measurement]) -> None:
-        measurements.extend(batch)
-        write_rows(measurements, json_file)
-
-    benchmarks = [DecodeBenchmark(Setup.named(name), device, sizes, bandwidth) for name in names]
-    if plain or alone:
-        groups = [[(benchmark, PLAIN if plain else THREE) for benchmark in benchmarks]]
-    else:
-        groups = [[(benchmark, mode) for mode in MODES] for benchmark in benchmarks]
-    for group in groups:
-        asyncio.run(measure(group, sizes, repeats, keep))
+    table, bandwidth = Table(file, "shape"), copy_bandwidth() if plan.device == "cuda" else None
+    for group in plan.groups():
+        asyncio.run(measure(plan, group, bandwidth, table))
+    return []
 
 
-async def measure(
-    group: Sequence[tuple[DecodeBenchmark, str]],
-    batches: Sequence[int],
-    repeats: int,
-    keep: Callable[[Sequence[Measurement]], None],
-) -> None:
-    """Runs shapes and modes side by side, of which one at a time works. `keep` gets the measurements of each turn."""
+async def measure(plan: Plan, group: Sequence[tuple[str, str]], bandwidth: float | None, table: Table) -> None:
+    """Runs shapes and modes side by side, of which one at a time works.
+
+    `bandwidth`: of a copy, in bytes per second; None if it is not known.
+    """
     async with AsyncExitStack() as held:
-        starts = [held.enter_async_context(benchmark.serve(mode)) for benchmark, mode in group]
-        servers = await asyncio.gather(*starts)
-        for batch in batches:
-            for repeat in range(-1, repeats):
-                turn = zip(group, servers, strict=True)
-                found = [await one.measure(served, mode, batch, repeat) for (one, mode), served in turn]
-                if repeat >= 0:
-                    keep(found)
+        benchmarks = [DecodeBenchmark(Setup.named(shape), plan, bandwidth) for shape, _ in group]
+        starts = [one.serve(mode) for one, (_, mode) in zip(benchmarks, group, strict=True)]
+        servers = await asyncio.gather(*map(held.enter_async_context, starts))
+        for batch in plan.sizes:
+            for repeat in range(-1, plan.repeats):
+                turns = zip(benchmarks, servers, group, strict=True)
+                rows = [await one.measure(served, mode, batch, repeat) for one, served, (_, mode) in turns]
+                for row in rows if repeat >= 0 else ():
+                    table.add(row)
 
 
 class DecodeBenchmark:
-    """One pair of models, in each of the modes."""
+    """A pair of models, in each of the modes."""
 
-    def __init__(self, setup: Setup, device: str, batches: Sequence[int], bandwidth: float | None) -> None:
-        """`bandwidth`: of a copy, in bytes per second; None if it is not known."""
+    def __init__(self, setup: Setup, plan: Plan, bandwidth: float | None) -> None:
         self._setup = setup
-        self._device = device
-        self._batches = batches
+        self._plan = plan
         self._bandwidth = bandwidth
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        dtype = torch.bfloat16 if plan.device == "cuda" else torch.float32
         self._bytes = StepBytes.of(setup, num_draft_tokens=NUM_DRAFT_TOKENS, dtype=dtype)
 
     def serve(self, mode: str) -> AbstractAsyncContextManager[Served]:
-        """Serves in one of the modes."""
-        return {PLAIN: self._plain, THREE: self._three_processes, ONE: self._one_process}[mode]()
+        """Serves in a mode."""
+        return self._one_process() if mode == ONE else self._processes(has_draft=mode == THREE)
 
     @asynccontextmanager
-    async def _plain(self) -> AsyncIterator[Served]:
-        """Serves the target without a draft."""
-        verify = {name: value for name, value in self._verify.items() if name != "simulate_accept_length"}
-        async with Stack(device=self._device) as stack:
-            await stack.worker("verify", **verify)
-            async with stack.scheduler(**self._scheduler) as served:
-                yield served
-
-    @asynccontextmanager
-    async def _three_processes(self) -> AsyncIterator[Served]:
-        async with Stack(device=self._device) as stack:
-            await asyncio.gather(stack.worker("verify", **self._verify), stack.worker("draft", **self._draft))
-            async with stack.scheduler("draft", **self._scheduler) as served:
+    async def _processes(self, *, has_draft: bool) -> AsyncIterator[Served]:
+        verify, draft = self._setup.verify_options, self._setup.draft_options
+        async with Stack(device=self._plan.device) as stack:
+            if has_draft:
+                await asyncio.gather(stack.worker("verify", **verify), stack.worker("draft", **draft))
+            else:
+                await stack.worker("verify", **{**verify, "simulate_accept_length": None})
+            async with stack.scheduler("draft" if has_draft else None, **self._scheduler) as served:
                 yield served
 
     @asynccontextmanager
     async def _one_process(self) -> AsyncIterator[Served]:
         (metrics_port,) = free_ports(1)
+        device: dict[str, Any] = {"device": self._plan.device}
         async with Stack() as stack:
             address = stack.socket("one")
-            device = {"device": self._device}
             settings = InProcessSettings(
-                verify=WorkerConfig(**self._verify, **device),  # type: ignore[arg-type]
-                draft=WorkerConfig(**self._draft, **device),  # type: ignore[arg-type]
-                scheduler=SchedulerConfig(verify=address, draft=address, **self._scheduler, **device),  # type: ignore[arg-type]
+                verify=WorkerConfig(**self._setup.verify_options, **device),
+                draft=WorkerConfig(**self._setup.draft_options, **device),
+                scheduler=SchedulerConfig(verify=address, draft=address, **self._scheduler, **device),
             )
             await stack.process("one", *in_process_command(settings, address, metrics_port))
             async with stack.gateway(address, metrics_port) as served:
                 yield served
 
     @property
-    def _verify(self) -> dict[str, Any]:
-        setup = self._setup
-        return {"model": setup.target, "load_format": setup.load_format, "simulate_accept_length": ACCEPT_LENGTH}
-
-    @property
-    def _draft(self) -> dict[str, Any]:
-        weights = {"model": self._setup.draft, "load_format": self._setup.load_format}
-        return {**weights, "target": self._setup.target, "algorithm": self._setup.algorithm}
-
-    @property
     def _scheduler(self) -> dict[str, Any]:
         return {
             "num_draft_tokens": NUM_DRAFT_TOKENS,
-            "slots": max(self._batches),
+            "slots": max(self._plan.sizes),
             "context_tokens": self._setup.context_tokens,
             "max_batched_tokens": min(2048, self._setup.context_tokens),
             "kv_memory_mib": self._setup.kv_memory_mib,
-            "no_prefix_cache": True,  # the same prompts come in each window
+            "no_prefix_cache": True,  # the same prompts are sent in each window
         }
 
-    async def measure(self, served: Served, mode: str, batch: int, repeat: int) -> Measurement:
+    async def measure(self, served: Served, mode: str, batch: int, repeat: int) -> Row:
         """Measures as many windows as have enough steps, and prints a line; `repeat` is -1 to warm up in one."""
-        windows = [await self._window(served, batch)]
-        sums = windows[0].sums
-        while sums.num_steps < LEAST_STEPS and repeat >= 0:
+        setup, windows = self._setup, [await self._window(served, batch)]
+        while sum(window.num_steps for window in windows) < LEAST_STEPS and repeat >= 0:
             windows.append(await self._window(served, batch))
-            sums += windows[-1].sums
+        whole = reduce(add, windows)
         # What a step finds, on average over the output.
-        context = self._setup.prompt_tokens + self._setup.max_new_tokens / 2
+        num_bytes = self._bytes.draft_and_verify(setup.prompt_tokens + setup.max_new_tokens / 2, batch)
         draft_floor_ms, verify_floor_ms = (
-            None if self._bandwidth is None else 1e3 * num_bytes / self._bandwidth
-            for num_bytes in self._bytes.draft_and_verify(context, batch)
+            None if self._bandwidth is None else 1e3 * count / self._bandwidth for count in num_bytes
         )
-        print(f"{self._setup.name}, batch {batch}, {mode}, repeat {repeat}: ", end="")
-        print(f"{sums.mean_ms(sums.step_s):.3f} ms a step", flush=True)
-        return Measurement(
-            shape=self._setup.name,
-            mode=mode,
-            batch=batch,
-            repeat=repeat,
-            step_ms=sums.mean_ms(sums.step_s),
-            draft_ms=sums.mean_ms(sums.draft_s),
-            verify_ms=sums.mean_ms(sums.verify_s),
-            bubble_ms=sums.mean_ms(sums.bubble_s),
-            draft_floor_ms=draft_floor_ms,
-            verify_floor_ms=verify_floor_ms,
-            tokens_per_second=sum(window.num_tokens for window in windows) / sum(w.elapsed_s for w in windows),
-            mean_accept_length=mean(window.mean_accept_length for window in windows),
-            num_steps=sums.num_steps,
-            cpu_ms={name: sums.mean_ms(sum(w.cpu_s[name] for w in windows)) for name in windows[0].cpu_s},
-            fence=windows[0].fence,
-            mps=windows[0].has_mps,
-            copy_bandwidth=self._bandwidth,
-            host=host(self._device),
-        )
+        step_ms = whole.mean_ms(whole.step_s)
+        print(f"{setup.name}, batch {batch}, {mode}, repeat {repeat}: {step_ms:.3f} ms a step", flush=True)
+        return {
+            "shape": setup.name,
+            "mode": mode,
+            "batch": batch,
+            "repeat": repeat,
+            "step_ms": step_ms,
+            "draft_ms": whole.mean_ms(whole.draft_s),
+            "verify_ms": whole.mean_ms(whole.verify_s),
+            "bubble_ms": whole.mean_ms(whole.bubble_s),  # in which neither worker worked
+            "draft_floor_ms": draft_floor_ms,  # bytes that must be read, over the bandwidth of a copy
+            "verify_floor_ms": verify_floor_ms,
+            "tokens_per_second": whole.tokens_per_second,
+            "mean_accept_length": mean(window.mean_accept_length for window in windows),
+            "num_steps": whole.num_steps,
+            "cpu_ms": {name: whole.mean_ms(seconds) for name, seconds in whole.cpu_s.items()},
+            "fence": whole.fence,
+            "mps": whole.has_mps,
+            "copy_bandwidth": self._bandwidth,
+            "host": host(self._plan.device),
+        }
 
     async def _window(self, served: Served, batch: int) -> Window:
         """Measures from when the last request of a batch has begun until the first one ends."""
-        rng = random.Random(SEED)
-        prompts = [[rng.randrange(256, 4096) for _ in range(self._setup.prompt_tokens)] for _ in range(batch)]
-        options: list[RequestOptions] = [
-            {
-                "max_new_tokens": self._setup.max_new_tokens,
-                "temperature": TEMPERATURE,
-                "seed": SEED + number,
-                "ignore_eos": True,
-            }
-            for number in range(batch)
-        ]
-        return await stream_window(served, prompts, options, warm_up_tokens=WARM_UP_TOKENS)
+        rng, requests = random.Random(SEED), []
+        for number in range(batch):
+            prompt = [rng.randrange(256, 4096) for _ in range(self._setup.prompt_tokens)]
+            options: RequestOptions = {"max_new_tokens": self._setup.max_new_tokens, "temperature": TEMPERATURE}
+            requests.append((prompt, options | {"seed": SEED + number, "ignore_eos": True}))
+        return await stream_window(served, requests, warm_up_tokens=WARM_UP_TOKENS)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -30,45 +30,32 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-import sys
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from math import inf
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING, TypeVar
 
 from slipstream.benchmarks.charts import draw_capacity, draw_load
 from slipstream.benchmarks.load_generator import COMPLETED, closed_loop, open_loop
-from slipstream.benchmarks.load_report import failures, report_of
-from slipstream.benchmarks.load_results import CapacityResult, DraftFaults, LoadResult, TriedRate, merged
-from slipstream.benchmarks.load_workloads import CPU_SCALE, GPU_SCALE, NAMES, poisson, warm_up, workloads
-from slipstream.benchmarks.models import (
-    BUNDLED,
-    EAGLE3,
-    EAGLE3_AUTO,
-    NONE,
-    DeviceOption,
-    JsonOption,
-    Setup,
-    known_names,
-)
-from slipstream.benchmarks.result_files import host, read_rows, write_rows
+from slipstream.benchmarks.models import BUNDLED, EAGLE3, EAGLE3_AUTO, NONE, Setup
+from slipstream.benchmarks.runner import DevicePlan, Names, Row, Table, benchmark, host
 from slipstream.benchmarks.stack import words
 from slipstream.benchmarks.up_server import up_server
+from slipstream.benchmarks.workloads import CPU_SCALE, GPU_SCALE, NAMES, poisson, warm_up, workloads
+from slipstream.common.settings import setting
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
     from slipstream.benchmarks.load_generator import LoadRun
-    from slipstream.benchmarks.load_report import LoadReport
-    from slipstream.benchmarks.load_workloads import LoadWorkload, Scale, Sizes
     from slipstream.benchmarks.up_server import UpServer
+    from slipstream.benchmarks.workloads import Scale, Sizes, Workload
     from slipstream.common.rpc.scrape import Scrape
 
+T = TypeVar("T")
 MODELS = (BUNDLED, "llama-3.2-1b", "llama-3.1-8b")
 DRAFTS = {"yes": EAGLE3, "auto": EAGLE3_AUTO, "no": NONE}
 QUEUE = 1024
@@ -92,17 +79,21 @@ class InvalidRunError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(DevicePlan):
     """The settings of a measurement."""
 
-    model: str = BUNDLED
-    device: str = "cpu"
-    drafts: tuple[str, ...] = (EAGLE3, NONE)
-    names: tuple[str, ...] = NAMES
-    options: str = ""
-    """Further options of `slipstream up`."""
-    num_processes: int = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
-    """Processes of the clients."""
+    model: str = setting(BUNDLED, help="The model.", choices=MODELS)
+    workloads: Names = Names.of(NAMES)
+    drafts: Names = Names.of(DRAFTS, "yes,no", help="4 tokens a step, auto, or none.")
+    processes: int = setting(
+        max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2)), help="Processes of the clients.", low=1, high=256
+    )
+    options: str = setting("", help="Further options of `slipstream up`, as a single word.")
+    capacity: bool = setting(False, help="Search for the highest rate.")
+    first_token_ms: float = setting(200.0, help="Limit of the search, at p99.")
+    per_token_ms: float = setting(10.0, help="Limit of the search, at p99.")
+    seconds: float = setting(20.0, help="Length of each rate of the search.", low=1, high=3600)
+    first_rate: float = setting(16.0, help="First rate of the search.", low=LEAST_RATE, high=10_000)
 
     @property
     def scale(self) -> Scale:
@@ -110,157 +101,197 @@ class Plan:
         return CPU_SCALE if self.model == BUNDLED else GPU_SCALE
 
 
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """The settings of a search for the capacity."""
+def make_table(plan: Plan, file: Path | None) -> Table:
+    """Results in the order of drafts and workloads; a file keeps what the run leaves out, and is drawn anew."""
+    key = ("model", "draft") if plan.capacity else ("model", "draft", "workload")
+    places = {"draft": [*DRAFTS.values()], "workload": NAMES}
+    return Table(
+        file,
+        *key,
+        line="{model}, draft {draft}: {rate:g} requests/s".format_map if plan.capacity else _line,
+        order=lambda row: [places[name].index(row[name]) if name in places else row[name] for name in key],
+        picture=draw_capacity if plan.capacity else draw_load,
+    )
 
-    first_token_ms: float = 200.0
-    per_token_ms: float = 10.0
-    seconds: float = 20.0
-    """Length of each rate."""
-    first_rate: float = 16.0
-    """Requests per second."""
+
+@benchmark(Plan)
+def main(plan: Plan, file: Path | None) -> list[str]:
+    """Measures whole requests, or searches for the highest rate."""
+    table = make_table(plan, file)
+    return asyncio.run(_search(plan, table) if plan.capacity else measure(plan, table))
 
 
-async def measure(plan: Plan, keep: Callable[[LoadResult], None]) -> list[str]:
-    """Runs the workloads and `keep`s their results; returns a line for each one that does not count."""
-    chosen, problems = [one for one in workloads(plan.scale) if one.name in plan.names], []
-    about = {"model": plan.model, "options": plan.options, "num_processes": plan.num_processes}
-    for draft in plan.drafts:
+async def measure(plan: Plan, table: Table) -> list[str]:
+    """Runs the workloads; returns a line for each one that does not count."""
+    chosen, problems = [one for one in workloads(plan.scale) if one.name in plan.workloads], []
+    for draft in (DRAFTS[name] for name in plan.drafts):
         for sizes, group in groupby(chosen, lambda workload: workload.sizes):
             async with _server(plan, draft, sizes) as server:
                 for workload in group:
                     try:
-                        report, faults = await _run(plan, server, draft, workload)
+                        report, faults = await _guarded(server, draft, partial(_make, plan, server, workload))
                     except InvalidRunError as error:
                         problems.append(f"{workload.name}, draft {draft}: {error}")
                         print(problems[-1], flush=True)
                         continue
-                    where = {"draft": draft, "workload": workload.name, "host": host(plan.device)}
-                    keep(LoadResult.of(report, draft_faults=faults, **about, **where))
+                    about = {"model": plan.model, "draft": draft, "workload": workload.name, "options": plan.options}
+                    table.add(
+                        {
+                            **about,
+                            **result_of(report),
+                            "num_processes": plan.processes,
+                            "draft_faults": faults,
+                            "host": host(plan.device),
+                        }
+                    )
     return problems
+
+
+def result_of(report: Row) -> Row:
+    """Returns the figures of a whole run, until its last request has ended."""
+    first_token, per_token = report["ttft_ms"], report["time_per_token_ms"]
+    return {
+        "num_requests": report["num_requests"],
+        "seconds": round(report["seconds"], 2),
+        "tokens_per_second": round(report["tokens_per_second"], 1),  # of the output
+        "all_tokens_per_second": round(report["all_tokens_per_second"], 1),  # with the prompts
+        "first_token_p50_ms": first_token["p50"],
+        "first_token_p99_ms": first_token["p99"],
+        "per_token_p50_ms": per_token["p50"],
+        "per_token_p99_ms": per_token["p99"],
+        "message_gap_p50_ms": report["message_gap_ms"]["p50"],
+        "cached_share": round(report["cached_share"], 4),  # of the prompts' tokens
+        "mean_accept_length": round(report["mean_accept_length"], 3),
+        "lateness_p99_ms": report["lateness_ms"]["p99"],  # of the clients, part of the latencies
+        "client_cpu_share": round(report["generator_cpu_share"], 3),  # of a core, of the busiest process
+    }
 
 
 @asynccontextmanager
 async def _server(plan: Plan, draft: str, sizes: Sizes) -> AsyncIterator[UpServer]:
-    setup = Setup.named(plan.model)
-    options = words(
-        device=plan.device,
-        slots=sizes.slots,
-        context_tokens=sizes.context_tokens,
-        queue=QUEUE,
-        **setup.up_options(draft),
-    )
+    lengths = {"slots": sizes.slots, "context_tokens": sizes.context_tokens, "queue": QUEUE}
+    options = words(device=plan.device, **lengths, **Setup.named(plan.model).up_options(draft))
     async with up_server(*options, *shlex.split(plan.options)) as server:
         await _make(plan, server, warm_up(plan.scale, sizes))
-        if (faults := DraftFaults.of(await server.metrics())).losses:
-            print(f"warm-up, draft {draft}: {faults}", flush=True)
+        if any((faults := draft_faults(await server.metrics())).values()):
+            print(f"warm-up, draft {draft}: {told(faults)}", flush=True)
         yield server
 
 
-async def _run(plan: Plan, server: UpServer, draft: str, workload: LoadWorkload) -> tuple[LoadReport, DraftFaults]:
-    before = await _ready(server, draft)
-    report = await _make(plan, server, workload)
-    return report, await _check_draft(server, draft, before)
+def draft_faults(gained: Scrape) -> Row:
+    """Returns how often the draft was lost, by cause, and for how long none took part although one was expected."""
+    losses = gained.by("cause", "slipstream_draft_losses_total")
+    return {
+        "losses": {cause: round(count) for cause, count in losses.items() if count},
+        "missing_s": round(gained.total("slipstream_draft_missing_seconds_total"), 3),
+    }
 
 
-async def _check_draft(server: UpServer, draft: str, before: Scrape) -> DraftFaults:
-    """Returns the draft's losses since `before`. Raises InvalidRunError if there are any, unless none is to draft."""
-    faults = DraftFaults.of((await server.metrics()).since(before))
-    if draft != NONE and faults:
-        raise InvalidRunError(str(faults))
-    return faults
+def told(faults: Row) -> str:
+    """Says what `draft_faults` found."""
+    causes = ", ".join(f"{cause} {count}" for cause, count in faults["losses"].items())
+    return f"draft losses: {causes or 'none'}, {faults['missing_s']:.1f} s without a draft"
 
 
-async def _ready(server: UpServer, draft: str) -> Scrape:
-    """Waits until the draft takes part, if there is to be one; returns the metrics. Raises InvalidRunError."""
+async def _guarded(server: UpServer, draft: str, work: Callable[[], Awaitable[T]]) -> tuple[T, Row]:
+    """Does the work once the draft takes part, if there is to be one; returns its result and the draft's faults.
+
+    Raises InvalidRunError if the draft does not take part all the time, or if a service dies.
+    """
     try:
-        return await server.until(lambda metrics: draft == NONE or metrics.total(DRAFT_ATTACHED) > 0, DRAFT_TIMEOUT_S)
+        before = await server.until(lambda now: draft == NONE or now.total(DRAFT_ATTACHED) > 0, DRAFT_TIMEOUT_S)
     except TimeoutError:
-        faults = DraftFaults.of(await server.metrics())
-        raise InvalidRunError(f"no draft takes part after {DRAFT_TIMEOUT_S:.0f} s; since the start {faults}") from None
-
-
-async def _make(plan: Plan, server: UpServer, workload: LoadWorkload) -> LoadReport:
-    before = server.services()
-    if workload.arrivals:
-        last_s = workload.arrivals[-1].at_s
-        run = await open_loop(server.address, workload.arrivals, last_s, DRAIN_S, num_processes=plan.num_processes)
-    else:
-        run = await closed_loop(
-            server.address, workload.sessions, workload.num_clients, num_processes=plan.num_processes
-        )
-    report = report_of(replace(run, seconds=run.wall_s), 0.0)
-    check(run, report, workload.num_requests)
-    if server.services() != before:
+        faults = draft_faults(await server.metrics())
+        wait = f"no draft takes part after {DRAFT_TIMEOUT_S:.0f} s"
+        raise InvalidRunError(f"{wait}; since the start {told(faults)}") from None
+    services = server.services()
+    result = await work()
+    faults = draft_faults((await server.metrics()).since(before))
+    if draft != NONE and any(faults.values()):
+        raise InvalidRunError(told(faults))
+    if server.services() != services:
         raise InvalidRunError("a service died")
+    return result, faults
+
+
+async def _make(plan: Plan, server: UpServer, workload: Workload) -> Row:
+    """Makes the requests of a workload; returns the report. Raises InvalidRunError."""
+    address, processes, arrivals = server.address, plan.processes, workload.arrivals
+    if arrivals:
+        run = await open_loop(address, arrivals, arrivals[-1].at_s, DRAIN_S, num_processes=processes)
+    else:
+        run = await closed_loop(address, workload.sessions, workload.num_clients, num_processes=processes)
+    run = replace(run, seconds=run.wall_s)
+    return checked(run, run.report(0.0), workload.num_requests)
+
+
+def checked(run: LoadRun, report: Row, num_requests: int | None = None) -> Row:
+    """Returns the report. Raises InvalidRunError if requests failed, or the clients had no time to spare.
+
+    `num_requests`: as many must be completed; None: some may be left or rejected.
+    """
+    if failed := run.failures:
+        raise InvalidRunError(f"{len(failed)} requests failed: {'; '.join(failed[:3])}")
+    if num_requests is not None and [record.outcome for record in run.records] != [COMPLETED] * num_requests:
+        found = f"{len(run.records)} made, {report['num_rejected']} rejected, {report['num_left']} without an end"
+        raise InvalidRunError(f"of {num_requests} requests {report['num_completed']} were completed: {found}")
+    if report["generator_cpu_share"] > MOST_CLIENT_SHARE:
+        share = f"{report['generator_cpu_share']:.2f} of a core"
+        raise InvalidRunError(f"the busiest client took {share}: take more --processes")
     return report
 
 
-def check(run: LoadRun, report: LoadReport, num_requests: int) -> None:
-    """Raises InvalidRunError unless all requests were completed, by clients that had time to spare."""
-    if failed := failures(run):
-        raise InvalidRunError(f"{len(failed)} requests failed: {'; '.join(failed[:3])}")
-    if len(run.records) != num_requests or any(record.outcome != COMPLETED for record in run.records):
-        found = f"{len(run.records)} made, {report.num_rejected} rejected, {report.num_left} without an end"
-        raise InvalidRunError(f"of {num_requests} requests {report.num_completed} were completed: {found}")
-    _check_clients(report)
+async def _search(plan: Plan, table: Table) -> list[str]:
+    problems = []
+    for draft in (DRAFTS[name] for name in plan.drafts):
+        try:
+            table.add(await find_capacity(plan, draft))
+        except InvalidRunError as error:
+            problems.append(f"draft {draft}: {error}")
+    return problems
 
 
-def _check_clients(report: LoadReport) -> None:
-    if report.generator_cpu_share > MOST_CLIENT_SHARE:
-        share = f"{report.generator_cpu_share:.2f} of a core"
-        raise InvalidRunError(f"the busiest client took {share}: take more --processes")
-
-
-async def find_capacity(plan: Plan, search: Search, draft: str) -> CapacityResult:
-    """Serves with one draft setting, and searches for its highest rate. Raises InvalidRunError."""
-    tried: list[TriedRate] = []
+async def find_capacity(plan: Plan, draft: str) -> Row:
+    """Serves with a draft setting, and searches for its highest rate. Raises InvalidRunError."""
+    tried: list[Row] = []
     async with _server(plan, draft, plan.scale.sizes(256, 10_240)) as server:
 
+        async def make(rate: float) -> Row:
+            arrivals = poisson(plan.scale, rate, max(1, round(rate * plan.seconds)), len(NAMES) + 1 + len(tried))
+            last_s = arrivals[-1].at_s
+            run = await open_loop(server.address, arrivals, last_s, SEARCH_DRAIN_S, num_processes=plan.processes)
+            return checked(run, run.report(SEARCH_WARM_UP_SHARE * run.seconds))
+
         async def is_held(rate: float) -> bool:
-            before, services = await _ready(server, draft), server.services()
-            mark = len(NAMES) + 1 + len(tried)
-            arrivals = poisson(plan.scale, rate, max(1, round(rate * search.seconds)), mark)
-            run = await open_loop(
-                server.address, arrivals, arrivals[-1].at_s, SEARCH_DRAIN_S, num_processes=plan.num_processes
-            )
-            report = report_of(run, SEARCH_WARM_UP_SHARE * run.seconds)
-            if failed := failures(run):
-                raise InvalidRunError(f"{draft} at {rate:g}/s: {'; '.join(failed[:3])}")
-            _check_clients(report)
-            await _check_draft(server, draft, before)
-            if server.services() != services:
-                raise InvalidRunError("a service died")
-            tried.append(_tried(search, rate, report))
+            report, _ = await _guarded(server, draft, partial(make, rate))
+            tried.append({"rate": rate, **tried_of(plan, report)})
             print(f"draft {draft}: {tried[-1]}", flush=True)
-            return tried[-1].is_held
+            held: bool = tried[-1]["is_held"]
+            return held
 
-        rate = await highest_rate(is_held, search.first_rate / plan.scale.rate_divisor)
-    return CapacityResult(
-        model=plan.model,
-        draft=draft,
-        options=plan.options,
-        seconds=search.seconds,
-        first_token_ms=search.first_token_ms,
-        per_token_ms=search.per_token_ms,
-        rate=rate,
-        tried=tuple(sorted(tried, key=lambda one: one.rate)),
-        num_processes=plan.num_processes,
-        host=host(plan.device),
-    )
+        rate = await highest_rate(is_held, plan.first_rate / plan.scale.rate_divisor)
+    limits = {name: getattr(plan, name) for name in ("options", "seconds", "first_token_ms", "per_token_ms")}
+    return {
+        "model": plan.model,
+        "draft": draft,
+        **limits,
+        "rate": rate,  # requests per second; 0 if even the lowest rate that was tried is too high
+        "tried": sorted(tried, key=lambda row: row["rate"]),
+        "num_processes": plan.processes,
+        "host": host(plan.device),
+    }
 
 
-def _tried(search: Search, rate: float, report: LoadReport) -> TriedRate:
-    first_token, per_token = report.ttft_ms, report.time_per_token_ms
-    keeps = first_token.p99 <= search.first_token_ms and per_token.p99 <= search.per_token_ms
-    return TriedRate(
-        rate=rate,
-        tokens_per_second=round(report.tokens_per_second, 1),
-        first_token_p99_ms=first_token.p99,
-        per_token_p99_ms=per_token.p99,
-        is_held=keeps and report.num_completed == report.num_requests > 0,
-    )
+def tried_of(plan: Plan, report: Row) -> Row:
+    """Returns the figures of a rate, which is held if all requests are completed within the limits."""
+    first_token_ms, per_token_ms = report["ttft_ms"]["p99"], report["time_per_token_ms"]["p99"]
+    is_quick = first_token_ms <= plan.first_token_ms and per_token_ms <= plan.per_token_ms
+    return {
+        "tokens_per_second": round(report["tokens_per_second"], 1),
+        "first_token_p99_ms": first_token_ms,
+        "per_token_p99_ms": per_token_ms,
+        "is_held": is_quick and report["num_completed"] == report["num_requests"] > 0,
+    }
 
 
 async def highest_rate(is_held: Callable[[float], Awaitable[bool]], first: float) -> float:
@@ -278,70 +309,16 @@ async def highest_rate(is_held: Callable[[float], Awaitable[bool]], first: float
     return held
 
 
-def main(
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = Plan.model,
-    names: Annotated[str, typer.Option("--workloads", help="By commas.")] = ",".join(NAMES),
-    drafts: Annotated[str, typer.Option(help="4 tokens a step, auto, or none: yes,auto,no.")] = "yes,no",
-    processes: Annotated[int, typer.Option(help="Processes of the clients.", min=1)] = Plan.num_processes,
-    options: Annotated[str, typer.Option(help="Further options of `slipstream up`, in one word.")] = Plan.options,
-    capacity: Annotated[bool, typer.Option("--capacity", help="Search for the highest rate.")] = False,
-    first_token_ms: Annotated[float, typer.Option(help="Limit of the search, at p99.")] = Search.first_token_ms,
-    per_token_ms: Annotated[float, typer.Option(help="Limit of the search, at p99.")] = Search.per_token_ms,
-    seconds: Annotated[float, typer.Option(help="Length of each rate of the search.", min=1)] = Search.seconds,
-    first_rate: Annotated[float, typer.Option(help="First rate of the search.", min=LEAST_RATE)] = Search.first_rate,
-    device: DeviceOption = Plan.device,
-    json_file: JsonOption = None,
-) -> None:
-    """Measures whole requests, or searches for the highest rate."""
-    plan = Plan(
-        model=known_names("--model", model, MODELS)[0],
-        device=device,
-        drafts=tuple(DRAFTS[name] for name in known_names("--drafts", drafts, DRAFTS)),
-        names=known_names("--workloads", names, NAMES),
-        options=options,
-        num_processes=processes,
+def _line(row: Row) -> str:
+    return (
+        f"{row['model']}, draft {row['draft']}, {row['workload']}: {row['tokens_per_second']:,.0f} output tokens/s, "
+        f"{row['all_tokens_per_second']:,.0f} of all; first token {row['first_token_p50_ms']:.0f} ms "
+        f"(p99 {row['first_token_p99_ms']:.0f}), per token {row['per_token_p50_ms']:.2f} ms "
+        f"(p99 {row['per_token_p99_ms']:.2f}), messages {row['message_gap_p50_ms']:.1f} ms; accept length "
+        f"{row['mean_accept_length']:.2f}; cached {100 * row['cached_share']:.0f} %; clients' CPU "
+        f"{row['client_cpu_share']:.2f}; {told(row['draft_faults'])}; {row['seconds']:.1f} s"
     )
-    if capacity:
-        search = Search(
-            first_token_ms=first_token_ms, per_token_ms=per_token_ms, seconds=seconds, first_rate=first_rate
-        )
-        problems = asyncio.run(_search(plan, search, json_file))
-    else:
-        problems = asyncio.run(measure(plan, partial(_keep, json_file)))
-    sys.exit("\n".join(problems) if problems else 0)
-
-
-def _keep(path: Path | None, result: LoadResult) -> None:
-    results = merged(read_rows(path, LoadResult.from_json), result)
-    write_rows(results, path)
-    if path is not None:
-        draw_load(results, path.with_suffix(".png"))
-    print(
-        f"{result.model}, draft {result.draft}, {result.workload}: {result.tokens_per_second:,.0f} output tokens/s, "
-        f"{result.all_tokens_per_second:,.0f} of all; first token {result.first_token_p50_ms:.0f} ms "
-        f"(p99 {result.first_token_p99_ms:.0f}), per token {result.per_token_p50_ms:.2f} ms "
-        f"(p99 {result.per_token_p99_ms:.2f}), messages {result.message_gap_p50_ms:.1f} ms; accept length "
-        f"{result.mean_accept_length:.2f}; cached {100 * result.cached_share:.0f} %; clients' CPU "
-        f"{result.client_cpu_share:.2f}; {result.draft_faults}; {result.seconds:.1f} s",
-        flush=True,
-    )
-
-
-async def _search(plan: Plan, search: Search, path: Path | None) -> list[str]:
-    problems = []
-    for draft in plan.drafts:
-        try:
-            found = await find_capacity(plan, search, draft)
-        except InvalidRunError as error:
-            problems.append(str(error))
-            continue
-        results = merged(read_rows(path, CapacityResult.from_json), found)
-        write_rows(results, path)
-        if path is not None:
-            draw_capacity(results, path.with_suffix(".png"))
-        print(f"{plan.model}, draft {draft}: {found.rate:g} requests/s", flush=True)
-    return problems
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -1,4 +1,4 @@
-"""Makes requests from processes of its own, and records their outcomes.
+"""Samples whole requests: makes them from processes of its own, records their outcomes, and sums these up.
 
 Open loop: requests are made at their times without waiting for earlier ones, and a latency counts from the time at
 which a request should have been made. So neither a slow server nor a slow generator hides in the figures.
@@ -13,23 +13,28 @@ import asyncio
 import gc
 import time
 from array import array
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from slipstream.client import AsyncClient
-from slipstream.common.api.output_chunk import FinishReason
+from slipstream.common.api.output_chunk import FinishReason, mean_accept_length
 from slipstream.common.errors import ResourceExhaustedError, SlipstreamError
 from slipstream.common.host import yield_to_streams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from multiprocessing.sharedctypes import Synchronized
 
-    from slipstream.benchmarks.workload import Arrival, PlannedRequest
+    from slipstream.benchmarks.runner import Row
+    from slipstream.benchmarks.workloads import Arrival, PlannedRequest, Session
     from slipstream.common.api.output_chunk import Usage
 
 LEAD_S = 0.5
@@ -38,11 +43,8 @@ LEAD_S = 0.5
 TIMEOUT_S = 300.0
 """A request that takes longer has failed."""
 
-COMPLETED = "completed"
-REJECTED = "rejected"
-FAILED = "failed"
-LEFT = "left"
-"""The run was over first."""
+COMPLETED, REJECTED, FAILED, LEFT = "completed", "rejected", "failed", "left"
+"""Outcomes of a request; it is left if the run is over first."""
 
 
 @dataclass(slots=True)
@@ -71,6 +73,15 @@ class RequestRecord:
         """Tokens received."""
         return sum(self.counts)
 
+    def tokens_between(self, start_s: float, end_s: float) -> int:
+        """Tokens received in a part of the run."""
+        return sum(n for at, n in zip(self.times_s, self.counts, strict=True) if start_s <= at < end_s)
+
+    def inter_token_s(self) -> Iterator[float]:
+        """Yields the seconds between tokens; those of a message share the time since the message before."""
+        for (before, after), count in zip(pairwise(self.times_s), self.counts[1:], strict=True):
+            yield from [(after - before) / count] * count
+
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
@@ -84,19 +95,63 @@ class LoadRun:
     wall_s: float
     """From the start to the end of the last request."""
 
-    @classmethod
-    def together(cls, parts: Sequence[LoadRun]) -> LoadRun:
-        """The parts of a run that several processes made."""
-        return cls(
-            [record for part in parts for record in part.records],
-            max(part.seconds for part in parts),
-            max(part.cpu_s for part in parts),
-            max(part.wall_s for part in parts),
+    @property
+    def failures(self) -> list[str]:
+        """A line for each request that failed: the error, or what its end had to be."""
+        return [record.error for record in self.records if record.outcome == FAILED]
+
+    def report(self, warm_up_s: float) -> Row:
+        """Sums up the window from `warm_up_s` on; earlier requests do not count.
+
+        Latencies are in milliseconds and count from the due time of requests; but for the time to a rejection, they are
+        those of completed requests.
+        """
+        window_s = self.seconds - warm_up_s
+        records = [record for record in self.records if record.intended_s >= warm_up_s]
+        completed = [record for record in records if record.outcome == COMPLETED]
+        all_completed = [record for record in self.records if record.outcome == COMPLETED]
+        ended = [record for record in all_completed if warm_up_s <= record.ended_s < self.seconds]
+        outcomes = Counter(record.outcome for record in records)
+        usages = [record.usage for record in completed if record.usage is not None]
+        num_tokens, num_tokens_of_completed = (
+            sum(record.tokens_between(warm_up_s, self.seconds) for record in found)
+            for found in (self.records, all_completed)
         )
+        accepted, steps = (
+            sum(getattr(usage, name) for usage in usages) for name in ("total_accepted_tokens", "num_verify_steps")
+        )
+        prompt_tokens = sum(record.usage.prompt_tokens for record in ended if record.usage)
+        return {
+            "seconds": window_s,
+            "num_requests": len(records),  # due in the window
+            **{f"num_{outcome}": outcomes[outcome] for outcome in (COMPLETED, REJECTED, FAILED, LEFT)},
+            "requests_per_second": len(ended) / window_s,  # completed in the window
+            "tokens_per_second": num_tokens / window_s,  # received in the window, of all requests
+            "completed_tokens_per_second": num_tokens_of_completed / window_s,  # of requests completed then or later
+            "all_tokens_per_second": (num_tokens + prompt_tokens) / window_s,  # prompts of those completed in it
+            "ttft_ms": percentiles(record.times_s[0] - record.intended_s for record in completed),
+            "inter_token_ms": percentiles(seconds for record in completed for seconds in record.inter_token_s()),
+            "message_gap_ms": percentiles(b - a for record in completed for a, b in pairwise(record.times_s)),
+            "time_per_token_ms": percentiles(  # the mean of a request after its first token
+                (r.times_s[-1] - r.times_s[0]) / (r.num_tokens - 1) for r in completed if r.num_tokens > 1
+            ),
+            "end_to_end_ms": percentiles(record.ended_s - record.intended_s for record in completed),
+            "rejection_ms": percentiles(r.ended_s - r.intended_s for r in records if r.outcome == REJECTED),
+            "lateness_ms": percentiles(record.sent_s - record.intended_s for record in records),  # the generator's own
+            "generator_cpu_share": self.cpu_s / self.wall_s,  # of a core; near 1 the generator measures itself
+            "cached_share": sum(u.cached_tokens for u in usages) / max(1, sum(u.prompt_tokens for u in usages)),
+            "mean_accept_length": mean_accept_length(accepted, steps),
+        }
 
 
-Session = tuple["PlannedRequest", ...]
-"""Requests that a client makes one after the other: the turns of a conversation, or a single request."""
+def percentiles(seconds: Iterable[float]) -> Row:
+    """Percentiles of latencies in milliseconds; all 0 without latencies."""
+    found = 1e3 * np.fromiter(seconds, dtype=np.float64)
+    values = [*np.percentile(found, (50, 90, 99)), found.max()] if found.size else [0.0] * 4
+    return {
+        "count": found.size,
+        **dict(zip(("p50", "p90", "p99", "most"), (round(float(v), 3) for v in values), strict=True)),
+    }
 
 
 async def open_loop(
@@ -141,7 +196,9 @@ async def _in_processes(run: object, address: str, shares: Sequence[tuple[object
             loop.run_in_executor(pool, _in_this_process, run, address, start_at, share)
             for pool, share in zip(pools, shares, strict=True)
         )
-        return LoadRun.together(await asyncio.gather(*parts))
+        made = await asyncio.gather(*parts)
+    records = [record for part in made for record in part.records]
+    return LoadRun(records, *(max(getattr(part, name) for part in made) for name in ("seconds", "cpu_s", "wall_s")))
 
 
 _num_taken: list[Synchronized[int]] = []

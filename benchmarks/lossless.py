@@ -12,22 +12,20 @@ import asyncio
 import hashlib
 import itertools
 import json
-import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-import typer
-
-from slipstream.benchmarks.models import ALGORITHMS, NGRAM_SUFFIX, NONE, JsonOption, Models, draft_of
-from slipstream.benchmarks.result_files import write_json
+from slipstream.benchmarks.models import ALGORITHMS, NGRAM_SUFFIX, NONE, draft_of
+from slipstream.benchmarks.runner import NoPlan, Row, benchmark, write_json
 from slipstream.benchmarks.stack import Stack
+from slipstream.benchmarks.stream_window import Answer, accept_length, answers
 from slipstream.bundled import prompts
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from slipstream.client.requests import RequestOptions
 
@@ -62,8 +60,7 @@ SAMPLINGS: Mapping[str, RequestOptions] = {
 """Sampling parameters by the name of the combination."""
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """A request: a prompt and its sampling parameters."""
 
     prompt: int
@@ -72,9 +69,8 @@ class Case:
     """A name in `SAMPLINGS`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One configuration in which requests are served."""
+class Way(NamedTuple):
+    """A configuration in which requests are served."""
 
     algorithm: str
     run_ahead: int
@@ -89,29 +85,15 @@ class Way:
         return self.algorithm, self.run_ahead, self.chunk_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """The output of a request, and its counts."""
-
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    num_verify_steps: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-
-
 CASES = tuple(itertools.starmap(Case, itertools.product(range(NUM_PROMPTS), SAMPLINGS)))
 REFERENCE = Way(NONE, 0, IN_ONE_PIECE, 1)
 
 
 def _ways() -> Iterator[Way]:
-    """Each pair of values of any two dimensions, with each algorithm."""
+    """Yields each pair of values of any two dimensions, with each algorithm."""
     for algorithm in (*ALGORITHMS, NGRAM_SUFFIX):
-        for run_ahead, alone, together in (
-            (0, IN_ONE_PIECE, IN_CHUNKS),
-            (1, IN_CHUNKS, IN_ONE_PIECE),
-            (2, IN_ONE_PIECE, IN_CHUNKS),
-        ):
+        for run_ahead in range(3):
+            alone, together = (IN_CHUNKS, IN_ONE_PIECE) if run_ahead == 1 else (IN_ONE_PIECE, IN_CHUNKS)
             yield Way(algorithm, run_ahead, alone, 1)
             yield Way(algorithm, run_ahead, together, 8)
             if algorithm != NONE:
@@ -121,14 +103,13 @@ def _ways() -> Iterator[Way]:
 WAYS = tuple(_ways())
 
 
-async def serve(stack: Stack, ways: Sequence[Way], cases: Sequence[Case]) -> dict[Way, list[Output]]:
+async def serve(stack: Stack, ways: Sequence[Way], cases: Sequence[Case]) -> dict[Way, list[Answer]]:
     """Starts the models that these ways need; returns the output of each case, by way.
 
     One scheduler serves all ways with the same settings of the scheduler.
     """
-    algorithms = {way.algorithm for way in ways}
-    await stack.models(Models().with_drafts(*algorithms))
-    outputs: dict[Way, list[Output]] = {}
+    await stack.models(*{way.algorithm for way in ways} - {NONE})
+    outputs: dict[Way, list[Answer]] = {}
     for (algorithm, run_ahead, chunk_tokens), group in itertools.groupby(ways, lambda way: way.scheduler):
         scheduler = stack.scheduler(draft_of(algorithm), run_ahead=run_ahead, max_batched_tokens=chunk_tokens)
         async with scheduler as served, AsyncClient(served.address) as client:
@@ -137,32 +118,20 @@ async def serve(stack: Stack, ways: Sequence[Way], cases: Sequence[Case]) -> dic
     return outputs
 
 
-async def _generate(client: AsyncClient, cases: Sequence[Case], way: Way) -> list[Output]:
-    texts = [prompt.text for prompt in prompts()]
-    room = asyncio.Semaphore(way.concurrency)
-
-    async def run(number: int, case: Case) -> Output:
-        has_drafts = way.algorithm != NONE and not (way.is_mixed and number % 2)
+async def _generate(client: AsyncClient, cases: Sequence[Case], way: Way) -> list[Answer]:
+    texts, requests = [prompt.text for prompt in prompts()], []
+    for number, case in enumerate(cases):
         options: RequestOptions = {**SAMPLINGS[case.sampling], "max_new_tokens": MAX_NEW_TOKENS}
         if way.is_mixed:
-            options["speculation"] = has_drafts
-        async with room:
-            found = [chunk async for chunk in client.generate(texts[case.prompt], **options)]
-        usage = found[-1].usage
-        assert usage is not None, "the last message has it"
-        assert has_drafts or not usage.total_draft_tokens, "nothing is drafted where drafts are off"
-        return Output(
-            token_ids=tuple(token for chunk in found for token in chunk.token_ids),
-            finish_reason=str(found[-1].finish_reason),
-            num_verify_steps=usage.num_verify_steps,
-            num_draft_tokens=usage.total_draft_tokens,
-            num_accepted_tokens=usage.total_accepted_tokens,
-        )
-
-    return list(await asyncio.gather(*itertools.starmap(run, enumerate(cases))))
+            options["speculation"] = number % 2 == 0
+        requests.append((texts[case.prompt], options))
+    found = await answers(client, requests, way.concurrency)
+    without = found if way.algorithm == NONE else found[1::2] if way.is_mixed else []
+    assert not any(answer.num_draft_tokens for answer in without), "nothing is drafted where drafts are off"
+    return found
 
 
-def differences(outputs: Mapping[Way, Sequence[Output]], cases: Sequence[Case]) -> list[str]:
+def differences(outputs: Mapping[Way, Sequence[Answer]], cases: Sequence[Case]) -> list[str]:
     """A line for each output that differs from the reference."""
     expected = outputs[REFERENCE]
     return [
@@ -173,40 +142,36 @@ def differences(outputs: Mapping[Way, Sequence[Output]], cases: Sequence[Case]) 
     ]
 
 
-def mean_accept_length(outputs: Sequence[Output]) -> float:
-    """The mean over the steps in which a draft was checked; 1 if there is none."""
-    steps = sum(output.num_verify_steps for output in outputs)
-    return 1 + sum(output.num_accepted_tokens for output in outputs) / max(1, steps)
-
-
-def main(json_file: JsonOption = None) -> None:
+@benchmark(NoPlan)
+def main(_: NoPlan, file: Path | None) -> list[str]:
     """Compares all ways."""
     started = time.monotonic()
     outputs = asyncio.run(_serve_all())
     report = _report(outputs, time.monotonic() - started)
-    write_json(report, json_file)
+    write_json(report, file)
     print(f"{report['num_outputs']} outputs, the reference's among them; {report['num_different']} differ from those")
-    sys.exit("\n".join(report["differences"][:20]) if report["differences"] else 0)
+    differences: list[str] = report["differences"]
+    return differences[:20]
 
 
-async def _serve_all() -> dict[Way, list[Output]]:
+async def _serve_all() -> dict[Way, list[Answer]]:
     async with Stack() as stack:
         return await serve(stack, WAYS, CASES)
 
 
-def _report(outputs: Mapping[Way, Sequence[Output]], seconds: float) -> dict[str, Any]:
-    wrong = differences(outputs, CASES)
-    reference = outputs[REFERENCE]
+def _report(outputs: Mapping[Way, Sequence[Answer]], seconds: float) -> Row:
+    wrong, reference = differences(outputs, CASES), outputs[REFERENCE]
     distinct = sorted(len(set(output.token_ids)) for output in reference)
+    algorithms, run_aheads, chunks, concurrencies, _ = (sorted(set(values)) for values in zip(*outputs, strict=True))
     return {
         "num_cases": len(CASES),
         "num_prompts": NUM_PROMPTS,
         "samplings": SAMPLINGS,
         "num_ways": len(outputs),
-        "algorithms": sorted({way.algorithm for way in outputs}),
-        "run_aheads": sorted({way.run_ahead for way in outputs}),
-        "concurrencies": sorted({way.concurrency for way in outputs}),
-        "chunk_tokens": sorted({way.chunk_tokens for way in outputs}),
+        "algorithms": algorithms,
+        "run_aheads": run_aheads,
+        "concurrencies": concurrencies,
+        "chunk_tokens": chunks,
         "max_new_tokens": MAX_NEW_TOKENS,
         "num_outputs": sum(map(len, outputs.values())),
         "num_tokens": sum(len(output.token_ids) for found in outputs.values() for output in found),
@@ -215,11 +180,11 @@ def _report(outputs: Mapping[Way, Sequence[Output]], seconds: float) -> dict[str
         "num_different": len(wrong),
         "differences": wrong,
         "seconds": round(seconds, 1),
-        "cases": [asdict(case) for case in CASES],
+        "cases": [case._asdict() for case in CASES],
         "ways": [
             {
-                **asdict(way),
-                "mean_accept_length": round(mean_accept_length(found), 3),
+                **way._asdict(),
+                "mean_accept_length": round(accept_length(found), 3),
                 "sha256_of_each_output": [_digest(output.token_ids) for output in found],
             }
             for way, found in outputs.items()
@@ -232,4 +197,4 @@ def _digest(tokens: tuple[int, ...]) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

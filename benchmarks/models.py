@@ -1,80 +1,137 @@
-"""The models that a benchmark serves, and options that several benchmarks have."""
+"""The models that benchmarks serve: the bundled ones, and shapes of published models with random weights.
+
+The directory of a shape has `config.json` as it is published, for `--load-format dummy`, and a byte-level tokenizer
+with as many tokens as the model has, made up but for the first 256.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from slipstream.benchmarks.model_shapes import write_shape
 from slipstream.bundled import eagle3_dir, eagle_dir, mtp_dir, standalone_dir, target_dir
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 NONE, STANDALONE, EAGLE3, EAGLE, MTP, NGRAM = "none", "standalone", "eagle3", "eagle", "mtp", "ngram"
 STANDALONE_AUTO, EAGLE3_AUTO = "standalone_auto", "eagle3_auto"
-"""These drafts, which draft as long as that is faster than plain decoding."""
+"""Drafts that rest where plain decoding is faster."""
 NGRAM_SUFFIX = "ngram_suffix"
-"""Prompt lookup that searches in recent outputs of other requests, too."""
+"""Prompt lookup that also searches recent outputs of other requests."""
 ALGORITHMS = (NONE, STANDALONE, EAGLE3, EAGLE, MTP, NGRAM)
-_LOOKUP = {"prompt_lookup_min": 1, "prompt_lookup_max": 5}
-"""Prompts and outputs are short, so a match of one token counts, too."""
-_DRAFT_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    NGRAM: _LOOKUP,
-    NGRAM_SUFFIX: {**_LOOKUP, "algorithm": NGRAM, "suffix_cache_tokens": 65_536},
+DRAFT_TITLES = {
+    NONE: "none",
+    STANDALONE: "standalone",
+    STANDALONE_AUTO: "standalone, `auto`",
+    EAGLE3: "EAGLE-3",
+    EAGLE: "EAGLE",
+    MTP: "MTP modules",
+    NGRAM: "n-grams",
+    NGRAM_SUFFIX: "n-grams, and outputs",
 }
-DEVICES = ("cpu", "cuda")
+"""Names of drafts in tables."""
 BUNDLED = "bundled"
 NUM_DRAFT_TOKENS = 4
 ACCEPT_LENGTH = 3.5
-"""Tokens that a step brings where drafts are accepted by chance."""
+"""Tokens of a step where drafts are accepted by chance."""
 SHAPES_DIR = Path("build/shapes")
+_LLAMA3: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "max_position_embeddings": 131072,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "dtype": "bfloat16",
+}
+_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "tie_word_embeddings": False,
+    "rope_parameters": _ROPE,
+}
+_LLAMA_1B: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 8192,
+    "tie_word_embeddings": True,
+    "rope_parameters": _ROPE | {"factor": 32.0},
+}
+_FP8: dict[str, Any] = {
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
+}
+_HEAD: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+_MODULES: dict[str, Any] = {"num_nextn_predict_layers": 3}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": _LLAMA3 | _LLAMA_8B,
+    "llama-3.1-8b-fp8": _LLAMA3 | _LLAMA_8B | _FP8,
+    "llama-3.2-1b": _LLAMA3 | _LLAMA_1B,
+    "eagle3-llama-3.1-8b": _LLAMA3 | _LLAMA_8B | _HEAD,
+    "eagle3-llama-3.1-8b-fp8": _LLAMA3 | _LLAMA_8B | _HEAD,
+    "eagle3-llama-3.2-1b": _LLAMA3 | _LLAMA_1B | _HEAD,
+    "eagle-llama-3.1-8b": _LLAMA3 | _LLAMA_8B | {"num_hidden_layers": 1},
+    "standalone-llama-3.1-8b": _LLAMA3 | _LLAMA_1B,
+    "mtp-llama-3.1-8b": _LLAMA3 | _LLAMA_8B | _MODULES,
+    "mtp-llama-3.2-1b": _LLAMA3 | _LLAMA_1B | _MODULES,
+}
+"""`config.json` by the name of the directory. The EAGLE-3 heads are of the shape that the paper's authors publish."""
+# Prompts and outputs are short, so a match of one token counts, too.
+_LOOKUP = {"prompt_lookup_min": 1, "prompt_lookup_max": 5}
+_DRAFTS: Mapping[str, tuple[Path | None, Mapping[str, Any]]] = {
+    STANDALONE: (standalone_dir(), {}),
+    EAGLE3: (eagle3_dir(), {}),
+    EAGLE: (eagle_dir(), {}),
+    MTP: (mtp_dir(), {}),
+    NGRAM: (None, _LOOKUP),
+    NGRAM_SUFFIX: (None, {**_LOOKUP, "algorithm": NGRAM, "suffix_cache_tokens": 65_536}),
+}
+"""Models of the bundled target's drafts, and options of their services."""
 
 
-def _known_device(value: str) -> str:
-    if value not in DEVICES:
-        raise typer.BadParameter(" or ".join(DEVICES))
-    return value
+def draft_options(name: str, *, target: Path | None = None, model: Path | None = None) -> dict[str, Any]:
+    """Returns the options of a draft service, for the bundled models unless others are given."""
+    bundled, options = _DRAFTS[name]
+    return {"model": model or bundled, "target": target or target_dir(), "algorithm": name, **options}
 
 
-def known_names(option: str, given: str, known: Iterable[str]) -> tuple[str, ...]:
-    """The names of an option, which are separated by commas. Raises BadParameter for one that is not known."""
-    names = tuple(given.split(","))
-    if unknown := set(names) - set(known):
-        raise typer.BadParameter(f"{option}: {', '.join(sorted(unknown))}: not one of {', '.join(known)}")
-    return names
-
-
-DeviceOption = Annotated[str, typer.Option("--device", help="cpu or cuda.", callback=_known_device)]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="The file for the results.")]
-
-
-def _bundled_drafts() -> Mapping[str, Path | None]:
-    with_model = {STANDALONE: standalone_dir(), EAGLE3: eagle3_dir(), EAGLE: eagle_dir(), MTP: mtp_dir()}
-    return {**with_model, NGRAM: None, NGRAM_SUFFIX: None}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Models:
-    """A target and its drafts: the bundled models, unless others are named."""
-
-    target: Path = field(default_factory=target_dir)
-    drafts: Mapping[str, Path | None] = field(default_factory=_bundled_drafts)
-    """By algorithm; None for one without a model."""
-
-    def with_drafts(self, *algorithms: str) -> Models:
-        """The same target with the drafts of these algorithms alone; there is none for "none"."""
-        drafts = {name: path for name, path in self.drafts.items() if name in algorithms}
-        return Models(target=self.target, drafts=drafts)
-
-    def options_of(self, name: str) -> Mapping[str, Any]:
-        """Options of the service of a draft."""
-        return {"model": self.drafts[name], "target": self.target, "algorithm": name, **_DRAFT_OPTIONS.get(name, {})}
+def draft_of(algorithm: str) -> str | None:
+    """Returns the name of the draft service for an algorithm; None for "none"."""
+    return None if algorithm == NONE else STANDALONE if algorithm == STANDALONE_AUTO else algorithm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,46 +141,42 @@ class Setup:
     name: str
     target: Path
     draft: Path | None
-    """None for one without a model."""
-    load_format: str
-    prompt_tokens: int
-    max_new_tokens: int
-    kv_memory_mib: int
-    """For all slots, in each of both modes."""
+    """None: a draft without a model."""
+    load_format: str = "dummy"
+    prompt_tokens: int = 1024
+    max_new_tokens: int = 376
+    kv_memory_mib: int = 18 * 1024
+    """KV memory of all slots, of draft and verify together."""
     algorithm: str = EAGLE3
     """How the draft drafts."""
 
     @classmethod
     def named(cls, name: str) -> Setup:
-        """`bundled`, or a shape with an EAGLE-3 head, or with the draft that the name ends with, as in `-mtp`."""
+        """Returns `bundled`, or a shape with an EAGLE-3 head, or with the draft that the name ends with, as `-mtp`."""
         if name == BUNDLED:
-            return cls(
-                name=name,
-                target=target_dir(),
-                draft=eagle3_dir(),
-                load_format="auto",
-                prompt_tokens=64,
-                max_new_tokens=600,
-                kv_memory_mib=512,
-            )
+            sizes: dict[str, Any] = {"prompt_tokens": 64, "max_new_tokens": 600, "kv_memory_mib": 512}
+            return cls(name=name, target=target_dir(), draft=eagle3_dir(), load_format="auto", **sizes)
         shape, _, algorithm = name.rpartition("-")
         if algorithm not in (STANDALONE, EAGLE, MTP, NGRAM):
             shape, algorithm = name, EAGLE3
-        return cls(
-            name=name,
-            target=write_shape(SHAPES_DIR, shape),
-            draft=None if algorithm == NGRAM else write_shape(SHAPES_DIR, f"{algorithm}-{shape}"),
-            algorithm=algorithm,
-            load_format="dummy",
-            prompt_tokens=1024,
-            max_new_tokens=376,
-            kv_memory_mib=18 * 1024,
-        )
+        draft = None if algorithm == NGRAM else write_shape(SHAPES_DIR, f"{algorithm}-{shape}")
+        return cls(name=name, target=write_shape(SHAPES_DIR, shape), draft=draft, algorithm=algorithm)
 
     @property
     def context_tokens(self) -> int:
         """Tokens of a request, prompt and output."""
         return self.prompt_tokens + self.max_new_tokens
+
+    @property
+    def verify_options(self) -> dict[str, Any]:
+        """Options of the verify service, which accepts by chance."""
+        return {"model": self.target, "load_format": self.load_format, "simulate_accept_length": ACCEPT_LENGTH}
+
+    @property
+    def draft_options(self) -> dict[str, Any]:
+        """Options of the draft service."""
+        models = {"model": self.draft, "target": self.target}
+        return {**models, "algorithm": self.algorithm, "load_format": self.load_format}
 
     def up_options(self, draft: str = EAGLE3) -> dict[str, Path | str | int | float | None]:
         """Options of `slipstream up` for these models, with EAGLE3, EAGLE3_AUTO or NONE; a shape accepts by chance."""
@@ -135,24 +188,40 @@ class Setup:
         return options if self.name == BUNDLED else options | {"simulate_accept_length": ACCEPT_LENGTH}
 
 
-def draft_of(algorithm: str) -> str | None:
-    """The name of the draft service for an algorithm; None for "none"."""
-    return None if algorithm == NONE else STANDALONE if algorithm == STANDALONE_AUTO else algorithm
-
-
 def with_context(model: Path, context_tokens: int, into: Path) -> Path:
-    """The model if its context suffices, else a copy in `into` whose context does: its other files are links.
+    """Writes a copy of the model in `into` whose context suffices; its other files are links.
 
     RoPE has an angle for every position, so a step takes as long as any other there, whatever its text is worth.
     """
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    if config["max_position_embeddings"] >= context_tokens:
-        return model
-    copy = into / model.name
+    copy, config = into / model.name, json.loads((model / "config.json").read_text(encoding="utf-8"))
     copy.mkdir(parents=True)
     for file in model.iterdir():
         if file.name != "config.json":
             (copy / file.name).symlink_to(file.resolve())
-    config["max_position_embeddings"] = context_tokens
-    (copy / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    _write_json(copy / "config.json", {**config, "max_position_embeddings": context_tokens})
     return copy
+
+
+def write_shape(folder: Path, name: str) -> Path:
+    """Writes the directory of one shape into `folder`, unless it is there; returns it."""
+    path = folder / name
+    path.mkdir(parents=True, exist_ok=True)
+    if not (path / "tokenizer.json").is_file():
+        _write_tokenizer(path, SHAPES[name]["vocab_size"])
+    _write_json(path / "config.json", SHAPES[name])
+    return path
+
+
+def _write_tokenizer(path: Path, vocab_size: int) -> None:
+    """A token for each byte, and others that decode to words and that no text is encoded to."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = alphabet + [f"Ġt{number}" for number in range(len(alphabet), vocab_size)]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    _write_json(path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    tokenizer.save(str(path / "tokenizer.json"), pretty=False)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,9 +1,11 @@
 """Measures how often two ways of serving part in bfloat16, how near a tie that is, and the price of avoiding it.
 
-Held-out prompts, each greedy and at T = 0.8 with two seeds; without a draft and with the bundled ones; alone and eight
-at a time. Each output is compared with that of plain decoding, alone. Where the two part, the target's scores in
-float32 tell how far the worse of both tokens is behind the best: rounding explains a near tie and nothing else. Then
-the same with `--deterministic-width`, where no output may part, and the time of a step with it and without, in turns.
+In bfloat16 rounding depends on how work is batched, so the tokens of a request may differ between ways of serving it:
+but only where the two best tokens, noise included, were almost equally good. Held-out prompts, each greedy and at
+T = 0.8 with two seeds; without a draft and with the bundled ones; alone and eight at a time. Each output is compared
+with that of plain decoding, alone. Where the two part, the target's scores in float32 tell how far the worse of both
+tokens is from the best: rounding explains a near tie and nothing else. Then the same with `--deterministic-width`,
+where no output may part, and the time of a step with it and without, in turns.
 
 On a CPU it computes in float32, in which no output may part either; there it takes half an hour, and a few minutes
 with `--prompts 2`. Status 1 if a parting is no near tie, if there is one where none may be, or if a part failed; the
@@ -13,56 +15,47 @@ results so far are in the JSON.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
+import torch
 from tokenizers import Tokenizer
 
-from slipstream.benchmarks.models import (
-    ALGORITHMS,
-    NONE,
-    NUM_DRAFT_TOKENS,
-    DeviceOption,
-    JsonOption,
-    Models,
-    draft_of,
-)
-from slipstream.benchmarks.near_tie_scores import BOUND, Scores
-from slipstream.benchmarks.result_files import host, write_json
+from slipstream.benchmarks.models import ALGORITHMS, NONE, NUM_DRAFT_TOKENS, draft_of, draft_options
+from slipstream.benchmarks.runner import DevicePlan, Row, benchmark, host, write_json
 from slipstream.benchmarks.stack import Stack
-from slipstream.benchmarks.stream_window import stream_window
+from slipstream.benchmarks.stream_window import answers, stream_window
 from slipstream.bundled import prompts, target_dir
 from slipstream.client import AsyncClient
 from slipstream.common.api.sequence import SamplingParams
+from slipstream.common.settings import setting
+from slipstream.services.models.attention import ForwardBatch, PagedKV
+from slipstream.services.models.checkpoint import load_decoder
+from slipstream.services.models.sampler import gumbel_noise
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
 
-    from slipstream.benchmarks.near_tie_scores import Parting
     from slipstream.benchmarks.stack import Served
     from slipstream.client.requests import RequestOptions
-
-    Way = tuple[bool, str, int]
-    """One configuration: True if deterministic, the draft, and the number of concurrent requests."""
 
 SAMPLINGS = {
     "greedy": SamplingParams(),
     "T = 0.8, seed 1": SamplingParams(temperature=0.8, seed=1),
     "T = 0.8, seed 2": SamplingParams(temperature=0.8, seed=2),
 }
+BOUND = 0.25
+"""The largest gap of a near tie, in units of the noise: bfloat16 logits are off by 0.1, and the temperature is 0.8."""
+CPU = torch.device("cpu")
+PAGE_TOKENS = 16
 TOGETHER = 8
 KV_MIB = 256
-NUM_PROMPTS, MAX_NEW_TOKENS = 40, 200
 NUM_DETERMINISTIC_PROMPTS = 16
 """Prompts for the ways in which no output may part."""
-ROUNDS = 7
-"""Windows of either mode, in turns, for the price."""
 CONTEXT_TOKENS = 1024
 WINDOW_TOKENS, WARM_UP_TOKENS = 800, 16
 """Tokens of each request of a window, a quarter of a second on a fast GPU, and those before the window begins."""
@@ -70,249 +63,226 @@ WINDOW_S = 0.5
 """The longest window; a slow machine makes fewer tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One way of serving against plain decoding alone."""
+@dataclass(frozen=True, kw_only=True)
+class Plan(DevicePlan):
+    """The settings of a measurement."""
 
-    deterministic: bool
-    draft: str
-    at_once: int
-    outputs: int
-    tokens: int
-    """Compared tokens: up to and with the parting."""
-    partings: int
-    per_1000_tokens: float
-    largest_gap: float | None
-    """None if no output parts."""
-    all_near_ties: bool
-    seconds: float
-    """Time to serve the outputs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Price:
-    """The time of a decode step, in microseconds: medians of windows in turns."""
-
-    draft: str
-    at_once: int
-    step_us: float
-    deterministic_step_us: float
-    ratio: float
-    """The median of the rounds' ratios."""
-
-
-@dataclass(slots=True)
-class Report:
-    """All results, written after each part."""
-
-    host: str
-    dtype: str
-    bound: float
-    num_draft_tokens: int
-    num_prompts: int
-    num_deterministic_prompts: int
-    samplings: list[str]
-    max_new_tokens: int
-    rows: list[Row] = field(default_factory=list)
-    prices: list[Price] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    device: str = setting("cuda", help="Device of the workers.", choices=("cpu", "cuda"))
+    prompts: int = setting(40, help="Held-out prompts.", low=1, high=64)
+    max_new_tokens: int = 200
+    rounds: int = 7
+    """Windows of either mode, in turns, for the price."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A held-out prompt and its sampling parameters."""
+class Parting:
+    """The first difference between two outputs."""
 
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
+    index: int
+    """Index in the output of the first token that differs."""
+    gap: float
+    """From the best score to the worse score of both tokens, in units of the noise."""
 
-    def options(self, max_new_tokens: int) -> RequestOptions:
-        """Options of a call of the client."""
-        return {
-            "max_new_tokens": max_new_tokens,
-            "ignore_eos": True,
-            "temperature": self.sampling.temperature,
-            "seed": self.sampling.seed,
-        }
+    @property
+    def is_near_tie(self) -> bool:
+        """True if rounding explains it."""
+        return self.gap < BOUND
+
+
+class Scores:
+    """The target's scores in float32."""
+
+    def __init__(self, target: Path) -> None:
+        self._decoder = load_decoder(target, device=CPU, dtype=torch.float32)
+
+    def at_end(self, tokens: Sequence[int], sampling: SamplingParams) -> torch.Tensor:
+        """[vocab_size]: the score of each token after these; the greatest is chosen. Without filters."""
+        logits = self._logits(tokens)
+        if sampling.is_greedy:
+            return logits
+        seed = torch.tensor([sampling.seed - 2**64 if sampling.seed >= 2**63 else sampling.seed])
+        return logits / sampling.temperature + gumbel_noise(seed, torch.tensor([len(tokens)]), len(logits))[0]
+
+    def parting(
+        self, prompt: Sequence[int], one: Sequence[int], other: Sequence[int], sampling: SamplingParams
+    ) -> Parting | None:
+        """Returns the first difference between two outputs; None if they are equal."""
+        for index, pair in enumerate(zip(one, other, strict=True)):
+            if pair[0] != pair[1]:
+                scores = self.at_end([*prompt, *one[:index]], sampling)
+                return Parting(index, float(scores.max() - scores[list(pair)].min()))
+        return None
+
+    def _logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        num_pages = 1 + -(-len(tokens) // PAGE_TOKENS)
+        cache = PagedKV(
+            self._decoder.config, num_pages=num_pages, page_size=PAGE_TOKENS, device=CPU, dtype=torch.float32
+        )
+        positions = torch.arange(len(tokens))[None]
+        batch = ForwardBatch(
+            tokens=torch.tensor([tokens]),
+            positions=positions,
+            is_valid=torch.ones_like(positions, dtype=torch.bool),
+            page_table=torch.arange(1, num_pages)[None],
+            limits=torch.tensor([len(tokens)]),
+        )
+        hidden = self._decoder.forward(batch, cache).hidden
+        return self._decoder.logits(hidden[:, -1:])[0, 0]
 
 
 class NearTies:
-    """The measurement."""
+    """The measurement, and its results so far."""
 
-    def __init__(self, device: str, report: Report, path: Path | None, *, rounds: int = ROUNDS) -> None:
-        """Fills the report, which is written after each part."""
-        self._device = device
-        self._report = report
+    def __init__(self, plan: Plan, path: Path | None) -> None:
+        """Writes the report to `path` after each part."""
+        self._plan = plan
         self._path = path
-        self._rounds = rounds
         self._scores = Scores(target_dir())
         tokenizer = Tokenizer.from_file(str(target_dir() / "tokenizer.json"))
-        self._requests = [
-            Request(tuple(tokenizer.encode(prompt.text).ids), sampling)
-            for prompt in prompts()
-            for sampling in SAMPLINGS.values()
-        ]
-        self._references: dict[bool, list[list[int]]] = {}
+        texts = [tokenizer.encode(prompt.text).ids for prompt in prompts()]
+        self._requests = [(text, sampling) for text in texts for sampling in SAMPLINGS.values()]
+        self.references: dict[bool, list[Sequence[int]]] = {}
+        """Outputs of plain decoding, alone; those with a deterministic width by True."""
         self._started = time.monotonic()
+        self.report: Row = {
+            "host": host(plan.device),
+            "dtype": "float32" if plan.device == "cpu" else "bfloat16",
+            "bound": BOUND,
+            "num_draft_tokens": NUM_DRAFT_TOKENS,
+            "num_prompts": plan.prompts,
+            "num_deterministic_prompts": min(plan.prompts, NUM_DETERMINISTIC_PROMPTS),
+            "samplings": list(SAMPLINGS),
+            "max_new_tokens": plan.max_new_tokens,
+            "rows": [],
+            "prices": [],
+            "problems": [],
+        }
 
     async def measure(self, draft: str) -> None:
         """Compares a draft's outputs with those of NONE, which is measured first, and finds its price."""
         async with (
-            Stack(device=self._device) as stack,
+            Stack(device=self._plan.device) as stack,
             _serving(stack, draft, is_deterministic=False) as usual,
             _serving(stack, draft, is_deterministic=True) as deterministic,
         ):
-            served = {False: usual, True: deterministic}
-            for is_deterministic, server in served.items():
+            servers = {False: usual, True: deterministic}
+            for is_deterministic, served in servers.items():
                 for at_once in (1, TOGETHER):
-                    await self._compare(server, draft, at_once, is_deterministic)
+                    await self._compare(served, draft, at_once, is_deterministic)
             for at_once in (1, TOGETHER):
-                await self._price(served, draft, at_once)
+                await self._price(servers, draft, at_once)
 
     async def _compare(self, served: Served, draft: str, at_once: int, is_deterministic: bool) -> None:
-        report, started = self._report, time.monotonic()
-        num_prompts = report.num_deterministic_prompts if is_deterministic else report.num_prompts
+        started, plan = time.monotonic(), self._plan
+        num_prompts = self.report["num_deterministic_prompts"] if is_deterministic else plan.prompts
         requests = self._requests[: len(SAMPLINGS) * num_prompts]
-        room = asyncio.Semaphore(at_once)
+        made = [(prompt, _options(sampling, plan.max_new_tokens)) for prompt, sampling in requests]
         async with AsyncClient(served.address) as client:
-
-            async def generate(request: Request) -> list[int]:
-                async with room:
-                    chunks = client.generate(list(request.prompt), **request.options(report.max_new_tokens))
-                    return [token async for chunk in chunks for token in chunk.token_ids]
-
-            outputs = list(await asyncio.gather(*map(generate, requests)))
+            outputs = [answer.token_ids for answer in await answers(client, made, at_once)]
         seconds = time.monotonic() - started
         if (draft, at_once) == (NONE, 1):
-            self._references[is_deterministic] = outputs
+            self.references[is_deterministic] = [*outputs]
         found = [
-            self._scores.parting(request.prompt, reference, output, request.sampling)
-            for request, reference, output in zip(requests, self._references[is_deterministic], outputs, strict=True)
+            self._scores.parting(prompt, reference, output, sampling)
+            for (prompt, sampling), reference, output in zip(
+                requests, self.references[is_deterministic], outputs, strict=True
+            )
         ]
-        row = row_of(outputs, found, (is_deterministic, draft, at_once), seconds)
-        report.rows.append(row)
-        print(_line(row), flush=True)
-        report.problems += problems_of(row, report.dtype)
-        self._write()
+        about = {"deterministic": is_deterministic, "draft": draft, "at_once": at_once}
+        row = {**about, **row_of(outputs, found), "seconds": seconds}
+        self.report["problems"] += problems_of(row, self.report["dtype"])
+        self._keep("rows", row, _line(row))
 
-    async def _price(self, served: dict[bool, Served], draft: str, at_once: int) -> None:
-        requests = self._requests[:at_once]
-        times: dict[bool, list[float]] = {mode: [] for mode in served}
-        for _ in range(self._rounds):
-            for mode, server in served.items():
-                window = await stream_window(
-                    server,
-                    [list(request.prompt) for request in requests],
-                    [request.options(WINDOW_TOKENS) for request in requests],
-                    warm_up_tokens=WARM_UP_TOKENS,
-                    seconds=WINDOW_S,
-                )
-                times[mode].append(1e3 * window.sums.mean_ms(window.sums.step_s))
-        ratio = median(with_it / without for without, with_it in zip(times[False], times[True], strict=True))
-        price = Price(
-            draft=draft,
-            at_once=at_once,
-            step_us=median(times[False]),
-            deterministic_step_us=median(times[True]),
-            ratio=ratio,
-        )
-        self._report.prices.append(price)
-        print(f"draft {draft}, {at_once} at once: a deterministic step takes {ratio:.3f} of another", flush=True)
-        self._write()
+    async def _price(self, servers: dict[bool, Served], draft: str, at_once: int) -> None:
+        """Times windows of both modes in turns; the price is the median of the rounds' ratios."""
+        requests = [(prompt, _options(sampling, WINDOW_TOKENS)) for prompt, sampling in self._requests[:at_once]]
+        times_us: dict[bool, list[float]] = {mode: [] for mode in servers}
+        for _ in range(self._plan.rounds):
+            for mode, served in servers.items():
+                window = await stream_window(served, requests, warm_up_tokens=WARM_UP_TOKENS, seconds=WINDOW_S)
+                times_us[mode].append(1e3 * window.mean_ms(window.step_s))
+        price = {
+            "draft": draft,
+            "at_once": at_once,
+            "step_us": median(times_us[False]),
+            "deterministic_step_us": median(times_us[True]),
+            "ratio": median(with_it / without for without, with_it in zip(*times_us.values(), strict=True)),
+        }
+        line = f"draft {draft}, {at_once} at once: a deterministic step takes {price['ratio']:.3f} of another"
+        self._keep("prices", price, line)
 
-    def _write(self) -> None:
-        self._report.seconds = time.monotonic() - self._started
-        write_json(asdict(self._report), self._path)
+    def _keep(self, name: str, row: Row, line: str) -> None:
+        self.report[name].append(row)
+        print(line, flush=True)
+        write_json({**self.report, "seconds": time.monotonic() - self._started}, self._path)
 
 
 @asynccontextmanager
 async def _serving(stack: Stack, draft: str, *, is_deterministic: bool) -> AsyncIterator[Served]:
-    """Workers of one mode with a scheduler over them."""
-    models, suffix = Models(), "-deterministic" if is_deterministic else ""
+    """Serves with workers of one mode."""
+    suffix = "-deterministic" if is_deterministic else ""
     width = NUM_DRAFT_TOKENS + 1 if is_deterministic else None
     verify, drafting = f"verify{suffix}", draft_of(draft) and f"{draft}{suffix}"
-    await stack.worker("verify", name=verify, model=models.target, deterministic_width=width)
+    await stack.worker("verify", name=verify, model=target_dir(), deterministic_width=width)
     if drafting is not None:
-        await stack.worker("draft", name=drafting, **models.options_of(draft))
-    async with stack.scheduler(
-        drafting,
-        name=f"scheduler{suffix}",
-        verify=verify,
-        num_draft_tokens=NUM_DRAFT_TOKENS,
-        slots=TOGETHER,
-        context_tokens=CONTEXT_TOKENS,
-        kv_memory_mib=KV_MIB,
-        queue=4096,
-        no_prefix_cache=True,  # the same prompts come each time, and pages of others round otherwise
-    ) as served:
+        await stack.worker("draft", name=drafting, **draft_options(draft))
+    options: dict[str, Any] = {"slots": TOGETHER, "context_tokens": CONTEXT_TOKENS, "kv_memory_mib": KV_MIB}
+    # Without a prefix cache: the same prompts are sent each time, and pages of others round otherwise.
+    options |= {"queue": 4096, "no_prefix_cache": True}
+    async with stack.scheduler(drafting, name=f"scheduler{suffix}", verify=verify, **options) as served:
         yield served
 
 
-def row_of(outputs: Sequence[Sequence[int]], found: Sequence[Parting | None], way: Way, seconds: float) -> Row:
-    """Sums up one way of serving; `found` has the parting of each output."""
+def _options(sampling: SamplingParams, max_new_tokens: int) -> RequestOptions:
+    options: RequestOptions = {"temperature": sampling.temperature, "seed": sampling.seed}
+    return options | {"max_new_tokens": max_new_tokens, "ignore_eos": True}
+
+
+def row_of(outputs: Sequence[Sequence[int]], found: Sequence[Parting | None]) -> Row:
+    """Sums up a way of serving; `found` has the parting of each output."""
     partings = [parting for parting in found if parting is not None]
+    # Tokens up to and with the parting are compared.
     lengths = [len(o) if parting is None else parting.index + 1 for o, parting in zip(outputs, found, strict=True)]
-    is_deterministic, draft, at_once = way
-    return Row(
-        deterministic=is_deterministic,
-        draft=draft,
-        at_once=at_once,
-        outputs=len(outputs),
-        tokens=sum(lengths),
-        partings=len(partings),
-        per_1000_tokens=1000 * len(partings) / sum(lengths),
-        largest_gap=max((parting.gap for parting in partings), default=None),
-        all_near_ties=all(parting.is_near_tie for parting in partings),
-        seconds=seconds,
-    )
+    return {
+        "outputs": len(outputs),
+        "tokens": sum(lengths),
+        "partings": len(partings),
+        "per_1000_tokens": 1000 * len(partings) / sum(lengths),
+        "largest_gap": max((parting.gap for parting in partings), default=None),
+        "all_near_ties": all(parting.is_near_tie for parting in partings),
+    }
 
 
 def problems_of(row: Row, dtype: str) -> list[str]:
-    """Partings that rounding does not explain, or that may not be."""
-    problems = [] if row.all_near_ties else [f"{_line(row)}: no near tie"]
-    if row.partings and (row.deterministic or dtype == "float32"):
+    """Returns partings that rounding does not explain, or that may not be."""
+    problems = [] if row["all_near_ties"] else [f"{_line(row)}: no near tie"]
+    if row["partings"] and (row["deterministic"] or dtype == "float32"):
         problems.append(f"{_line(row)}: none may part")
     return problems
 
 
-def _mode(is_deterministic: bool) -> str:
-    return "deterministic" if is_deterministic else "usual"
-
-
 def _line(row: Row) -> str:
-    gap = "" if row.largest_gap is None else f", gaps up to {row.largest_gap:.3f}"
-    way = f"{_mode(row.deterministic)}, draft {row.draft}, {row.at_once} at once"
+    gap = "" if row["largest_gap"] is None else f", gaps up to {row['largest_gap']:.3f}"
+    mode = "deterministic" if row["deterministic"] else "usual"
     return (
-        f"{way}: {row.partings} partings of {row.outputs} outputs, {row.per_1000_tokens:.2f} in 1,000 of "
-        f"{row.tokens} tokens{gap} ({row.seconds:.1f} s)"
+        f"{mode}, draft {row['draft']}, {row['at_once']} at once: {row['partings']} partings of {row['outputs']} "
+        f"outputs, {row['per_1000_tokens']:.2f} in 1,000 of {row['tokens']} tokens{gap} ({row['seconds']:.1f} s)"
     )
 
 
-async def _measure_all(near_ties: NearTies) -> None:
+@benchmark(Plan)
+def main(plan: Plan, file: Path | None) -> list[str]:
+    """Compares, prices, and reports problems."""
+    near_ties = NearTies(plan, file)
+    asyncio.run(_measure(near_ties))
+    problems: list[str] = near_ties.report["problems"]
+    return problems
+
+
+async def _measure(near_ties: NearTies) -> None:
     for draft in ALGORITHMS:
         await near_ties.measure(draft)
 
 
-def main(
-    device: DeviceOption = "cuda",
-    num_prompts: Annotated[int, typer.Option("--prompts", help="Held-out prompts.", min=1)] = NUM_PROMPTS,
-    json_file: JsonOption = None,
-) -> None:
-    """Compares, prices, and reports problems."""
-    is_cpu = device == "cpu"
-    report = Report(
-        host=host(device),
-        dtype="float32" if is_cpu else "bfloat16",
-        bound=BOUND,
-        num_draft_tokens=NUM_DRAFT_TOKENS,
-        num_prompts=num_prompts,
-        num_deterministic_prompts=min(num_prompts, NUM_DETERMINISTIC_PROMPTS),
-        samplings=list(SAMPLINGS),
-        max_new_tokens=MAX_NEW_TOKENS,
-    )
-    asyncio.run(_measure_all(NearTies(device, report, json_file)))
-    sys.exit("\n".join(report.problems) if report.problems else 0)
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    main()

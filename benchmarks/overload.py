@@ -10,30 +10,27 @@ the memory of a service grows.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import mean
-from typing import TYPE_CHECKING, Self
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from slipstream.benchmarks.health_checks import health_checks
 from slipstream.benchmarks.load_generator import COMPLETED, REJECTED, open_loop
-from slipstream.benchmarks.load_report import failures, report_of
-from slipstream.benchmarks.models import STANDALONE, JsonOption, Models
+from slipstream.benchmarks.models import STANDALONE
 from slipstream.benchmarks.process_usage import Usage, exceeding, in_use, settled
-from slipstream.benchmarks.result_files import host, write_json
+from slipstream.benchmarks.runner import Row, benchmark, host, write_json
 from slipstream.benchmarks.serving import LENGTHS, find_capacity
 from slipstream.benchmarks.stack import LOG_DIR, Stack
-from slipstream.benchmarks.workload import Arrival, Lengths, Workload
+from slipstream.benchmarks.workloads import Arrival, Lengths, TextWorkload
+from slipstream.bundled import target_dir
 from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
+from slipstream.common.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from slipstream.benchmarks.load_report import LoadReport
+    from pathlib import Path
 
 HEALTH_INTERVAL_S = 0.2
 LEAST_GOODPUT = 0.9
@@ -44,8 +41,8 @@ MOST_GROWTH = {"gateway": 0.05, "scheduler": 0.02, "draft": 0.05, "verify": 0.05
 which comes at random: its memory may rise once or twice, and then stays."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Plan(Settings):
     """The settings of a run."""
 
     factor: float = 10.0
@@ -66,126 +63,84 @@ class Plan:
     seed: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Resident memory of a process: the means of the first third of a time and of the last."""
-
-    first_rss_kib: int
-    last_rss_kib: int
-
-    @classmethod
-    def of(cls, memory_mib: Sequence[float]) -> Self:
-        """From samples."""
-        third = max(1, len(memory_mib) // 3)
-        return cls(round(1024 * mean(memory_mib[:third])), round(1024 * mean(memory_mib[-third:])))
-
-    @property
-    def growth(self) -> float:
-        """The last third over the first, less 1."""
-        return self.last_rss_kib / self.first_rss_kib - 1
-
-
-@dataclass(slots=True, kw_only=True)
-class OverloadReport:
-    """The outcome."""
-
-    host: str
-    plan: Plan
-    lengths: Lengths
-    capacity_before: LoadReport
-    capacity_after: LoadReport
-    offered_requests_per_second: float
-    load: LoadReport
-    """The minute."""
-    rejections_without_retry_info: int
-    health_statuses: list[str]
-    """Answers to health checks in the minute; an RPC error by its code."""
-    footprints: dict[str, Footprint]
-    """Resident memory of each service during the overload, by service name."""
-    before: dict[str, int]
-    """`in_use` before the overload."""
-    after: dict[str, int]
-    failures: list[str] = field(default_factory=list)
-
-    @property
-    def capacity(self) -> float:
-        """Tokens per second, the mean of before and after."""
-        return (self.capacity_before.tokens_per_second + self.capacity_after.tokens_per_second) / 2
-
-    @property
-    def goodput(self) -> float:
-        """Tokens per second of completed requests, as a fraction of the capacity."""
-        return self.load.completed_tokens_per_second / self.capacity
-
-    def faults(self) -> list[str]:
-        """Errors that no slow machine explains."""
-        faults = [f"failed: {failure}" for failure in self.failures[:10]]
-        if not self.load.num_rejected or not self.load.num_completed:
-            faults.append(f"{self.load.num_rejected} rejected, {self.load.num_completed} completed")
-        if self.load.num_left:
-            faults.append(f"{self.load.num_left} requests did not come to an end")
-        if self.rejections_without_retry_info:
-            faults.append(f"{self.rejections_without_retry_info} rejections without a RetryInfo")
-        if self.health_statuses != ["SERVING"]:
-            faults.append(f"health: {', '.join(self.health_statuses)}")
-        return faults + [f"in use before and after: {found}" for found in exceeding(self.after, self.before)]
-
-    def shortcomings(self) -> list[str]:
-        """Times and sizes beyond their limits, which a busy machine may explain."""
-        found = []
-        if self.goodput < LEAST_GOODPUT:
-            found.append(f"goodput is {self.goodput:.3f} of the capacity, below {LEAST_GOODPUT}")
-        if self.load.rejection_ms.p99 >= MOST_REJECTION_MS:
-            found.append(f"rejections take {self.load.rejection_ms.p99:.1f} ms at p99")
-        for name, footprint in self.footprints.items():
-            if footprint.growth > MOST_GROWTH[name]:
-                found.append(f"the memory of {name} grew by {100 * footprint.growth:.1f} %")
-        return found
-
-
-async def overload(stack: Stack, lengths: Lengths, plan: Plan) -> OverloadReport:
-    """Starts the services and overloads them."""
-    models = Models().with_drafts(STANDALONE)
-    workload = Workload(models.target, lengths)
-    await stack.models(models)
-    scheduler = stack.scheduler(
-        STANDALONE,
-        slots=plan.slots,
-        queue=plan.queue,
-        kept_jobs=plan.kept_jobs,
-        context_tokens=workload.lengths.context_tokens,
-    )
+async def overload(stack: Stack, lengths: Lengths, plan: Plan) -> Row:
+    """Starts the services and overloads them; returns the outcome as it is in the file of results."""
+    workload = TextWorkload(target_dir(), lengths)
+    await stack.models(STANDALONE)
+    options: dict[str, Any] = {"slots": plan.slots, "queue": plan.queue, "kept_jobs": plan.kept_jobs}
+    scheduler = stack.scheduler(STANDALONE, context_tokens=lengths.context_tokens, **options)
     async with scheduler as served, AsyncClient(served.address) as client:
-        address, seed = served.address, plan.seed
+        address = served.address
         usage = [Usage(service.name, service.pid) for service in (await client.server_info()).services]
         await _touch_everything(workload, address, plan)
         for_capacity = plan.slots, plan.capacity_seconds, plan.capacity_warm_up_s
-        capacity_before = await find_capacity(workload, address, *for_capacity, f"{seed} before")
+        capacity_before = await find_capacity(workload, address, *for_capacity, f"{plan.seed} before")
         before = await settled(client, {**await in_use(client), "requests": 0})
-        rate = plan.factor * capacity_before.tokens_per_second / workload.mean_output_tokens
-        arrivals = workload.arrivals(rate, plan.seconds, str(seed))
+        rate = plan.factor * capacity_before["tokens_per_second"] / workload.mean_output_tokens
+        arrivals = workload.arrivals(rate, plan.seconds, str(plan.seed))
         with health_checks(address, interval_s=HEALTH_INTERVAL_S) as health:
             health.begin()
             async with background(_sample(usage, plan)):
                 run = await open_loop(address, arrivals, plan.seconds, plan.drain_s)
-            _, health_statuses = await asyncio.to_thread(health.end)
+            _, statuses = await asyncio.to_thread(health.end)
         after = await settled(client, before)
-        capacity_after = await find_capacity(workload, address, *for_capacity, f"{seed} after")
-    return OverloadReport(
-        host=host(),
-        plan=plan,
-        lengths=workload.lengths,
-        capacity_before=capacity_before,
-        capacity_after=capacity_after,
-        offered_requests_per_second=rate,
-        load=report_of(run, plan.warm_up_s),
-        rejections_without_retry_info=sum(r.outcome == REJECTED and r.retry_after_ms is None for r in run.records),
-        health_statuses=sorted(health_statuses),
-        footprints={one.service: Footprint.of(one.memory_mib) for one in usage},
-        before=before,
-        after=after,
-        failures=failures(run),
-    )
+        capacity_after = await find_capacity(workload, address, *for_capacity, f"{plan.seed} after")
+    load = run.report(plan.warm_up_s)
+    capacity = mean(found["tokens_per_second"] for found in (capacity_before, capacity_after))
+    return {
+        "host": host(),
+        "plan": asdict(plan),
+        "lengths": asdict(lengths),
+        "capacity_before": capacity_before,
+        "capacity_after": capacity_after,
+        "offered_requests_per_second": rate,
+        "load": load,
+        "rejections_without_retry_info": sum(
+            record.outcome == REJECTED and record.retry_after_ms is None for record in run.records
+        ),
+        "health_statuses": sorted(statuses),
+        "footprints": {one.service: _footprint(one.memory_mib) for one in usage},
+        "before": before,  # `in_use` before the overload, and after
+        "after": after,
+        "failures": run.failures,
+        "capacity": capacity,  # tokens per second
+        "goodput": load["completed_tokens_per_second"] / capacity,
+    }
+
+
+def _footprint(memory_mib: Sequence[float]) -> Row:
+    """Returns the mean resident memory in the first third of a time and in the last."""
+    third = max(1, len(memory_mib) // 3)
+    first, last = mean(memory_mib[:third]), mean(memory_mib[-third:])
+    return {"first_rss_kib": round(1024 * first), "last_rss_kib": round(1024 * last)}
+
+
+def faults(found: Row) -> list[str]:
+    """Returns errors that no slow machine explains."""
+    load, problems = found["load"], [f"failed: {failure}" for failure in found["failures"][:10]]
+    if not load["num_rejected"] or not load["num_completed"]:
+        problems.append(f"{load['num_rejected']} rejected, {load['num_completed']} completed")
+    if load["num_left"]:
+        problems.append(f"{load['num_left']} requests did not come to an end")
+    if found["rejections_without_retry_info"]:
+        problems.append(f"{found['rejections_without_retry_info']} rejections without a RetryInfo")
+    if found["health_statuses"] != ["SERVING"]:
+        problems.append(f"health: {', '.join(found['health_statuses'])}")
+    return problems + [f"in use before and after: {more}" for more in exceeding(found["after"], found["before"])]
+
+
+def shortcomings(found: Row) -> list[str]:
+    """Returns times and sizes beyond their limits, which a busy machine may explain."""
+    problems, rejection_ms = [], found["load"]["rejection_ms"]["p99"]
+    if found["goodput"] < LEAST_GOODPUT:
+        problems.append(f"goodput is {found['goodput']:.3f} of the capacity, below {LEAST_GOODPUT}")
+    if rejection_ms >= MOST_REJECTION_MS:
+        problems.append(f"rejections take {rejection_ms:.1f} ms at p99")
+    for name, footprint in found["footprints"].items():
+        growth = footprint["last_rss_kib"] / footprint["first_rss_kib"] - 1
+        if growth > MOST_GROWTH[name]:
+            problems.append(f"the memory of {name} grew by {100 * growth:.1f} %")
+    return problems
 
 
 async def _sample(usage: Sequence[Usage], plan: Plan) -> None:
@@ -196,30 +151,29 @@ async def _sample(usage: Sequence[Usage], plan: Plan) -> None:
         await asyncio.sleep(plan.sample_s)
 
 
-async def _touch_everything(workload: Workload, address: str, plan: Plan) -> None:
+async def _touch_everything(workload: TextWorkload, address: str, plan: Plan) -> None:
     """Fills every slot with the longest requests, so that the services have taken their largest memory."""
     arrivals = [Arrival(0.0, request) for request in workload.largest(plan.slots)]
     run = await open_loop(address, arrivals, 0.0, plan.drain_s)
     outcomes = [record.outcome for record in run.records]
     if outcomes != [COMPLETED] * plan.slots:
-        raise RuntimeError(f"the longest requests did not complete: {outcomes}, {failures(run)}")
+        raise RuntimeError(f"the longest requests did not complete: {outcomes}, {run.failures}")
 
 
-def main(json_file: JsonOption = None) -> None:
+@benchmark(Plan)
+def main(plan: Plan, file: Path | None) -> list[str]:
     """Overloads the server."""
-    report = asyncio.run(_overload())
-    problems = report.faults() + report.shortcomings()
-    write_json(
-        {**asdict(report), "capacity": report.capacity, "goodput": report.goodput, "problems": problems}, json_file
-    )
-    print(f"goodput {report.goodput:.3f} of the capacity; {report.load.num_rejected} requests rejected")
-    sys.exit("\n".join(problems) if problems else 0)
+    found = asyncio.run(_overload(plan))
+    problems = faults(found) + shortcomings(found)
+    write_json({**found, "problems": problems}, file)
+    print(f"goodput {found['goodput']:.3f} of the capacity; {found['load']['num_rejected']} requests rejected")
+    return problems
 
 
-async def _overload() -> OverloadReport:
+async def _overload(plan: Plan) -> Row:
     async with Stack(LOG_DIR / "overload") as stack:
-        return await overload(stack, LENGTHS, Plan())
+        return await overload(stack, LENGTHS, plan)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

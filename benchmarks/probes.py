@@ -9,7 +9,6 @@ ends as it must not: refused without RetryInfo where it could come again, or ref
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections import Counter
 from contextlib import AsyncExitStack, ExitStack
@@ -18,11 +17,10 @@ from itertools import count
 from pathlib import Path
 from statistics import quantiles
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 import psutil
-import typer
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
@@ -30,12 +28,12 @@ from grpc_status import rpc_status
 from slipstream.benchmarks.half_messages import HalfMessages
 from slipstream.benchmarks.health_checks import health_checks
 from slipstream.benchmarks.hostile_requests import MIB, hostile_requests
-from slipstream.benchmarks.models import JsonOption  # noqa: TC001 - typer reads the annotations
-from slipstream.benchmarks.result_files import host, write_json
+from slipstream.benchmarks.runner import Names, benchmark, host, write_json
 from slipstream.benchmarks.stack import LOG_DIR, Stack
 from slipstream.benchmarks.watched_gateway import StallFile, watched_gateway
 from slipstream.common.rpc.address import proxy_options
 from slipstream.common.rpc.interceptor import HEALTH_SERVICE
+from slipstream.common.settings import Settings, setting
 from slipstream.protos import generation_pb2
 
 if TYPE_CHECKING:
@@ -366,8 +364,8 @@ def write_key(directory: Path) -> Path:
     return path
 
 
-async def run_probes(stack: Stack, names: list[str], seconds: float) -> AsyncIterator[ProbeReport]:
-    """Starts the services, and runs the probes of these names, or all."""
+async def run_probes(stack: Stack, names: Names, seconds: float) -> AsyncIterator[ProbeReport]:
+    """Starts the services, and runs the probes of these names."""
     await stack.dummies(*KERNELS_MS)
     with TemporaryDirectory() as directory:
         path = Path(directory) / "stalls"
@@ -382,24 +380,29 @@ async def run_probes(stack: Stack, names: list[str], seconds: float) -> AsyncIte
         async with stack.scheduler("draft", gateway_program=watched_gateway(path), **options) as served:
             with health_checks(served.address) as health:
                 for probe in PROBES:
-                    if not names or probe.name in names:
+                    if probe.name in names:
                         yield await run_probe(probe, Target(served.address, seconds), stalls, health)
 
 
-def main(
-    seconds: Annotated[float, typer.Option(help="How long each probe goes on.", min=1)] = 5.0,
-    probe: Annotated[list[str] | None, typer.Option(help="One of them; may be given again.")] = None,
-    json_file: JsonOption = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Plan(Settings):
+    """The settings of a run."""
+
+    seconds: float = setting(5.0, help="How long each probe goes on.", low=1, high=3600)
+    probe: Names = Names.of([probe.name for probe in PROBES])
+
+
+@benchmark(Plan)
+def main(plan: Plan, file: Path | None) -> list[str]:
     """Probes a gateway."""
-    reports = asyncio.run(_probe(probe or [], seconds))
+    reports = asyncio.run(_probe(plan.probe, plan.seconds))
     problems = [text for report in reports for text in (*report.problems, *report.shortcomings())]
-    results = {"host": host(), "seconds": seconds, "probes": [asdict(one) for one in reports], "problems": problems}
-    write_json(results, json_file)
-    sys.exit("\n".join(problems) if problems else 0)
+    probes = [asdict(report) for report in reports]
+    write_json({"host": host(), "seconds": plan.seconds, "probes": probes, "problems": problems}, file)
+    return problems
 
 
-async def _probe(names: list[str], seconds: float) -> list[ProbeReport]:
+async def _probe(names: Names, seconds: float) -> list[ProbeReport]:
     reports = []
     print(f"{'probe':20} {'stall':>8} {'wall':>8} {'health p50':>11} {'p99':>8} {'MiB':>6}  answers")
     async with Stack(LOG_DIR / "probes") as stack:
@@ -411,4 +414,4 @@ async def _probe(names: list[str], seconds: float) -> list[ProbeReport]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

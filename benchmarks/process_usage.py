@@ -14,6 +14,7 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from slipstream.benchmarks.runner import Row
     from slipstream.client import AsyncClient
 
 WARM_UP = 1 / 3
@@ -49,8 +50,8 @@ class Usage:
         self.threads.append(threads)
         self.descriptors.append(descriptors)
 
-    def growths(self) -> list[Growth]:
-        """The slope of each quantity behind the warm-up; empty for a process that lived too briefly."""
+    def growths(self) -> list[Row]:
+        """Returns the growth of each quantity after the warm-up; none for a process that lived too briefly."""
         first = int(WARM_UP * len(self.at_s))
         times = self.at_s[first:]
         if not times or times[-1] - times[0] < LEAST_FIT_S:
@@ -60,8 +61,11 @@ class Usage:
             values = getattr(self, name)[first:]
             seconds = times[-1] - times[0]
             gained, low, high = (round(slope * seconds, 3) for slope in slopes(times, values))
-            most = bound * mean(values) if name == "memory_mib" else bound
-            found.append(Growth(self.service, name, round(seconds), gained, low, high, round(most, 3)))
+            most = round(bound * mean(values) if name == "memory_mib" else bound, 3)
+            row = {"service": self.service, "quantity": name, "seconds": round(seconds), "bound": most}
+            # Gained over these seconds, and the ends of its 95 % confidence interval; a slope is not there by chance.
+            row |= {"gained": gained, "low": low, "high": high, "is_slope": gained > most and low > 0}
+            found.append(row)
         return found
 
 
@@ -77,26 +81,6 @@ def slopes(times: Sequence[float], values: Sequence[float]) -> tuple[float, floa
     deviation = (count * (count - 1) * (2 * count + 5) / 18) ** 0.5
     low = max(0, int((len(pairs) - 1.96 * deviation) / 2))
     return median(pairs), pairs[low], pairs[-1 - low]
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """The growth of a quantity of one process by the median slope of its samples."""
-
-    service: str
-    quantity: str
-    seconds: float
-    gained: float
-    """Over these seconds."""
-    low: float
-    """The ends of the 95 % confidence interval of what is gained."""
-    high: float
-    bound: float
-
-    @property
-    def is_slope(self) -> bool:
-        """True if more is gained than the bound allows, and not by chance."""
-        return self.gained > self.bound and self.low > 0
 
 
 async def in_use(client: AsyncClient) -> dict[str, int]:

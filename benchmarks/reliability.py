@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from slipstream.benchmarks.pages import is_measured, load, markdown_table, section, text
 from slipstream.benchmarks.probes import MOST_STALL_MS, PROBES
+from slipstream.benchmarks.sections import load, markdown_table, section, table_of, text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -17,13 +17,9 @@ SOAK_PICTURE = "![Memory, threads, descriptors and pages over the run](../benchm
 
 def sections(where: str) -> list[str]:
     """The sections of what was measured on "cpu" or "h200"."""
-    makers: tuple[tuple[str, Callable[[str], list[str]]], ...] = (
-        ("outages", _outages),
-        ("swap", _swaps),
-        ("soak", _soak),
-        ("probes", _probes),
-    )
-    return [part for name, make in makers if is_measured(f"{name}_{where}") for part in make(f"{name}_{where}")]
+    makers = {"outages": _outages, "swap": _swaps, "soak": _soak, "probes": _probes}
+    names = {f"{name}_{where}": make for name, make in makers.items()}
+    return [part for name, make in names.items() if load(name) is not None for part in make(name)]
 
 
 def filled(page: str) -> str:
@@ -57,17 +53,16 @@ def _outages(name: str) -> list[str]:
     if len(hosts) > 1:
         words += " Rows are of several machines."
     parts = section("Services that die, hang and end", "outages", name, "; ".join(hosts), words)
-    setups = dict.fromkeys((run["plan"]["model"], run["plan"]["mps"]) for run in runs)
     header = "service | fault | times | gap p50, ms | worst | later, worst | back p50, s | worst"
-    for model, mps in setups:
+    cells = (
+        "{service} | {fault} | {times} | {gap_p50_ms:.0f} | {gap_worst_ms:.0f} | {later_gap_worst_ms:.0f} | "
+        "{back_p50_s:.1f} | {back_worst_s:.1f}"
+    )
+    for model, mps in dict.fromkeys((run["plan"]["model"], run["plan"]["mps"]) for run in runs):
         mine = [run for run in runs if (run["plan"]["model"], run["plan"]["mps"]) == (model, mps)]
         calm, plan = [run["undisturbed"] for run in mine], mine[-1]["plan"]
         gaps = " | ".join(_span(run[key] for run in calm) for key in ("gap_p50_ms", "gap_worst_ms"))
-        rows = [f"none |  |  | {gaps} |  |  | "]
-        for row in (row for run in mine for row in run["outages"]):
-            gaps = " | ".join(f"{row[key]:.0f}" for key in ("gap_p50_ms", "gap_worst_ms", "later_gap_worst_ms"))
-            back = " | ".join(f"{row[key]:.1f}" for key in ("back_p50_s", "back_worst_s"))
-            rows.append(f"{row['service']} | {row['fault']} | {row['times']} | {gaps} | {back}")
+        rows = [cells.format_map(row) for run in mine for row in run["outages"]]
         where = f", MPS {mps}" if plan["device"] == "cuda" else ""
         rates, steps = (_span(run[key] for run in calm) for key in ("tokens_per_second", "step_ms"))
         watchdog = _span(run["watchdog_ms"] for run in mine)
@@ -76,19 +71,19 @@ def _outages(name: str) -> list[str]:
             f"{rates} tokens/s and {steps} ms a step, which waits for the draft {watchdog} ms at most."
         )
         notes = dict.fromkeys(run["note"] for run in mine if "note" in run)
-        parts += [text(" ".join((setup, *notes))), markdown_table(header, rows)]
+        parts += [text(" ".join((setup, *notes))), markdown_table(header, [f"none |  |  | {gaps} |  |  | ", *rows])]
     return parts
 
 
 def _swaps(name: str) -> list[str]:
     found = load(name)
-    rows = [
-        f"{row['before']} → {row['after']}{' (taken off again)' if row['rolled_back'] else ''}"
-        + "".join(f" | {row[key]:.0f}" for key in ("gap_p50_ms", "gap_worst_ms", "calm_gap_worst_ms"))
-        + "".join(f" | {row[f'{key}_before']:.2f} → {row[f'{key}_after']:.2f}" for key in ("accept_length", "step_ms"))
-        + f" | {_number(row['recovery_tokens'])}"
-        for row in found["swaps"]
-    ]
+    for row in found["swaps"]:
+        row["undone"] = " (taken off again)" if row["rolled_back"] else ""
+        row["tokens"] = _number(row["recovery_tokens"])
+    cells = (
+        "{before} → {after}{undone} | {gap_p50_ms:.0f} | {gap_worst_ms:.0f} | {calm_gap_worst_ms:.0f} | "
+        "{accept_length_before:.2f} → {accept_length_after:.2f} | {step_ms_before:.2f} → {step_ms_after:.2f} | {tokens}"
+    )
     words = (
         f"The draft of `slipstream up` swapped under {found['plan']['clients']} streaming clients with the bundled "
         "models; the last draft has random weights. Gaps are between two tokens of a stream from the call to half a "
@@ -98,16 +93,13 @@ def _swaps(name: str) -> list[str]:
         f"{found['jobs']} jobs had the tokens of the undisturbed run, {len(found['errors'])} had not."
     )
     header = "swap | gap p50, ms | worst | before, worst | accept length | step, ms | tokens to 95 %"
-    return section("Swapped drafts", "swap", name, found["host"], words, markdown_table(header, rows))
+    return section("Swapped drafts", "swap", name, found["host"], words, table_of(header, cells, found["swaps"]))
 
 
 def _soak(name: str) -> list[str]:
     found = load(name)
-    rows = [
-        f"{row['service']} | {row['quantity'].replace('_mib', ', MiB')} | {row['seconds']:.0f} | "
-        f"{row['gained']:+.2f} | {row['low']:+.2f} to {row['high']:+.2f} | {row['bound']:.2f}"
-        for row in found["growths"]
-    ]
+    for row in found["growths"]:
+        row["in_use"] = row["quantity"].replace("_mib", ", MiB")
     words = (
         f"{found['plan']['clients']} clients that come, cancel, leave and return, and "
         f"{len(found['faults'])} faults of all services: {_soak_cell(name.rpartition('_')[2])}. The table has what "
@@ -116,25 +108,25 @@ def _soak(name: str) -> list[str]:
         "workers first take in a prompt of each number of rows for which oneDNN keeps a kernel. "
         f"{found['plan']['note']}"
     ).rstrip()
-    table = markdown_table("process | in use | seconds | gained | 95 % | at most", rows)
-    more = [table] if rows else []
+    header = "process | in use | seconds | gained | 95 % | at most"
+    cells = "{service} | {in_use} | {seconds:.0f} | {gained:+.2f} | {low:+.2f} to {high:+.2f} | {bound:.2f}"
+    more = [table_of(header, cells, found["growths"])] if found["growths"] else []
     return section("Faults of all services for long", "soak", name, found["host"], words, *more, SOAK_PICTURE)
 
 
 def _probes(name: str) -> list[str]:
     found = load(name)
     loads = {probe.name: (probe.run.__doc__ or "").rstrip(".") for probe in PROBES}
-    rows = [
-        f"{loads[row['name']]} | {', '.join(f'{count:,} {code}' for code, count in row['codes'].items())}"
-        + "".join(f" | {row[key]:.1f}" for key in ("stall_ms", "health_p50_ms", "health_p99_ms"))
-        for row in found["probes"]
-    ]
+    for row in found["probes"]:
+        row |= {"load": loads[row["name"]], "answers": ", ".join(f"{n:,} {code}" for code, n in row["codes"].items())}
     words = (
         f"Each load for {found['seconds']:g} s or more, with dummy kernels in place of the models; health is checked "
         "meanwhile. *Loop held* is the longest piece of work on the gateway's event loop, in CPU time of its thread; "
         f"the aim is {MOST_STALL_MS:g} ms. Clients, checks and services share the cores."
     )
-    table = markdown_table("load | answers | loop held, ms | health p50, ms | p99, ms", rows)
+    header = "load | answers | loop held, ms | health p50, ms | p99, ms"
+    cells = "{load} | {answers} | {stall_ms:.1f} | {health_p50_ms:.1f} | {health_p99_ms:.1f}"
+    table = table_of(header, cells, found["probes"])
     return section("Hostile, large and many requests", "probes", name, found["host"], words, table)
 
 
@@ -150,20 +142,17 @@ def _number(tokens: int | None) -> str:
 
 
 def _outage_cell(where: str, service: str, fault: str, model: str = "bundled", mps: str = "off") -> str:
-    runs = load(f"outages_{where}") if is_measured(f"outages_{where}") else []
-    for run in runs:
+    cell = "faults: {times}; longest gap {gap_p50_ms:.0f} ms (p50), {gap_worst_ms:.0f} ms (worst); "
+    for run in load(f"outages_{where}") or []:
         for row in run["outages"] if (run["plan"]["model"], run["plan"]["mps"]) == (model, mps) else ():
             if (row["service"], row["fault"]) == (service, fault):
-                return (
-                    f"faults: {row['times']}; longest gap {row['gap_p50_ms']:.0f} ms (p50), "
-                    f"{row['gap_worst_ms']:.0f} ms (worst); back after {row['back_p50_s']:.1f} s"
-                )
+                return f"{cell}back after {{back_p50_s:.1f}} s".format_map(row)
     return ""
 
 
 def _swap_cell(where: str, before: str = "", after: str = "") -> str:
     """The cell of a swap; without names, of a killed draft's return."""
-    found: dict[str, Any] = load(f"swap_{where}") if is_measured(f"swap_{where}") else {"swaps": []}
+    found = load(f"swap_{where}") or {"swaps": []}
     if not before and found["swaps"]:
         tokens = found["return"]["tokens"]
         return "" if tokens is None else f"accept length at 95 % after {tokens} tokens of a stream"
@@ -176,9 +165,8 @@ def _swap_cell(where: str, before: str = "", after: str = "") -> str:
 
 
 def _soak_cell(where: str) -> str:
-    if not is_measured(f"soak_{where}"):
+    if (found := load(f"soak_{where}")) is None:
         return ""
-    found = load(f"soak_{where}")
     num_growing = sum(row["is_slope"] for row in found["growths"])
     num_others = len(found["problems"]) - num_growing
     outcome = f"{num_others} problems" if num_others else "one end each, nothing left in use"
@@ -190,10 +178,9 @@ def _soak_cell(where: str) -> str:
 
 
 def _probes_cell(where: str) -> str:
-    if not is_measured(f"probes_{where}"):
+    if (found := load(f"probes_{where}")) is None:
         return ""
-    rows = load(f"probes_{where}")["probes"]
-    held, health = (max(row[key] for row in rows) for key in ("stall_ms", "health_p99_ms"))
+    held, health = (max(row[key] for row in found["probes"]) for key in ("stall_ms", "health_p99_ms"))
     return f"event loop held for {held:.0f} ms, health checks answered in {health:.0f} ms (p99), at most"
 
 

@@ -7,7 +7,7 @@ four in the last. So each process lives through many deaths of others.
 
 - Every request must have one end, and its tokens must be the first ones of the undisturbed run of its prompt.
 - A few times the clients pause. No job may then be alive, and every slot and page must be free.
-- Memory, threads and descriptors of `up` and of the process of each service that lived longest must not grow behind the
+- Memory, threads and descriptors of `up` and of the process of each service that lived longest must not grow after the
   first third of its life, in which its caches fill. What it gains by the median slope of all pairs of samples must stay
   below 5 % of the memory, one thread, one descriptor, unless a slope of zero is within its 95 % confidence interval.
 - Workers on a CPU keep a kernel for each number of rows that they meet, at most 56 below 512 rows (`padded_rows`). So
@@ -20,28 +20,29 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import psutil
-import typer
 
-from slipstream.benchmarks.models import STANDALONE, DeviceOption, JsonOption, known_names
-from slipstream.benchmarks.process_usage import Growth, Usage
-from slipstream.benchmarks.result_files import host, write_json
+from slipstream.benchmarks.models import STANDALONE
+from slipstream.benchmarks.process_usage import Usage
+from slipstream.benchmarks.runner import DevicePlan, Names, Row, benchmark, host, write_json
 from slipstream.benchmarks.up_server import FAULTS, SERVICES, UpServer, bundled_options, up_server
 from slipstream.bundled import prompts
 from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
 from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import SlipstreamError, UnavailableError
+from slipstream.common.settings import setting
 from slipstream.services.models.decoder import padded_rows
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from slipstream.client.requests import RequestOptions
 
 CHUNK_TOKENS = 512
@@ -53,51 +54,25 @@ PARTS = (("draft", "verify"), ("gateway", "scheduler"), SERVICES)
 LONGEST_PAUSE_S = 4.0
 NUM_SAMPLES = 180
 QUIET_TIMEOUT_S = 90.0
-"""A gateway that came back cancels jobs of Generate calls that do not come back after 30 s."""
+"""A gateway that is back cancels jobs of Generate calls that do not come back after 30 s."""
 POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(DevicePlan):
     """The settings of a run."""
 
-    minutes: float = 30.0
-    clients: int = 16
-    fault_every_s: float = 8.0
-    """Mean time between faults."""
-    faults: tuple[str, ...] = tuple(FAULTS)
-    seed: int = 1
-    device: str = "cpu"
-    note: str = ""
-    """Said beside the result."""
+    minutes: float = setting(30.0, help="Length of the run.")
+    clients: int = setting(16, help="Clients at a time.", low=1, high=4096)
+    fault_every_s: float = setting(8.0, help="Mean time between faults.")
+    faults: Names = Names.of(FAULTS)
+    seed: int = setting(1, help="Of clients and faults.")
+    note: str = setting("", help="A sentence on the page with the result.")
 
     @property
     def num_quiet(self) -> int:
         """Moments without clients: one in each third at least, one in about 2 minutes."""
         return len(PARTS) * max(1, round(self.minutes / 6))
-
-
-@dataclass(slots=True)
-class Report:
-    """The outcome."""
-
-    outcomes: dict[str, int] = field(default_factory=dict)
-    num_tokens: int = 0
-    faults: list[tuple[float, str, str]] = field(default_factory=list)
-    """Seconds since the start, service and fault."""
-    quiet: list[tuple[float, int, int, int]] = field(default_factory=list)
-    """Moments without clients: seconds since the start, free pages, pages, jobs that run or wait."""
-    usage: dict[int, Usage] = field(default_factory=dict)
-    """By process id."""
-    problems: list[str] = field(default_factory=list)
-
-    def growths(self) -> list[Growth]:
-        """Returns the growth of `up`, and of the longest-lived process of each service."""
-        longest: dict[str, Usage] = {}
-        for usage in self.usage.values():
-            if usage.service not in longest or len(usage.at_s) > len(longest[usage.service].at_s):
-                longest[usage.service] = usage
-        return [growth for usage in longest.values() for growth in usage.growths()]
 
 
 class Soak:
@@ -112,10 +87,15 @@ class Soak:
         self._num_working = 0
         self._prompts = [prompt.text for prompt in prompts()[:NUM_PROMPTS]]
         self._expected: list[tuple[int, ...]] = []
-        self.report = Report()
+        self._outcomes: Counter[str] = Counter()
+        self._num_tokens = 0
+        self._faults: list[tuple[float, str, str]] = []
+        self._quiet: list[tuple[float, int, int, int]] = []
+        self._usage: dict[int, Usage] = {}
+        self._problems: list[str] = []
 
-    async def run(self) -> Report:
-        """Runs for the time of the plan."""
+    async def run(self) -> Row:
+        """Runs for the time of the plan; returns the outcome as it is in the file of results."""
         async with AsyncClient(self._server.address) as client:
             outputs = (self._output(client, number) for number in range(2 * NUM_PROMPTS))
             self._expected = await asyncio.gather(*outputs)
@@ -128,19 +108,35 @@ class Soak:
                 for part in range(num_quiet):
                     await self._meet_sizes()
                     self._goes_on.set()
-                    services = PARTS[part * len(PARTS) // num_quiet]
-                    await self._faults(random.Random(f"{self._plan.seed}-faults-{part}"), services, seconds / num_quiet)
-                    await self._quiet()
+                    rng = random.Random(f"{self._plan.seed}-faults-{part}")
+                    await self._give_faults(rng, PARTS[part * len(PARTS) // num_quiet], seconds / num_quiet)
+                    await self._pause()
             self._is_over = True
             self._goes_on.set()
-        if not self.report.faults:
-            self.report.problems.append("no service got a fault")
-        for growth in self.report.growths():
-            if growth.is_slope:
-                self.report.problems.append(f"grows: {growth}")
-        return self.report
+        return self._report()
 
-    async def _faults(self, rng: random.Random, services: tuple[str, ...], seconds: float) -> None:
+    def _report(self) -> Row:
+        longest: dict[str, Usage] = {}
+        for usage in self._usage.values():
+            if usage.service not in longest or len(usage.at_s) > len(longest[usage.service].at_s):
+                longest[usage.service] = usage
+        growths = [growth for usage in longest.values() for growth in usage.growths()]
+        problems = [] if self._faults else ["no service got a fault"]
+        problems += [f"grows: {growth}" for growth in growths if growth["is_slope"]]
+        return {
+            "host": host(self._plan.device),
+            "plan": asdict(self._plan),
+            "outcomes": self._outcomes,
+            "num_tokens": self._num_tokens,
+            "faults": self._faults,  # seconds since the start, service and fault
+            # Moments without clients: seconds since the start, free pages, pages, jobs that run or wait.
+            "quiet": self._quiet,
+            "usage": [asdict(usage) for usage in self._usage.values()],
+            "problems": self._problems + problems,
+            "growths": growths,  # of `up`, and of the process of each service that lived longest
+        }
+
+    async def _give_faults(self, rng: random.Random, services: tuple[str, ...], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while (pause_s := rng.expovariate(1 / self._plan.fault_every_s)) < deadline - time.monotonic():
             await asyncio.sleep(pause_s)
@@ -149,7 +145,7 @@ class Soak:
             # Without the service, it has not come back from a fault before.
             with suppress(KeyError, psutil.NoSuchProcess):
                 await self._server.fault(service, fault, pause_s=stopped_s)
-                self.report.faults.append((at_s, service, fault))
+                self._faults.append((at_s, service, fault))
         await asyncio.sleep(max(0.0, deadline - time.monotonic()))
 
     async def _meet_sizes(self) -> None:
@@ -159,7 +155,7 @@ class Soak:
                 async for _ in client.generate([size] * size, max_new_tokens=1, ignore_eos=True):
                     pass
 
-    async def _quiet(self) -> None:
+    async def _pause(self) -> None:
         """Lets the clients pause, and checks that the server is back and has nothing in use."""
         self._goes_on.clear()
         try:
@@ -173,19 +169,17 @@ class Soak:
                     await asyncio.sleep(POLL_S)
                 page = await client.list_jobs()
         except TimeoutError:
-            self.report.problems.append(f"after {self._now():.0f} s the server did not become idle")
+            self._problem("the server did not become idle")
             return
-        self.report.quiet.append((self._now(), state.num_free_pages, state.num_pages, in_use))
-        alive = [job.job_id for job in page.jobs if job.state is not JobState.ENDED]
-        if alive:
-            self.report.problems.append(f"after {self._now():.0f} s jobs were alive that no client has: {alive}")
+        self._quiet.append((self._now(), state.num_free_pages, state.num_pages, in_use))
+        if alive := [job.job_id for job in page.jobs if job.state is not JobState.ENDED]:
+            self._problem(f"jobs were alive that no client has: {alive}")
 
     async def _sample(self, interval_s: float) -> None:
         while True:
             for service, process in {"up": self._server.process, **self._server.services()}.items():
                 with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                    usage = self.report.usage.setdefault(process.pid, Usage(service, process.pid))
-                    usage.sample(self._now())
+                    self._usage.setdefault(process.pid, Usage(service, process.pid)).sample(self._now())
             await asyncio.sleep(interval_s)
 
     async def _client(self, rng: random.Random) -> None:
@@ -195,7 +189,7 @@ class Soak:
                 try:
                     await self._request(client, rng)
                 except SlipstreamError as error:
-                    self.report.problems.append(f"after {self._now():.0f} s: {error!r}")
+                    self._problem(repr(error))
                 finally:
                     self._num_working -= 1
 
@@ -205,12 +199,12 @@ class Soak:
         leave_at = rng.randrange(length) if rng.random() < 0.5 else None
         way = rng.choice(("cancel", "leave", "return"))
         job_id, is_created = f"soak-{rng.getrandbits(64):016x}", way == "return" or rng.random() < 0.3
-        options = self._options(number, length)
+        prompt, options = self._prompts[number // 2], self._options(number, length)
         if is_created:
-            await client.create_job(self._prompts[number // 2], job_id=job_id, **options)
+            await client.create_job(prompt, job_id=job_id, **options)
             chunks = client.watch_job(job_id)
         else:
-            chunks = client.generate(self._prompts[number // 2], job_id=job_id, **options)
+            chunks = client.generate(prompt, job_id=job_id, **options)
         tokens: list[int] = []
         reason = ""
         while not reason:
@@ -230,12 +224,12 @@ class Soak:
                         await self._cancel(client, job_id)
                     reason = "left"
                     break
-        self.report.outcomes[reason] = self.report.outcomes.get(reason, 0) + 1
-        self.report.num_tokens += len(tokens)
+        self._outcomes[reason] += 1
+        self._num_tokens += len(tokens)
         if tuple(tokens) != self._expected[number][: len(tokens)]:
-            self.report.problems.append(f"{job_id}: other tokens than without faults")
+            self._problem(f"{job_id} has other tokens than without faults")
         if reason not in ("length", "abort", "left") or (reason == "length" and len(tokens) != length):
-            self.report.problems.append(f"{job_id}: {len(tokens)} of {length} tokens, finish reason {reason}")
+            self._problem(f"{job_id} has {len(tokens)} of {length} tokens, finish reason {reason}")
 
     async def _cancel(self, client: AsyncClient, job_id: str) -> None:
         """Cancels a job; as long as the server is away, it tries again."""
@@ -254,56 +248,36 @@ class Soak:
         """Every other request is sampled."""
         return {"max_new_tokens": length, "ignore_eos": True, "temperature": 0.8 * (number % 2), "seed": number}
 
+    def _problem(self, text: str) -> None:
+        self._problems.append(f"after {self._now():.0f} s: {text}")
+
     def _now(self) -> float:
         return round(time.monotonic() - self._begun, 2)
 
 
-async def soak(plan: Plan) -> Report:
+async def soak(plan: Plan) -> Row:
     """Serves the bundled models, and runs clients and faults."""
-    options = bundled_options(plan.device, plan.clients)
-    async with up_server(*options) as server:
+    async with up_server(*bundled_options(plan.device, plan.clients)) as server:
         return await Soak(plan, server).run()
 
 
-def main(
-    minutes: Annotated[float, typer.Option(help="Length of the run.")] = Plan.minutes,
-    clients: Annotated[int, typer.Option(help="Clients at a time.")] = Plan.clients,
-    fault_every_s: Annotated[float, typer.Option(help="Mean time between faults.")] = Plan.fault_every_s,
-    faults: Annotated[str, typer.Option(help="By commas.")] = ",".join(Plan.faults),
-    seed: Annotated[int, typer.Option(help="Of clients and faults.")] = Plan.seed,
-    device: DeviceOption = Plan.device,
-    note: Annotated[str, typer.Option(help="A sentence on the page with the result.")] = Plan.note,
-    json_file: JsonOption = None,
-) -> None:
+@benchmark(Plan)
+def main(plan: Plan, file: Path | None) -> list[str]:
     """Runs the soak test."""
-    plan = Plan(
-        minutes=minutes,
-        clients=clients,
-        fault_every_s=fault_every_s,
-        faults=known_names("--faults", faults, FAULTS),
-        seed=seed,
-        device=device,
-        note=note,
-    )
-    report = asyncio.run(soak(plan))
-    by_service = Counter(service for _, service, _ in report.faults)
-    print(f"{sum(report.outcomes.values())} jobs, {report.num_tokens} tokens: {report.outcomes}")
-    print(f"{len(report.faults)} faults: {dict(by_service)}; {len(report.quiet)} moments without clients")
-    for growth in report.growths():
+    found = asyncio.run(soak(plan))
+    by_service = Counter(service for _, service, _ in found["faults"])
+    print(f"{found['outcomes'].total()} jobs, {found['num_tokens']} tokens: {found['outcomes']}")
+    print(f"{len(found['faults'])} faults: {dict(by_service)}; {len(found['quiet'])} moments without clients")
+    for growth in found["growths"]:
         print(
-            f"{growth.service}: {growth.quantity} {growth.gained:+g} ({growth.low:+g} to {growth.high:+g}) in "
-            f"{growth.seconds:.0f} s, most {growth.bound:g}"
+            "{service}: {quantity} {gained:+g} ({low:+g} to {high:+g}) in {seconds:.0f} s, most {bound:g}".format_map(
+                growth
+            )
         )
-    content: dict[str, Any] = {
-        "host": host(device),
-        "plan": asdict(plan),
-        **asdict(report),
-        "usage": [asdict(usage) for usage in report.usage.values()],
-        "growths": [{**asdict(growth), "is_slope": growth.is_slope} for growth in report.growths()],
-    }
-    write_json(content, json_file)
-    sys.exit("\n".join(report.problems) if report.problems else 0)
+    write_json(found, file)
+    problems: list[str] = found["problems"]
+    return problems
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

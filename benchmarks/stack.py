@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.dummy_worker import dummy_worker
-from slipstream.benchmarks.models import NUM_DRAFT_TOKENS
+from slipstream.benchmarks.models import NUM_DRAFT_TOKENS, draft_options
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.cancellation import background
 from slipstream.cli.status import wait_until_serving
@@ -26,8 +26,6 @@ from slipstream.gateway.home import gateway_name
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
-
-    from slipstream.benchmarks.models import Models
 
 SCRIPTS = Path(sys.executable).parent
 LOG_DIR = Path("build/benchmarks")
@@ -114,10 +112,12 @@ class Stack:
             )
         )
 
-    async def models(self, models: Models) -> None:
-        """Starts verify for the target and a draft service for each draft, named by its algorithm."""
-        starts = [self.worker("verify", model=models.target)]
-        starts += [self.worker("draft", name=name, **models.options_of(name)) for name in models.drafts]
+    async def models(self, *names: str, target: Path | None = None, drafts: Mapping[str, Path] | None = None) -> None:
+        """Starts verify, and the draft services of these names: with the bundled models unless others are given."""
+        starts = [self.worker("verify", model=target or target_dir())]
+        for name in names:
+            options = draft_options(name, target=target, model=(drafts or {}).get(name))
+            starts.append(self.worker("draft", name=name, **options))
         await asyncio.gather(*starts)
 
     async def process(self, name: str, *command: str) -> None:

@@ -1,13 +1,13 @@
-"""A window in which a batch of requests streams: the step metrics, tokens and CPU time of it."""
+"""Samples requests: their answers, or a window in which a batch streams, with step metrics, tokens and CPU time."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import psutil
 
@@ -24,12 +24,48 @@ if TYPE_CHECKING:
     from slipstream.common.api.server_state import ServerState
     from slipstream.common.rpc.scrape import Scrape
 
+    Request = tuple[str | Sequence[int], RequestOptions]
+    """A prompt, and the options of its request."""
+
 START_TIMEOUT_S = 120.0
 POLL_S = 0.05
 MOST_RESIDUE = 1e-6
 """The part of the steps' time by which busy and bubbles may miss it: rounding of sums in 64-bit floats."""
 MOST_TRIES = 5
 PROMPT = "def main():\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The output of a request, and its counts."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    num_verify_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+async def answers(client: AsyncClient, requests: Sequence[Request], at_once: int) -> list[Answer]:
+    """Makes requests, `at_once` at a time, and returns their answers."""
+    room = asyncio.Semaphore(at_once)
+
+    async def answer(request: Request) -> Answer:
+        prompt, options = request
+        async with room:
+            chunks = [chunk async for chunk in client.generate(prompt, **options)]
+        tokens, usage = tuple(token for chunk in chunks for token in chunk.token_ids), chunks[-1].usage
+        assert usage is not None, "the last message has it"
+        counts = usage.num_verify_steps, usage.total_draft_tokens, usage.total_accepted_tokens
+        return Answer(tokens, str(chunks[-1].finish_reason), *counts)
+
+    return await asyncio.gather(*map(answer, requests))
+
+
+def accept_length(found: Sequence[Answer]) -> float:
+    """Returns the mean over the steps in which a draft was checked; 1 without any."""
+    steps = sum(answer.num_verify_steps for answer in found)
+    return 1 + sum(answer.num_accepted_tokens for answer in found) / max(1, steps)
 
 
 class TornWindowError(Exception):
@@ -46,8 +82,8 @@ class StepSums:
     verify_s: float
     bubble_s: float
 
-    @classmethod
-    def of(cls, gained: Scrape) -> StepSums:
+    @staticmethod
+    def of(gained: Scrape) -> StepSums:
         """Takes them from the difference of two scrapes.
 
         Raises TornWindowError unless there are whole steps and busy and bubbles add up to their time: a scrape that
@@ -57,7 +93,7 @@ class StepSums:
         def total(name: str, **labels: str) -> float:
             return gained.total(f"slipstream_{name}", phase="decode", **labels)
 
-        sums = cls(
+        sums = StepSums(
             num_steps=round(total("step_seconds_count")),
             step_s=total("step_seconds_sum"),
             draft_s=total("busy_seconds_total", service="draft"),
@@ -69,42 +105,100 @@ class StepSums:
             raise TornWindowError(f"{residue:+.6f} s of {sums.num_steps} steps are neither busy nor bubbles: {sums}")
         return sums
 
-    def __add__(self, other: StepSums) -> StepSums:
-        """The sums over both."""
-        return StepSums(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
-
     def mean_ms(self, seconds: float) -> float:
-        """One of the sums per step, in milliseconds."""
+        """Returns a sum per step, in milliseconds."""
         return 1e3 * seconds / self.num_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class Window(StepSums):
     """The time in which all requests of a batch streamed."""
 
-    sums: StepSums
     elapsed_s: float
     """By this process's clock."""
     num_tokens: int
+    cpu_s: dict[str, float]
+    """CPU time by process, and of the thread that decides the steps."""
     first_tokens: list[list[int]]
     """The first `warm_up_tokens` of each request."""
     mean_accept_length: float
-    """Over the requests; 0 if they were not left to end."""
-    cpu_s: dict[str, float]
-    """CPU time by process, and of the thread that decides the steps."""
+    """Mean over the requests; 0 if they were not left to end."""
     fence: str
     has_mps: bool
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all requests, by this process's clock."""
+        return self.num_tokens / self.elapsed_s
+
+    def __add__(self, other: Self) -> Window:
+        """Returns the sums over both windows."""
+        names = ("elapsed_s", "num_tokens", *(each.name for each in fields(StepSums)))
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        cpu_s = {name: seconds + other.cpu_s[name] for name, seconds in self.cpu_s.items()}
+        return Window(**{**asdict(self), **sums, "cpu_s": cpu_s})
+
+
+@dataclass(slots=True)
+class Streaming:
+    """Requests that stream at the same time, and what each of them received."""
+
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    received: list[list[int]] = field(default_factory=list)
+    arrivals: list[list[tuple[float, int]]] = field(default_factory=list)
+    """The messages of each request: seconds of `time.monotonic`, and number of tokens."""
+    accept_lengths: list[float] = field(default_factory=list)
+    """Of the requests that ended."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, of all requests."""
+        return sum(map(len, self.received))
+
+    def check_running(self) -> None:
+        """Raises TornWindowError if a request ended, or its error if it failed."""
+        for ended in filter(asyncio.Task.done, self.tasks):
+            ended.result()
+            raise TornWindowError(f"a request ended too early: it had {max(map(len, self.received))} tokens")
+
+    def check_begin(self, warm_up_tokens: int) -> None:
+        """Raises what `check_running` raises, and TimeoutError if a request is not warm."""
+        self.check_running()
+        if min(map(len, self.received)) < warm_up_tokens:
+            raise TimeoutError(f"not all requests have {warm_up_tokens} tokens after {START_TIMEOUT_S:.0f} s")
+
+
+@asynccontextmanager
+async def streaming(
+    client: AsyncClient, requests: Sequence[Request], *, warm_up_tokens: int = 1
+) -> AsyncIterator[Streaming]:
+    """Streams requests for as long as the context, which begins when each has `warm_up_tokens`; raises their errors."""
+    streams = Streaming(received=[[] for _ in requests], arrivals=[[] for _ in requests])
+    is_warm = asyncio.Event()
+
+    async def stream(number: int) -> None:
+        prompt, options = requests[number]
+        async for chunk in client.generate(prompt, **options):
+            streams.received[number].extend(chunk.token_ids)
+            streams.arrivals[number].append((time.monotonic(), len(chunk.token_ids)))
+            if not is_warm.is_set() and min(map(len, streams.received)) >= warm_up_tokens:
+                is_warm.set()
+            if chunk.usage is not None:
+                streams.accept_lengths.append(chunk.usage.mean_accept_length)
+
+    async with background(*map(stream, range(len(requests)))) as streams.tasks:
+        async with background(is_warm.wait()) as warm:
+            await asyncio.wait((*warm, *streams.tasks), timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        streams.check_begin(warm_up_tokens)
+        yield streams
+        for ended in filter(asyncio.Task.done, streams.tasks):
+            ended.result()
+
 
 async def stream_window(
-    served: Served,
-    prompts: Sequence[str | Sequence[int]],
-    options: Sequence[RequestOptions],
-    *,
-    warm_up_tokens: int,
-    seconds: float | None = None,
+    served: Served, requests: Sequence[Request], *, warm_up_tokens: int, seconds: float | None = None
 ) -> Window:
-    """Streams a request for each prompt and measures while all of them run.
+    """Streams requests and measures while all of them run.
 
     The window begins when each has `warm_up_tokens`, and a scrape, which takes some milliseconds, has read the metrics.
     It ends when the first request ends, or after `seconds`, when the requests are cancelled. A torn window is told and
@@ -113,7 +207,7 @@ async def stream_window(
     tries = 0
     while True:
         try:
-            return await _stream_window(served, prompts, options, warm_up_tokens, seconds)
+            return await _stream_window(served, requests, warm_up_tokens, seconds)
         except TornWindowError as error:
             print(f"window measured again: {error}", flush=True)
             tries += 1
@@ -122,55 +216,34 @@ async def stream_window(
 
 
 async def _stream_window(
-    served: Served,
-    prompts: Sequence[str | Sequence[int]],
-    options: Sequence[RequestOptions],
-    warm_up_tokens: int,
-    seconds: float | None,
+    served: Served, requests: Sequence[Request], warm_up_tokens: int, seconds: float | None
 ) -> Window:
-    received: list[list[int]] = [[] for _ in prompts]
-    accepted = [0.0] * len(prompts)
-    is_warm = asyncio.Event()
-
-    async def stream(client: AsyncClient, number: int) -> None:
-        async for chunk in client.generate(prompts[number], **options[number]):
-            received[number].extend(chunk.token_ids)
-            if not is_warm.is_set() and min(map(len, received)) >= warm_up_tokens:
-                is_warm.set()
-            if chunk.usage is not None:
-                accepted[number] = chunk.usage.mean_accept_length
-
     async with AsyncClient(served.address) as client:
         info = await with_draft(client)
         cpu = CpuClock({service.name: service.pid for service in info.services})
-        async with background(*(stream(client, number) for number in range(len(prompts)))) as streams:
-            async with background(is_warm.wait()) as warm:
-                await asyncio.wait((*warm, *streams), timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        async with streaming(client, requests, warm_up_tokens=warm_up_tokens) as streams:
             before, cpu_before = await scrape(served.metrics_port), cpu.read()
-            check_begin(streams, received, warm_up_tokens)
-            started, num_before = time.monotonic(), sum(map(len, received))
-            await asyncio.wait(streams, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            elapsed_s, num_tokens = time.monotonic() - started, sum(map(len, received)) - num_before
+            streams.check_begin(warm_up_tokens)
+            started, num_before = time.monotonic(), streams.num_tokens
+            await asyncio.wait(streams.tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            elapsed_s, num_tokens = time.monotonic() - started, streams.num_tokens - num_before
             cpu_after, after = cpu.read(), await scrape(served.metrics_port)
             if seconds is None:
-                await asyncio.gather(*streams)
-            else:
-                for ended in filter(asyncio.Task.done, streams):
-                    ended.result()
+                await asyncio.gather(*streams.tasks)
     return Window(
-        sums=StepSums.of(after.since(before)),
+        **asdict(StepSums.of(after.since(before))),
         elapsed_s=elapsed_s,
         num_tokens=num_tokens,
-        first_tokens=[tokens[:warm_up_tokens] for tokens in received],
-        mean_accept_length=sum(accepted) / len(prompts),
         cpu_s={name: cpu_after[name] - cpu_before[name] for name in cpu_before},
+        first_tokens=[tokens[:warm_up_tokens] for tokens in streams.received],
+        mean_accept_length=sum(streams.accept_lengths) / len(requests),
         fence=info.fence,
         has_mps=info.under_mps,
     )
 
 
 async def with_draft(client: AsyncClient) -> ServerState:
-    """The server's state when a draft that is expected takes part. Raises TimeoutError.
+    """Returns the server's state when a draft that is expected takes part. Raises TimeoutError.
 
     A draft that takes seconds to attach, as when its kernels are compiled, joins a server that serves already.
     """
@@ -180,43 +253,6 @@ async def with_draft(client: AsyncClient) -> ServerState:
             if info.draft_state not in ("missing", "catching up"):
                 return info
             await asyncio.sleep(POLL_S)
-
-
-def check_begin(streams: Sequence[asyncio.Task[None]], received: Sequence[Sequence[int]], warm_up_tokens: int) -> None:
-    """Raises TornWindowError if a request has ended, its error if it failed, and TimeoutError if one is not warm."""
-    for stream in filter(asyncio.Task.done, streams):
-        stream.result()
-        raise TornWindowError(f"a request ended before its window began: it had {max(map(len, received))} tokens")
-    if min(map(len, received)) < warm_up_tokens:
-        raise TimeoutError(f"not all requests have {warm_up_tokens} tokens after {START_TIMEOUT_S:.0f} s")
-
-
-@asynccontextmanager
-async def streaming(
-    client: AsyncClient, num_clients: int, *, max_new_tokens: int, speculation: bool = True
-) -> AsyncIterator[None]:
-    """Keeps requests streaming for as long as the context, which begins when all have tokens.
-
-    Raises RuntimeError if one of them ends before.
-    """
-    num_begun, have_begun = 0, asyncio.Event()
-
-    async def stream() -> None:
-        nonlocal num_begun
-        chunks = client.generate(PROMPT, max_new_tokens=max_new_tokens, ignore_eos=True, speculation=speculation)
-        await anext(chunks)
-        num_begun += 1
-        if num_begun == num_clients:
-            have_begun.set()
-        async for _ in chunks:
-            pass
-        raise RuntimeError("a request came to its end while it was to stream")
-
-    async with background(*(stream() for _ in range(num_clients))) as streams:
-        await asyncio.wait_for(have_begun.wait(), START_TIMEOUT_S)
-        yield
-        for ended in filter(asyncio.Task.done, streams):
-            ended.result()
 
 
 class CpuClock:

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 FLOW_S = 0.1
 """Messages that a client gets so soon after a fault were under way before it."""
+FLOW_TIMEOUT_S = 120.0
+
+
+def in_ms(seconds: float) -> float:
+    """Milliseconds, as results have them."""
+    return round(1e3 * seconds, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,40 +119,35 @@ class Streams:
     async def running(self) -> AsyncIterator[None]:
         """All clients stream while the context lasts; it ends when their last jobs have ended.
 
-        Meanwhile Python looks at young objects alone for garbage: a look at all of them would hold up all clients.
+        Meanwhile Python looks only at young objects for garbage: a look at all of them would hold up all clients.
         """
         self._is_over = False
         with IdleCollection(keeps_young=True).in_charge():
-            async with self._clients():
-                yield
+            async with asyncio.TaskGroup() as group:
+                for stream in self.streams:
+                    group.create_task(self._follow(stream))
+                try:
+                    yield
+                finally:
+                    self._is_over = True
 
-    @asynccontextmanager
-    async def _clients(self) -> AsyncIterator[None]:
-        async with asyncio.TaskGroup() as group:
-            for stream in self.streams:
-                group.create_task(self._follow(stream))
-            try:
-                yield
-            finally:
-                self._is_over = True
-
-    async def until(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
+    async def until(self, condition: Callable[[], bool], *, timeout_s: float = FLOW_TIMEOUT_S) -> None:
         """Waits until the clients' logs meet a condition, or a client has seen an error. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while not condition() and not self.errors:
                 self._news.clear()
                 await self._news.wait()
 
-    async def flow(self, since: float, *, timeout_s: float) -> None:
-        """Waits as `until` does, until each client has a token that came after `since`."""
-        await self.until(lambda: all(s.last_token_at > since + FLOW_S for s in self.streams), timeout_s=timeout_s)
+    async def flow(self, since: float) -> None:
+        """Waits as `until` does, until each client has a token that arrived after `since`."""
+        await self.until(lambda: all(stream.last_token_at > since + FLOW_S for stream in self.streams))
 
     def longest_gaps(self, start: float, end: float, *, begun_after: float = 0.0) -> list[float]:
-        """Returns `Stream.longest_gap` of the clients that have one."""
+        """Returns `Stream.longest_gap` of the clients that have such a gap."""
         gaps = (stream.longest_gap(start, end, begun_after=begun_after) for stream in self.streams)
         return [gap for gap in gaps if gap is not None]
 
-    async def settle(self, *, timeout_s: float) -> None:
+    async def settle(self) -> None:
         """Drops the logs of jobs that are over, and waits until each client has new tokens.
 
         What this process works out from the logs holds up all of its clients: gaps from here on are the server's.
@@ -154,7 +155,7 @@ class Streams:
         """
         for stream in self.streams:
             stream.jobs = stream.jobs[-1:]
-        await self.flow(time.monotonic(), timeout_s=timeout_s)
+        await self.flow(time.monotonic())
 
     async def _follow(self, stream: Stream) -> None:
         async with AsyncClient(self._address) as client:
@@ -172,15 +173,10 @@ class Streams:
                 self._news.set()
 
     async def _tokens(self, client: AsyncClient, stream: Stream, job_id: str) -> tuple[int, ...]:
-        prompt, temperature = f"Chapter {stream.index}. In the beginning", 0.8 * (stream.index % 2)
-        log = JobLog()
+        log, prompt = JobLog(), f"Chapter {stream.index}. In the beginning"
         stream.jobs.append(log)
-        options: RequestOptions = {
-            "max_new_tokens": self._max_new_tokens,
-            "temperature": temperature,
-            "seed": 7,
-            "ignore_eos": True,
-        }
+        options: RequestOptions = {"max_new_tokens": self._max_new_tokens, "seed": 7, "ignore_eos": True}
+        options |= {"temperature": 0.8 * (stream.index % 2)}
         if stream.index % 4 >= 2:
             await client.create_job(prompt, job_id=job_id, **options)
             chunks = client.watch_job(job_id)

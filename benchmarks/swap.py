@@ -15,22 +15,19 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
-import sys
 import time
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import typer
 from safetensors.torch import load_file, save_file
 
-from slipstream.benchmarks.models import EAGLE3, NONE, STANDALONE, DeviceOption, JsonOption
-from slipstream.benchmarks.result_files import host, write_json
-from slipstream.benchmarks.streams import Streams
+from slipstream.benchmarks.models import EAGLE3, NONE, STANDALONE
+from slipstream.benchmarks.runner import DevicePlan, Row, benchmark, host, write_json
+from slipstream.benchmarks.streams import Streams, in_ms
 from slipstream.benchmarks.up_server import UpServer, bundled_options, up_server
 from slipstream.bundled import eagle3_dir, standalone_dir
 from slipstream.cli.cancellation import background
@@ -40,14 +37,13 @@ from slipstream.common.api.draft_swap import SwapTerms
 from slipstream.scheduler.telemetry.step_metrics import STEP_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Sequence
 
     from slipstream.common.api.server_state import ServerState
     from slipstream.common.rpc.scrape import Scrape
 
 CALM_S = 3.0
 """Time before a swap in which gaps and acceptance are those of before."""
-TIMEOUT_S = 120.0
 POLL_S = 0.02
 SLOW_S = 0.05
 """Steps that take longer are counted; a limit of the histogram of steps."""
@@ -60,7 +56,7 @@ RANDOM = "random"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(DevicePlan):
     """The settings of a run."""
 
     clients: int = 16
@@ -68,7 +64,6 @@ class Plan:
     kills: int = 10
     swaps: tuple[str, ...] = (EAGLE3, NONE, STANDALONE, RANDOM)
     """The algorithm after each swap; standalone drafts at first."""
-    device: str = "cpu"
 
 
 @dataclass(slots=True)
@@ -109,53 +104,20 @@ class Recovery:
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swap:
-    """The outcome of a swap. Gaps are between tokens of a stream, from the call to half a second after the answer."""
-
-    before: str
-    after: str
-    seconds: float
-    """From the call to the answer, the new process's start included."""
-    gap_p50_ms: float
-    gap_worst_ms: float
-    calm_gap_worst_ms: float
-    """In 3 s before the call."""
-    accept_length_before: float
-    accept_length_after: float
-    step_ms_before: float
-    step_ms_after: float
-    tokens_per_second_before: float
-    tokens_per_second_after: float
-    rolled_back: bool
-    reason: str
-    recovery_tokens: int | None
-    """Tokens of a stream until the accept length is back at 95 %; None without a draft or if it was not."""
-
-
 class Swaps:
     """Swaps and kills the draft of a server, and measures the streams."""
 
-    def __init__(self, plan: Plan, server: UpServer) -> None:
-        self._plan = plan
+    def __init__(self, server: UpServer, streams: Streams) -> None:
+        """`streams` have run their undisturbed jobs, with the standalone draft."""
         self._server = server
-        self._references: dict[str, list[list[bool]]] = {}
+        self._streams = streams
+        self._references = {STANDALONE: [stream.jobs[0].is_draft for stream in streams.streams]}
         """By algorithm, for each stream."""
-        self.streams = Streams(server.address, plan.clients, plan.max_new_tokens)
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """The clients stream while the context lasts."""
-        await self.streams.reference()
-        self._references[STANDALONE] = [stream.jobs[0].is_draft for stream in self.streams.streams]
-        async with self.streams.running():
-            await self.streams.flow(time.monotonic(), timeout_s=TIMEOUT_S)
-            yield
-
-    async def swap(self, before: str, after: str, draft: Path | None) -> Swap:
+    async def swap(self, before: str, after: str, draft: Path | None) -> Row:
         """Swaps to the draft in this directory, None for none; `after` is its algorithm, or RANDOM."""
         metrics = await self._server.metrics()
-        await self.streams.settle(timeout_s=TIMEOUT_S)
+        await self._streams.settle()
         await asyncio.sleep(CALM_S)
         begun = time.monotonic()
         algorithm = STANDALONE if after == RANDOM else after
@@ -164,48 +126,47 @@ class Swaps:
             ended = time.monotonic()
             since = None if algorithm == NONE or answer.rolled_back else await joined
         await asyncio.sleep(0.5)
-        gaps = self.streams.longest_gaps(begun, ended + 0.5)
-        calm = self.streams.longest_gaps(begun - CALM_S, begun - 0.5)
+        gaps = self._streams.longest_gaps(begun, ended + 0.5)
+        calm = self._streams.longest_gaps(begun - CALM_S, begun - 0.5)
         print(_seen_by_scheduler(answer.longest_pause_ms, (await self._server.metrics()).since(metrics)), flush=True)
         await self._jobs()
         recovery = Recovery()
         if since is not None:
             if algorithm not in self._references:
                 self._references[algorithm] = await self._reference()
-            recovery.add(self.streams, since, self._references[algorithm])
-        old, new = answer.before, answer.after
-        return Swap(
-            before=before,
-            after=after,
-            seconds=round(ended - begun, 2),
-            gap_p50_ms=_ms(median(gaps)),
-            gap_worst_ms=_ms(max(gaps)),
-            calm_gap_worst_ms=_ms(max(calm)),
-            accept_length_before=round(old.accept_length, 3),
-            accept_length_after=round(new.accept_length, 3),
-            step_ms_before=round(old.step_ms, 3),
-            step_ms_after=round(new.step_ms, 3),
-            tokens_per_second_before=round(old.tokens_per_second, 1),
-            tokens_per_second_after=round(new.tokens_per_second, 1),
-            rolled_back=answer.rolled_back,
-            reason=answer.reason,
-            recovery_tokens=recovery.tokens,
-        )
+            recovery.add(self._streams, since, self._references[algorithm])
+        row = {
+            "before": before,
+            "after": after,
+            "seconds": round(ended - begun, 2),  # from the call to the answer, the new process's start included
+            # Between tokens of a stream, from the call to half a second after the answer, and in 3 s before the call.
+            "gap_p50_ms": in_ms(median(gaps)),
+            "gap_worst_ms": in_ms(max(gaps)),
+            "calm_gap_worst_ms": in_ms(max(calm)),
+            "rolled_back": answer.rolled_back,
+            "reason": answer.reason,
+            "recovery_tokens": recovery.tokens,
+        }
+        for name, digits in (("accept_length", 3), ("step_ms", 3), ("tokens_per_second", 1)):
+            row[f"{name}_before"] = round(getattr(answer.before, name), digits)
+            row[f"{name}_after"] = round(getattr(answer.after, name), digits)
+        print(_line(row), flush=True)
+        return row
 
-    async def returns(self, algorithm: str) -> Recovery:
+    async def returns(self, algorithm: str, kills: int) -> Recovery:
         """Kills the draft that is there some times; returns how it came back, all times together."""
         recovery = Recovery()
-        for _ in range(self._plan.kills if algorithm != NONE else 0):
-            await self.streams.settle(timeout_s=TIMEOUT_S)
+        for _ in range(kills if algorithm != NONE else 0):
+            await self._streams.settle()
             async with background(self._joined(await self._draft(), algorithm)) as (joined,):
                 self._server.send("draft", signal.SIGKILL)
                 since = await joined
             await self._jobs()
-            recovery.add(self.streams, since, self._references[algorithm])
+            recovery.add(self._streams, since, self._references[algorithm])
         return recovery
 
     async def _draft(self) -> int:
-        """The process id of the draft that takes part now; 0 for none."""
+        """Returns the process id of the draft that takes part now; 0 for none."""
         async with AsyncClient(self._server.address) as client:
             return _draft_pid(await client.server_info())
 
@@ -218,25 +179,18 @@ class Swaps:
 
     async def _jobs(self) -> None:
         """Waits until the jobs that run now are over."""
-        jobs = [stream.jobs[-1] for stream in self.streams.streams]
-        await self.streams.until(lambda: all(job.is_over for job in jobs), timeout_s=TIMEOUT_S)
+        jobs = [stream.jobs[-1] for stream in self._streams.streams]
+        await self._streams.until(lambda: all(job.is_over for job in jobs))
 
     async def _reference(self) -> list[list[bool]]:
         """Waits until each stream has run a whole job from now on; returns their `is_draft`."""
-        numbers = [len(stream.jobs) for stream in self.streams.streams]
-        found = list(zip(self.streams.streams, numbers, strict=True))
-        await self.streams.until(
-            lambda: all(len(s.jobs) > n and s.jobs[n].is_over for s, n in found), timeout_s=TIMEOUT_S
-        )
-        return [stream.jobs[number].is_draft for stream, number in found]
+        numbers = [(stream, len(stream.jobs)) for stream in self._streams.streams]
+        await self._streams.until(lambda: all(len(s.jobs) > n and s.jobs[n].is_over for s, n in numbers))
+        return [stream.jobs[number].is_draft for stream, number in numbers]
 
 
 def _draft_pid(state: ServerState) -> int:
     return next((service.pid for service in state.services if service.name == "draft"), 0)
-
-
-def _ms(seconds: float) -> float:
-    return round(1e3 * seconds, 1)
 
 
 def random_draft(folder: Path) -> Path:
@@ -249,51 +203,52 @@ def random_draft(folder: Path) -> Path:
     return folder
 
 
-async def measure(plan: Plan) -> dict[str, Any]:
+async def measure(plan: Plan) -> Row:
     """Serves, swaps and kills, and returns the run as it is in the file of results."""
-    options = bundled_options(plan.device, plan.clients)
+    before, rows = STANDALONE, []
     with TemporaryDirectory() as directory:
         drafts = {EAGLE3: eagle3_dir(), NONE: None, STANDALONE: standalone_dir()}
         drafts[RANDOM] = random_draft(Path(directory) / RANDOM)
-        rows = []
-        async with up_server(*options) as server:
-            swaps = Swaps(plan, server)
-            async with swaps.running():
-                before = STANDALONE
+        async with up_server(*bundled_options(plan.device, plan.clients)) as server:
+            streams = Streams(server.address, plan.clients, plan.max_new_tokens)
+            await streams.reference()
+            swaps = Swaps(server, streams)
+            async with streams.running():
+                await streams.flow(time.monotonic())
                 for after in plan.swaps:
                     rows.append(await swaps.swap(before, after, drafts[after]))
-                    before = before if rows[-1].rolled_back else after
-                    print(_line(rows[-1]), flush=True)
-                recovery = await swaps.returns(STANDALONE if before == RANDOM else before)
+                    before = before if rows[-1]["rolled_back"] else after
+                recovery = await swaps.returns(STANDALONE if before == RANDOM else before, plan.kills)
     return {
         "host": host(plan.device),
         "plan": asdict(plan),
-        "swaps": [asdict(row) for row in rows],
+        "swaps": rows,
         "return": {"tokens": recovery.tokens, "bin_tokens": BIN_TOKENS, "accept_length_shares": recovery.shares},
-        "jobs": swaps.streams.num_jobs,
-        "errors": swaps.streams.errors,
+        "jobs": streams.num_jobs,
+        "errors": streams.errors,
     }
 
 
 def _seen_by_scheduler(longest_pause_ms: float, gained: Scrape) -> str:
-    """The scheduler's times of the same steps: a gap that is not among them comes from a gateway or the clients."""
+    """Says the scheduler's times of the same steps: a gap that is not among them comes from a gateway or clients."""
     num_steps = gained.total(f"{STEP_SECONDS.name}_count")
     num_slow = num_steps - gained.total(f"{STEP_SECONDS.name}_bucket", le=str(SLOW_S))
     slow = f"{num_slow:.0f} of {num_steps:.0f} steps over {1e3 * SLOW_S:.0f} ms"
     return f"in the scheduler: longest pause until the answer {longest_pause_ms:.0f} ms, {slow}"
 
 
-def _line(row: Swap) -> str:
-    back = "" if row.recovery_tokens is None else f", acceptance is back after {row.recovery_tokens} tokens of a stream"
+def _line(row: Row) -> str:
+    tokens = row["recovery_tokens"]
+    back = "" if tokens is None else f", acceptance is back after {tokens} tokens of a stream"
     return (
-        f"{row.before} -> {row.after}{' (rolled back)' if row.rolled_back else ''}: {row.seconds:.1f} s, longest gap "
-        f"{row.gap_worst_ms:.0f} ms (before: {row.calm_gap_worst_ms:.0f} ms), accept length "
-        f"{row.accept_length_before:.2f} -> {row.accept_length_after:.2f}{back}"
+        f"{row['before']} -> {row['after']}{' (rolled back)' if row['rolled_back'] else ''}: {row['seconds']:.1f} s, "
+        f"longest gap {row['gap_worst_ms']:.0f} ms (before: {row['calm_gap_worst_ms']:.0f} ms), accept length "
+        f"{row['accept_length_before']:.2f} -> {row['accept_length_after']:.2f}{back}"
     )
 
 
-def _problems(run: dict[str, Any]) -> list[str]:
-    """A line for what the swaps must do and did not."""
+def problems_of(run: Row) -> list[str]:
+    """Returns a line for what the swaps must do and did not."""
     found = [
         f"{row['before']} -> {row['after']}: {'rolled back' if row['rolled_back'] else 'not rolled back'}"
         for row in run["swaps"]
@@ -302,19 +257,17 @@ def _problems(run: dict[str, Any]) -> list[str]:
     return found + ["acceptance did not come back after the kills"] * (run["return"]["tokens"] is None)
 
 
-def main(device: DeviceOption = Plan.device, json: JsonOption = None) -> None:
+@benchmark(Plan)
+def main(plan: Plan, file: Path | None) -> list[str]:
     """Swaps the draft and kills it, and prints how the streams do."""
-    plan = Plan(device=device)
     run = asyncio.run(measure(plan))
     shares = ", ".join(f"{share:.2f}" for share in run["return"]["accept_length_shares"])
     print(f"{run['host']}; {plan.clients} clients")
     print(f"{plan.kills} kills: accept length back after {run['return']['tokens']} tokens; by 25 tokens: {shares}")
     print(f"{run['jobs']} jobs with the tokens of the undisturbed run, {len(run['errors'])} errors")
-    problems = [*run["errors"], *_problems(run)]
-    print("\n".join(problems))
-    write_json(run, json)
-    sys.exit(bool(problems))
+    write_json(run, file)
+    return [*run["errors"], *problems_of(run)]
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

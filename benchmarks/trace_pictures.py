@@ -8,28 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 
 import matplotlib.pyplot as plt
-import typer
 from matplotlib.patches import Patch
 
-from slipstream.benchmarks.models import NUM_DRAFT_TOKENS, DeviceOption
-from slipstream.benchmarks.result_files import host
+from slipstream.benchmarks.models import NUM_DRAFT_TOKENS
+from slipstream.benchmarks.runner import DevicePlan, Row, Scenario, Table, benchmark, host, run
 from slipstream.benchmarks.stack import Stack
-from slipstream.benchmarks.stream_window import streaming
+from slipstream.benchmarks.stream_window import PROMPT, streaming
 from slipstream.cli.trace import fetch_trace, trace_json
 from slipstream.client import AsyncClient
+from slipstream.common.settings import setting
 from slipstream.common.worker.trace import TraceRequest
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from matplotlib.axes import Axes
+
+    from slipstream.benchmarks.stack import Served
+    from slipstream.benchmarks.stream_window import Request
 
 KERNELS_MS = {"cpu": (3.0, 10.0), "cuda": (0.3, 4.5)}
 RUN_AHEADS = (0, 1)
@@ -69,40 +76,44 @@ Rows = dict[tuple[int, int], int]
 """Places of lanes in a panel, by process and thread."""
 
 
-def main(
-    device: DeviceOption = "cpu",
-    out: Annotated[Path, typer.Option(help="Folder for traces and pictures.")] = Path("build/traces"),
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Plan(DevicePlan):
+    """The settings of a run."""
+
+    out: Path = setting(Path("build/traces"), help="Folder for traces and pictures.")
+
+
+@benchmark(Plan)
+def main(plan: Plan, file: Path | None) -> list[str]:
     """Traces each run-ahead, and draws it."""
-    out.mkdir(parents=True, exist_ok=True)
-    paths = {run_ahead: out / f"trace_{device}_run_ahead_{run_ahead}.json" for run_ahead in RUN_AHEADS}
-    asyncio.run(_trace_all(device, paths))
-    for path in paths.values():
-        print(draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png")))
+    plan.out.mkdir(parents=True, exist_ok=True)
+    asyncio.run(_trace_all(plan, Table(file, line=itemgetter("title"))))
+    return []
 
 
-async def _trace_all(device: str, paths: dict[int, Path]) -> None:
-    draft_ms, verify_ms = KERNELS_MS[device]
-    async with Stack(device=device) as stack:
+async def _trace_all(plan: Plan, table: Table) -> None:
+    draft_ms, verify_ms = KERNELS_MS[plan.device]
+    request: Request = (PROMPT, {"max_new_tokens": CONTEXT_TOKENS // 2, "ignore_eos": True})
+    sizes = {"num_draft_tokens": NUM_DRAFT_TOKENS, "slots": NUM_CLIENTS, "context_tokens": CONTEXT_TOKENS}
+    about = {"host": host(plan.device), "draft_ms": draft_ms, "verify_ms": verify_ms}
+
+    async def sample(served: Served, scenario: Scenario) -> AsyncIterator[Row]:
+        async with AsyncClient(served.address) as client, streaming(client, [request] * NUM_CLIENTS):
+            # These hold prompts, and first uses of everything.
+            await fetch_trace(served.scheduler, TraceRequest(steps=WARM_UP_STEPS))
+            content = trace_json(await fetch_trace(served.scheduler, TraceRequest(steps=TRACED_STEPS)))
+        content["otherData"] |= about
+        path = plan.out / f"trace_{plan.device}_run_ahead_{scenario.about['run_ahead']}.json"
+        path.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
+        yield {"title": draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png"))}
+
+    scenarios = [
+        Scenario(about={"run_ahead": ahead}, draft="draft", options={"run_ahead": ahead, **sizes})
+        for ahead in RUN_AHEADS
+    ]
+    async with Stack(device=plan.device) as stack:
         await stack.dummies(draft_ms, verify_ms)
-        for run_ahead, path in paths.items():
-            scheduler = stack.scheduler(
-                "draft",
-                run_ahead=run_ahead,
-                num_draft_tokens=NUM_DRAFT_TOKENS,
-                slots=NUM_CLIENTS,
-                context_tokens=CONTEXT_TOKENS,
-            )
-            async with (
-                scheduler as served,
-                AsyncClient(served.address) as client,
-                streaming(client, NUM_CLIENTS, max_new_tokens=CONTEXT_TOKENS // 2),
-            ):
-                # These hold prompts, and first uses of everything.
-                await fetch_trace(served.scheduler, TraceRequest(steps=WARM_UP_STEPS))
-                content = trace_json(await fetch_trace(served.scheduler, TraceRequest(steps=TRACED_STEPS)))
-            content["otherData"] |= {"host": host(device), "draft_ms": draft_ms, "verify_ms": verify_ms}
-            path.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
+        await run(stack, scenarios, sample, table)
 
 
 def draw(content: dict[str, Any], path: Path) -> str:
@@ -213,4 +224,4 @@ def _draw_arrow(axis: Axes, source: Event, target: Event, rows: Rows, begin: flo
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -19,8 +19,8 @@ from slipstream.benchmarks.figures import (
     gpu_page,
     table,
 )
-from slipstream.benchmarks.load_results import capacity_section
 from slipstream.benchmarks.reliability import filled
+from slipstream.benchmarks.sections import capacity_section
 from slipstream.cli.main import app
 
 ROOT = Path(__file__).parent.parent

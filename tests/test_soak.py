@@ -16,10 +16,10 @@ async def test_every_request_has_one_end_and_nothing_is_left_in_use() -> None:
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
     report = await soak(Plan(minutes=0.5, fault_every_s=4.0, seed=seed))
-    assert report.problems == []
-    assert len(report.quiet) == 3
-    assert report.faults
-    assert min(report.outcomes[end] for end in ("length", "abort", "left")) > 0
+    assert report["problems"] == []
+    assert len(report["quiet"]) == 3
+    assert report["faults"]
+    assert min(report["outcomes"][end] for end in ("length", "abort", "left")) > 0
 
 
 def test_growth_is_found_and_a_warm_up_is_none() -> None:
@@ -45,4 +45,4 @@ def test_noise_is_no_growth_and_a_slope_in_noise_is_one() -> None:
 
 
 def _slopes(usage: Usage) -> dict[str, bool]:
-    return {growth.quantity: growth.is_slope for growth in usage.growths()}
+    return {growth["quantity"]: growth["is_slope"] for growth in usage.growths()}

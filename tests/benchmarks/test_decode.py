@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.benchmarks.decode import DecodeBenchmark, StepBytes, measure
-from slipstream.benchmarks.decode_report import ONE, THREE, Measurement
-from slipstream.benchmarks.model_shapes import SHAPES
-from slipstream.benchmarks.models import EAGLE, EAGLE3, MTP, NGRAM, STANDALONE, Setup
+from slipstream.benchmarks.decode import ONE, PLAIN, THREE, Plan, StepBytes, measure
+from slipstream.benchmarks.models import EAGLE, EAGLE3, MTP, NGRAM, SHAPES, STANDALONE, Setup
+from slipstream.benchmarks.runner import Row, Table
+from slipstream.benchmarks.sections import decode_medians
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,11 +72,55 @@ async def test_steps_with_each_drafter(
     for name in ("llama-3.1-8b", "standalone-llama-3.1-8b", "eagle-llama-3.1-8b"):
         layers = {"num_hidden_layers": min(4, SHAPES[name]["num_hidden_layers"])}
         monkeypatch.setitem(SHAPES, name.replace("llama-3.1-8b", "small"), SHAPES[name] | SMALL | layers)
-    group = [(DecodeBenchmark(Setup.named(shape), "cpu", (2,), None), mode) for shape in shapes for mode in modes]
-    found: list[Measurement] = []
-    await measure(group, (2,), 1, found.extend)
-    assert [(m.shape, m.mode, m.batch, m.repeat) for m in found] == [(s, m, 2, 0) for s in shapes for m in modes]
-    for m in found:
-        assert m.draft_ms > 0
-        assert m.mean_accept_length == pytest.approx(3.5, abs=0.4)
-        assert ("draft" in m.cpu_ms) == (m.mode == THREE)
+    group, table = [(shape, mode) for shape in shapes for mode in modes], Table(None, "shape")
+    await measure(Plan(device="cpu", batches="2", repeats=1), group, None, table)
+    assert [tuple(row.values())[:4] for row in table.rows] == [(shape, mode, 2, 0) for shape, mode in group]
+    for row in table.rows:
+        assert row["draft_ms"] > 0
+        assert row["mean_accept_length"] == pytest.approx(3.5, abs=0.4)
+        assert ("draft" in row["cpu_ms"]) == (row["mode"] == THREE)
+
+
+def test_shapes_and_modes_that_take_turns() -> None:
+    assert Plan(shapes="a,b").groups() == [[("a", THREE), ("a", ONE)], [("b", THREE), ("b", ONE)]]
+    assert Plan(shapes="a,b", plain=True).groups() == [[("a", PLAIN), ("b", PLAIN)]]
+    assert Plan(shapes="a,b", alone=True).groups() == [[("a", THREE), ("b", THREE)]]
+
+
+THREE_ROW: Row = {
+    "shape": "small",
+    "mode": THREE,
+    "batch": 1,
+    "step_ms": 5.0,
+    "draft_ms": 1.0,
+    "verify_ms": 3.9,
+    "bubble_ms": 0.1,
+    "draft_floor_ms": 0.5,
+    "verify_floor_ms": 3.0,
+    "tokens_per_second": 700.0,
+    "cpu_ms": {"draft": 0.6, "verify": 0.7, "scheduler": 1.25, "step-loop": 0.5},
+}
+ONE_ROW = THREE_ROW | {"mode": ONE, "step_ms": 4.0}
+
+
+def test_medians_compare_both_modes() -> None:
+    others = [THREE_ROW | {"shape": "other", "mode": mode} for mode in (PLAIN, THREE)]
+    (found,) = decode_medians([THREE_ROW, ONE_ROW, *others])
+    assert {name: found[name] for name in ("shape", "batch", "repeats", "step_ms", "one_process_ms", "ratio")} == {
+        "shape": "small",
+        "batch": 1,
+        "repeats": 1,
+        "step_ms": 5.0,
+        "one_process_ms": 4.0,
+        "ratio": 1.25,
+    }
+    assert found["overlap_efficiency"] == pytest.approx(0.98)
+    assert (found["verify_over_floor"], found["draft_over_floor"], found["cpu_loop"]) == ("1.30", "2.00", "0.50")
+
+
+def test_medians_of_what_some_repeats_lack_are_those_of_the_others() -> None:
+    without = THREE_ROW | {"cpu_ms": {"verify": 0.9}, "draft_floor_ms": None, "verify_floor_ms": None}
+    (found,) = decode_medians([without, THREE_ROW, ONE_ROW])
+    assert (found["cpu_draft"], found["draft_over_floor"]) == ("0.60", "2.00")
+    (found,) = decode_medians([without, ONE_ROW])
+    assert (found["cpu_draft"], found["cpu_verify"], found["draft_over_floor"]) == ("", "0.90", "")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.benchmarks.in_process import InProcessSettings, in_process_command
-from slipstream.benchmarks.models import STANDALONE, Models
+from slipstream.benchmarks.models import STANDALONE
 from slipstream.benchmarks.stack import Stack, free_ports
 from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
 from slipstream.client import AsyncClient
@@ -69,7 +69,7 @@ async def outputs(client: AsyncClient) -> list[list[int]]:
 async def of_processes() -> list[list[int]]:
     """Returns each request's token IDs from services in processes of their own."""
     async with Stack(None) as stack:
-        await stack.models(Models().with_drafts(STANDALONE))
+        await stack.models(STANDALONE)
         async with stack.scheduler(STANDALONE) as served, AsyncClient(served.address) as client:
             found = await outputs(client)
     assert all(len(tokens) == NUM_TOKENS for tokens in found)

@@ -1,4 +1,4 @@
-"""`benchmarks/load.py`: the search, runs that do not count, files in pieces, and a small run of the real services."""
+"""`benchmarks/load.py`: the search, runs that do not count, its pages, and a small run of the real services."""
 
 from __future__ import annotations
 
@@ -6,34 +6,44 @@ import json
 import signal
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from slipstream.benchmarks import load
+from slipstream.benchmarks import load, sections
 from slipstream.benchmarks.charts import draw_capacity, draw_load
-from slipstream.benchmarks.load import InvalidRunError, Plan, Search, check, find_capacity, highest_rate, measure
+from slipstream.benchmarks.load import (
+    InvalidRunError,
+    Plan,
+    checked,
+    draft_faults,
+    find_capacity,
+    highest_rate,
+    make_table,
+    measure,
+    result_of,
+    told,
+)
 from slipstream.benchmarks.load_generator import COMPLETED, FAILED, LEFT, LoadRun, RequestRecord
-from slipstream.benchmarks.load_report import report_of
-from slipstream.benchmarks.load_results import CapacityResult, DraftFaults, LoadResult, TriedRate, merged, throughput
 from slipstream.benchmarks.models import EAGLE3, EAGLE3_AUTO, NONE
-from slipstream.benchmarks.result_files import read_rows, write_rows
+from slipstream.benchmarks.runner import Names, Table, write_json
 from slipstream.benchmarks.up_server import LOG_DIR_VARIABLE
+from slipstream.benchmarks.workloads import NAMES
 from slipstream.common.rpc.scrape import Scrape
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from slipstream.benchmarks.load_report import LoadReport
-    from slipstream.benchmarks.load_workloads import LoadWorkload
+    from slipstream.benchmarks.runner import Row
     from slipstream.benchmarks.up_server import UpServer
-    from slipstream.benchmarks.workload import Arrival
+    from slipstream.benchmarks.workloads import Arrival, Workload
 
 PATIENT = "--draft-timeout-ms 20000"
 """A busy machine may take a while; the tests are about drafts that are there, or killed."""
+MODEL = "llama-3.1-8b"
 
 
 def completed() -> RequestRecord:
@@ -59,33 +69,35 @@ class FakeServer:
         return await self.metrics()
 
     def services(self) -> dict[str, int]:
-        """The process of one service."""
+        """The process of a service."""
         return {"draft": self.pid}
 
 
-def result(**fields: Any) -> LoadResult:
-    """The result of one request."""
+def result(**fields: Any) -> Row:
+    """The result of a run with a single request."""
     about = {"model": "bundled", "draft": NONE, "workload": "chat", "options": "", "num_processes": 1, "host": "here"}
-    return LoadResult.of(report_of(LoadRun([completed()], 2.0, 0.5, 2.0), 0.0), **about | fields)
+    report = LoadRun([completed()], 2.0, 0.5, 2.0).report(0.0)
+    return {**result_of(report), **about, "draft_faults": {"losses": {}, "missing_s": 0.0}, **fields}
 
 
-def tried(rate: float, *, is_held: bool) -> TriedRate:
+def tried(rate: float, *, is_held: bool) -> Row:
     """A rate that was tried."""
-    return TriedRate(rate=rate, tokens_per_second=1e3, first_token_p99_ms=90.0, per_token_p99_ms=5.0, is_held=is_held)
+    latencies = {"first_token_p99_ms": 90.0, "per_token_p99_ms": 5.0}
+    return {"rate": rate, "tokens_per_second": 1e3, **latencies, "is_held": is_held}
 
 
-CAPACITY = CapacityResult(
-    model="bundled",
-    draft=NONE,
-    options="",
-    seconds=20.0,
-    first_token_ms=200.0,
-    per_token_ms=10.0,
-    rate=4.0,
-    tried=(tried(4.0, is_held=True), tried(8.0, is_held=False)),
-    num_processes=1,
-    host="here",
-)
+CAPACITY: Row = {
+    "model": "bundled",
+    "draft": NONE,
+    "options": "",
+    "seconds": 20.0,
+    "first_token_ms": 200.0,
+    "per_token_ms": 10.0,
+    "rate": 4.0,
+    "tried": [tried(4.0, is_held=True), tried(8.0, is_held=False)],
+    "num_processes": 1,
+    "host": "here",
+}
 
 
 @pytest.mark.parametrize("capacity", [0.3, 3.0, 16.0, 40.7, 500.0])
@@ -116,17 +128,17 @@ async def test_a_search_without_any_rate_that_is_held_ends() -> None:
         ([completed(), replace(completed(), outcome=LEFT)], 1.0, "1 without an end"),
         ([completed()], 1.0, "1 made"),
         ([completed()] * 2, 9.0, "0.90 of a core"),
+        ([completed()] * 2, 1.0, None),
     ],
 )
-def test_runs_that_do_not_count(records: list[RequestRecord], cpu_s: float, text: str) -> None:
+def test_runs_that_do_not_count(records: list[RequestRecord], cpu_s: float, text: str | None) -> None:
     run = LoadRun(records, 10.0, cpu_s, 10.0)
+    report = run.report(0.0)
+    if text is None:
+        assert checked(run, report, 2) is report
+        return
     with pytest.raises(InvalidRunError, match=text):
-        check(run, report_of(run, 0.0), 2)
-
-
-def test_a_run_that_counts() -> None:
-    run = LoadRun([completed()] * 2, 10.0, 1.0, 10.0)
-    check(run, report_of(run, 0.0), 2)
+        checked(run, report, 2)
 
 
 def test_a_file_is_made_in_pieces(tmp_path: Path) -> None:
@@ -134,19 +146,20 @@ def test_a_file_is_made_in_pieces(tmp_path: Path) -> None:
     for one in (
         result(workload="open32"),
         result(host="old"),
-        result(draft=EAGLE3, workload="turns", draft_faults=DraftFaults({"died": 1}, 2.5)),
-        result(model="llama-3.1-8b"),
+        result(draft=EAGLE3, workload="turns", draft_faults={"losses": {"died": 1}, "missing_s": 2.5}),
+        result(model=MODEL),
         result(),
     ):
-        write_rows(merged(read_rows(path, LoadResult.from_json), one), path)
-    found = read_rows(path, LoadResult.from_json)
-    assert [one.draft_faults for one in found] == [DraftFaults({"died": 1}, 2.5), None, None, None]
-    assert [(one.model, one.draft, one.workload, one.host) for one in found] == [
+        make_table(Plan(), path).add(one)
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found[0]["draft_faults"] == {"losses": {"died": 1}, "missing_s": 2.5}
+    assert [(one["model"], one["draft"], one["workload"], one["host"]) for one in found] == [
         ("bundled", EAGLE3, "turns", "here"),
         ("bundled", NONE, "chat", "here"),
         ("bundled", NONE, "open32", "here"),
-        ("llama-3.1-8b", NONE, "chat", "here"),
+        (MODEL, NONE, "chat", "here"),
     ]
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("losses", "missing_s", "is_fault"), [(0, 0.0, False), (1, 0.0, True), (0, 0.5, True)])
@@ -161,10 +174,10 @@ def test_losses_of_a_draft_are_counted_by_cause(losses: int, missing_s: float, i
         )
         for num, seconds in ((0, 0.0), (losses, missing_s))
     )
-    faults = DraftFaults.of(after.since(before))
-    assert faults == DraftFaults({"timeout": losses} if losses else {}, missing_s)
-    assert bool(faults) == is_fault
-    assert ("timeout 1" in str(faults)) == bool(losses)
+    faults = draft_faults(after.since(before))
+    assert faults == {"losses": {"timeout": losses} if losses else {}, "missing_s": missing_s}
+    assert any(faults.values()) == is_fault
+    assert ("timeout 1" in told(faults)) == bool(losses)
 
 
 @pytest.mark.slow
@@ -173,7 +186,7 @@ async def test_a_lost_draft_makes_the_result_not_count(monkeypatch: pytest.Monke
     monkeypatch.setenv(LOG_DIR_VARIABLE, str(tmp_path / "logs"))
     make = load._make
 
-    async def with_loss(plan: Plan, server: UpServer, workload: LoadWorkload) -> LoadReport:
+    async def with_loss(plan: Plan, server: UpServer, workload: Workload) -> Row:
         report = await make(plan, server, workload)
         if workload.name == "prefill":
             server.send("draft", signal.SIGKILL)
@@ -181,10 +194,10 @@ async def test_a_lost_draft_makes_the_result_not_count(monkeypatch: pytest.Monke
         return report
 
     monkeypatch.setattr(load, "_make", with_loss)
-    kept: list[LoadResult] = []
-    problems = await measure(Plan(names=("long", "prefill"), drafts=(EAGLE3,), options=PATIENT), kept.append)
-    assert [(one.workload, one.draft_faults) for one in kept] == [("long", DraftFaults({}, 0.0))]
-    (problem,) = problems
+    table = Table(None)
+    plan = Plan(workloads=Names(("long", "prefill")), drafts=Names(("yes",)), options=PATIENT)
+    (problem,) = await measure(plan, table)
+    assert [(row["workload"], row["draft_faults"]) for row in table.rows] == [("long", draft_faults(Scrape({})))]
     assert problem.startswith("prefill, draft eagle3: draft losses: died 1, ")
     (log,) = (tmp_path / "logs").iterdir()
     assert "steps go on without a draft" in log.read_text(encoding="utf-8")
@@ -208,51 +221,68 @@ async def test_a_lost_draft_or_a_death_ends_a_search(
     monkeypatch.setattr(load, "_server", serve)
     monkeypatch.setattr(load, "open_loop", serve_requests)
     with pytest.raises(InvalidRunError, match=text):
-        await find_capacity(Plan(), Search(), EAGLE3)
+        await find_capacity(Plan(), EAGLE3)
 
 
 def test_a_workload_of_prompts_counts_all_tokens() -> None:
     both = {"tokens_per_second": 1.0, "all_tokens_per_second": 9.0}
-    assert throughput({"workload": "chat", **both}) == 1.0
-    assert throughput({"workload": "prefill", **both}) == 9.0
-    assert throughput({"workload": "prefill", "tokens_per_second": 1.0}) is None
-
-
-def test_capacities_are_read_as_they_were_written(tmp_path: Path) -> None:
-    path = tmp_path / "capacity_cpu.json"
-    write_rows([CAPACITY], path)
-    assert read_rows(path, CapacityResult.from_json) == [CAPACITY]
-    assert CAPACITY.best == CAPACITY.tried[0]
-    assert replace(CAPACITY, rate=0.0).best is None
+    assert sections.throughput({"workload": "chat", **both}) == 1.0
+    assert sections.throughput({"workload": "prefill", **both}) == 9.0
+    assert sections.throughput({"workload": "prefill", "tokens_per_second": 1.0}) is None
 
 
 def test_pictures_of_results_with_and_without_those_of_a_peer(tmp_path: Path) -> None:
-    models = ("bundled", "llama-3.1-8b")
-    drafts = (EAGLE3, EAGLE3_AUTO, NONE)
-    draw_load([result(model=model, draft=draft) for model in models for draft in drafts], tmp_path / "load.png")
-    draw_capacity([CAPACITY, replace(CAPACITY, draft=EAGLE3)], tmp_path / "capacity.png")
+    both = product(("bundled", MODEL), (EAGLE3, EAGLE3_AUTO, NONE))
+    draw_load([result(model=model, draft=draft) for model, draft in both], tmp_path / "load.png")
+    draw_capacity([CAPACITY, CAPACITY | {"draft": EAGLE3}], tmp_path / "capacity.png")
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize("arguments", [["--model", "x"], ["--drafts", "yes,x"], ["--workloads", "chat,x"]])
-def test_unknown_names_are_refused(arguments: list[str]) -> None:
-    app = typer.Typer()
-    app.command()(load.main)
-    outcome = CliRunner().invoke(app, arguments)
-    assert outcome.exit_code == 2
-    assert arguments[0] in outcome.output
-    assert "x: not one of" in outcome.output
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for results in place of the repository's, with those of the peer."""
+    write_json(sections.load(sections.PEER_RESULTS), tmp_path / f"{sections.PEER_RESULTS}.json")
+    monkeypatch.setattr(sections, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_without_results_there_are_no_figures(results: Path) -> None:
+    assert (sections.load_sections("load_h200"), sections.load_rows()) == ([], [])
+    assert "Nothing was measured yet." in sections.capacity_section()
+    write_json([result(model=MODEL, draft=NONE)], results / "load_h200.json")
+    assert sections.load_rows() == []
+
+
+def test_figures_stand_beside_those_of_the_peer(results: Path) -> None:
+    rows = [result(model=MODEL, draft=draft, workload=name) for draft in (EAGLE3, NONE) for name in ("chat", "prefill")]
+    write_json([*rows, result()], results / "load_h200.json")
+    page = "\n\n".join(sections.load_sections("load_h200"))
+    assert "| chat | EAGLE-3 | 1 (5,986) | 250.0 (78.0) | 250.0 (405.0) | 750.0 (6.0) | 750.0 | 750.0 | 0 % |" in page
+    assert "| prefill | none | 1 (41,070) | 250.0 | 250.0 | 750.0 | 750.0 | 750.0 | 0 % |" in page
+    assert "| chat | none | 1 | 250.0 | 250.0 | 750.0 | 750.0 | 750.0 | 0 % |" in page
+    (row,) = sections.load_rows()
+    assert row.endswith("| 1 tokens/s | 5,986 tokens/s | 0.00")
+
+
+def test_the_page_of_the_capacity(results: Path) -> None:
+    write_json([CAPACITY, CAPACITY | {"draft": EAGLE3, "rate": 0.0}], results / "capacity_h200.json")
+    page = sections.capacity_section()
+    assert "| bundled | none | 4.0 | 1,000 | 90 | 5.0 |" in page
+    assert "| bundled | EAGLE-3 | 0 |  |  |  |" in page
+
+
+def test_peers_were_measured_with_workloads_that_there_are() -> None:
+    keys = [(row["model"], row["draft"], row["workload"]) for row in sections.load(sections.PEER_RESULTS)["results"]]
+    assert sorted(keys) == sorted(product((MODEL,), (EAGLE3, NONE), NAMES))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_workload_of_the_bundled_model(tmp_path: Path) -> None:
     path = tmp_path / "load_cpu.json"
-    app = typer.Typer()
-    app.command()(load.main)
     arguments = ["--workloads", "turns", "--drafts", "yes", "--options", PATIENT, "--json", str(path)]
-    outcome = CliRunner().invoke(app, arguments)
+    outcome = CliRunner().invoke(load.main, arguments)
     assert outcome.exit_code == 0, outcome.output
     (row,) = json.loads(path.read_text())
     assert (row["workload"], row["draft"], row["num_requests"]) == ("turns", EAGLE3, 24)
@@ -265,6 +295,6 @@ def test_a_workload_of_the_bundled_model(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_a_rate_that_a_server_cannot_take_is_not_held() -> None:
-    search = Search(first_token_ms=5000.0, per_token_ms=5000.0, seconds=1.0, first_rate=8.0)
-    found = await find_capacity(Plan(), search, NONE)
-    assert 0 < found.rate < max(one.rate for one in found.tried)
+    plan = Plan(first_token_ms=5000.0, per_token_ms=5000.0, seconds=1.0, first_rate=8.0)
+    found = await find_capacity(plan, NONE)
+    assert 0 < found["rate"] < max(row["rate"] for row in found["tried"])

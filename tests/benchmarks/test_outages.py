@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream.benchmarks.outages import Plan, measure, write_run
+from slipstream.benchmarks.runner import Names
 from slipstream.benchmarks.up_server import SERVICES
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("fault", ["kill", "term"])
 @pytest.mark.parametrize("service", SERVICES)
 async def test_clients_see_no_error_when_a_service_dies_or_is_ended(service: str, fault: str) -> None:
-    run = await measure(Plan(times=1, clients=4, max_new_tokens=200, services=(service,), faults=(fault,)))
+    run = await measure(
+        Plan(times=1, clients=4, max_new_tokens=200, services=Names((service,)), faults=Names((fault,)))
+    )
     assert run["errors"] == []
     assert run["jobs"] >= 4
     (row,) = run["outages"]

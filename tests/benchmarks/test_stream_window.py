@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from slipstream.benchmarks.stream_window import StepSums, TornWindowError, check_begin, with_draft
+from slipstream.benchmarks.stream_window import StepSums, Streaming, TornWindowError, Window, with_draft
 from slipstream.client import AsyncClient
 from slipstream.common.rpc.scrape import Scrape
 from tests.harness.generation_server import generation_server
@@ -17,9 +18,9 @@ LABELS = {"fence": "host", "mps": "off", "algorithm": "standalone"}
 
 
 def scrape(num_steps: int, *, num_busy: int | None = None, num_first: int = 0) -> Scrape:
-    """A scheduler after so many decode steps of 1 + 3 ms with a bubble of 0.5 ms.
+    """A scheduler after `num_steps` decode steps of 1 + 3 ms with a bubble of 0.5 ms.
 
-    `num_busy`: those whose busy time is counted; `num_first`: those behind an idle time, whose busy time alone counts.
+    `num_busy`: those whose busy time is counted; `num_first`: those of which only the busy time counts.
     """
     num_busy = num_steps if num_busy is None else num_busy
     labels = ",".join(f'{name}="{value}"' for name, value in LABELS.items())
@@ -44,8 +45,11 @@ def test_counts_and_sums_are_of_the_same_steps() -> None:
     assert sums.num_steps == 100
     assert sums.mean_ms(sums.step_s) == pytest.approx(4.5)
     assert sums.mean_ms(sums.draft_s + sums.verify_s + sums.bubble_s) == pytest.approx(4.5)
-    both = sums + sums
-    assert (both.num_steps, both.step_s) == (200, pytest.approx(0.9))
+    about: dict[str, Any] = {"elapsed_s": 2.0, "num_tokens": 500, "cpu_s": {"draft": 0.25}, "first_tokens": [[7]]}
+    window = Window(**asdict(sums), **about, mean_accept_length=3.5, fence="host", has_mps=False)
+    both = window + window
+    assert (both.num_steps, both.step_s, both.cpu_s) == (200, pytest.approx(0.9), {"draft": 0.5})
+    assert both.tokens_per_second == window.tokens_per_second == 250
 
 
 @pytest.mark.parametrize("num_busy", [109, 111, 112])
@@ -62,7 +66,7 @@ def test_a_window_without_steps_is_refused() -> None:
 @pytest.mark.parametrize(
     ("tokens", "error", "raised", "text"),
     [
-        ([7] * 96, None, TornWindowError, "ended before its window began: it had 96 tokens"),
+        ([7] * 96, None, TornWindowError, "ended too early: it had 96 tokens"),
         ([7], ValueError("no such prompt"), ValueError, "no such prompt"),
     ],
 )
@@ -76,14 +80,14 @@ async def test_a_request_that_ends_before_its_window_is_told(
     streams = [asyncio.create_task(stream())]
     await asyncio.wait(streams)
     with pytest.raises(raised, match=text):
-        check_begin(streams, [tokens], 16)
+        Streaming(streams, [tokens]).check_begin(16)
 
 
 async def test_requests_that_never_get_warm_are_told() -> None:
     stream: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(60))
     with pytest.raises(TimeoutError, match="not all requests have 16 tokens"):
-        check_begin([stream], [[7] * 15], 16)
-    check_begin([stream], [[7] * 16], 16)
+        Streaming([stream], [[7] * 15]).check_begin(16)
+    Streaming([stream], [[7] * 16]).check_begin(16)
     stream.cancel()
 
 

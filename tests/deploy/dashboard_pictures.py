@@ -29,7 +29,7 @@ import numpy as np
 import typer
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from slipstream.benchmarks.result_files import host, write_json
+from slipstream.benchmarks.runner import host, write_json
 from tests.deploy.dashboard_queries import boards, panels_of
 from tests.deploy.observed_stack import busy, find_prometheus, observed_stack
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from slipstream.benchmarks.near_tie_scores import Scores
+from slipstream.benchmarks.near_ties import Scores
 from slipstream.bundled import eagle3_dir, mtp_dir, prompts, standalone_dir, target_dir
 from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice

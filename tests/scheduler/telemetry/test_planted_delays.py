@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from slipstream.benchmarks.stack import Stack
-from slipstream.benchmarks.stream_window import StepSums, TornWindowError, streaming
+from slipstream.benchmarks.stream_window import PROMPT, StepSums, TornWindowError, streaming
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.client import AsyncClient
 from slipstream.common.rpc.scrape import Scrape, scrape
@@ -21,9 +21,11 @@ from tests.harness.late_worker import Late
 
 if TYPE_CHECKING:
     from slipstream.benchmarks.stack import Served
+    from slipstream.client.requests import RequestOptions
 
 LATE_WORKER = Path(__file__).parents[2] / "harness" / "late_worker.py"
 KERNELS_MS = {"draft": (1.0, standalone_dir), "verify": (2.0, target_dir)}
+OPTIONS: RequestOptions = {"max_new_tokens": 100_000, "ignore_eos": True}
 CLOCK_STEPS, WINDOW_STEPS = 300, 25
 NUM_DELAYED = 5
 """Windows with a delay; the median of their growths counts."""
@@ -68,12 +70,12 @@ async def test_the_metrics_keep_the_clock_and_a_delay_shows_at_its_edge(tmp_path
             stack.scheduler("draft", run_ahead=run_ahead, slots=4, context_tokens=1 << 18) as served,
             AsyncClient(served.address) as client,
         ):
-            async with streaming(client, 4, max_new_tokens=100_000):
+            async with streaming(client, [(PROMPT, OPTIONS)] * 4):
                 gained, seconds = await window(served, CLOCK_STEPS)
             assert StepSums.of(gained).step_s == pytest.approx(seconds, rel=0.02)
             for delay in (delay for delay in DELAYS if delay.run_ahead == run_ahead):
                 found: list[dict[str, float]] = []
-                async with streaming(client, 4, max_new_tokens=100_000, speculation=delay.has_draft):
+                async with streaming(client, [(PROMPT, {**OPTIONS, "speculation": delay.has_draft})] * 4):
                     while len(found) < TRIES and not any(is_largest(growth, delay.edge) for growth in found):
                         found.append(await growths_us(served, control, delay.late))
                 assert is_largest(found[-1], delay.edge), (delay, found)

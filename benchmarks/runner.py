@@ -1,0 +1,203 @@
+"""Runs a benchmark: scenarios that are served one after the other, a sampler of each, and a table of its rows.
+
+    @benchmark(Plan)
+    def main(plan: Plan, file: Path | None) -> Sequence[str]:
+        table = Table(file, "run_ahead", line=lambda row: f"{row['step_ms']:.2f} ms a step")
+        asyncio.run(run(stack, scenarios, sample, table))
+        return []
+
+A benchmark returns its problems: without any its status is 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from slipstream.common.errors import ConfigError
+from slipstream.common.settings import Settings, setting, with_options
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+
+    from slipstream.benchmarks.stack import Served, Stack
+
+P = TypeVar("P", bound=Settings)
+Row = dict[str, Any]
+"""A row of results, as the JSON file has it."""
+
+
+class Names(tuple[str, ...]):
+    """Names of an option, separated by commas."""
+
+    @classmethod
+    def of(cls, known: Collection[str], default: str = "", help: str = "Names, separated by commas.") -> Any:
+        """A setting of known names: `default`, or all of them."""
+
+        def parse(given: str | Names) -> Names:
+            found = given if isinstance(given, Names) else cls(given.split(","))
+            if unknown := set(found) - set(known):
+                raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
+            return found
+
+        return setting(cls(default.split(",") if default else known), help=help, unit="NAMES", parse=parse)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoPlan(Settings):
+    """A benchmark without settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan(Settings):
+    """The settings of a benchmark that runs on either device."""
+
+    device: str = setting("cpu", help="Device of the workers.", choices=("cpu", "cuda"))
+
+
+def benchmark(plan: type[P]) -> Callable[[Callable[[P, Path | None], Sequence[str]]], typer.Typer]:
+    """Makes a command line of a benchmark, with an option for each setting of `plan`, and `--json`.
+
+    The problems that the benchmark returns are its exit status and message.
+    """
+
+    def decorate(run: Callable[[P, Path | None], Sequence[str]]) -> typer.Typer:
+        @with_options(plan)
+        def main(
+            json: Annotated[Path | None, typer.Option(help="The file for the results.")] = None, **values: Any
+        ) -> None:
+            try:
+                problems = run(plan(**values), json)
+            except ConfigError as error:
+                raise typer.BadParameter(str(error)) from error
+            sys.exit("\n".join(problems) or 0)
+
+        main.__doc__ = run.__doc__
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app.command()(main)
+        return app
+
+    return decorate
+
+
+def no_line(_: Row) -> str:
+    """Default of a table's line: nothing is printed."""
+    return ""
+
+
+class Table:
+    """Rows of results in a file. The first new row of a key replaces the old rows of that key."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        *key: str,
+        line: Callable[[Row], str] = no_line,
+        order: Callable[[Row], Any] | None = None,
+        picture: Callable[[list[Row], Path], None] | None = None,
+    ) -> None:
+        """`key`: the names of a row's key; without any, the old rows go with the first new one.
+
+        `line` says what is printed of a new row; `picture` draws the rows beside the file. Raises
+        BadParameter if the file holds anything else than such rows.
+        """
+        self._path, self._key, self._line, self._order, self._picture = path, key, line, order, picture
+        self._renewed: set[tuple[Any, ...]] = set()
+        try:
+            self.rows = read_rows(path, *key) if key else []
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--json") from error
+
+    def add(self, row: Row) -> None:
+        """Adds a row, writes the file, and prints the row's line."""
+        key = self._key_of(row)
+        if key not in self._renewed:
+            self._renewed.add(key)
+            self.rows = [old for old in self.rows if self._key_of(old) != key]
+        self.rows.append(row)
+        if self._order is not None:
+            self.rows.sort(key=self._order)
+        write_json(self.rows, self._path)
+        if self._picture is not None and self._path is not None:
+            self._picture(self.rows, self._path.with_suffix(".png"))
+        if line := self._line(row):
+            print(line, flush=True)
+
+    def _key_of(self, row: Row) -> tuple[Any, ...]:
+        return tuple(row[name] for name in self._key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A scheduler with a gateway, and what is the same in all rows that are sampled from it."""
+
+    about: Row
+    draft: str | None = None
+    """Name of the draft service; None: plain decoding."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of scheduler and gateway."""
+
+
+async def run(
+    stack: Stack,
+    scenarios: Iterable[Scenario],
+    sample: Callable[[Served, Scenario], AsyncIterator[Row]],
+    table: Table,
+) -> None:
+    """Serves each scenario with the stack's workers, and adds the rows that are sampled from it to the table."""
+    for scenario in scenarios:
+        async with stack.scheduler(scenario.draft, **scenario.options) as served:
+            async for row in sample(served, scenario):
+                table.add({**scenario.about, **row})
+
+
+def host(device: str = "cpu") -> str:
+    """Describes this machine and its Python; for "cuda" also the GPU and its driver."""
+    machine = f"{_processor()}, {os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}"
+    return f"{_gpu()}, {machine}" if device == "cuda" else machine
+
+
+def write_json(content: Any, path: Path | None) -> None:
+    """Writes a file that replaces the old one as a whole. Without a path it does nothing."""
+    if path is not None:
+        new = path.with_name(f"{path.name}.new")
+        new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        new.replace(path)
+
+
+def read_json(path: Path | None, default: Any = None) -> Any:
+    """Reads a file; without one, returns `default`."""
+    return default if path is None or not path.exists() else json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_rows(path: Path | None, *key: str) -> list[Row]:
+    """Reads a list of rows; empty where there is no file. Raises ValueError unless all have the names of the key."""
+    try:
+        rows: list[Row] = read_json(path, [])
+        for row in rows:
+            _ = [row[name] for name in key]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} does not hold results of this benchmark: {error}") from error
+    return rows
+
+
+def _gpu() -> str:
+    query = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    found = subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines()
+    name, driver = found[0].split(", ")
+    return f"{name}, driver {driver}"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,294 @@
+"""Workloads from fixed seeds: texts with lengths like ShareGPT's, and the workloads of `load.py`.
+
+Those of `load.py` are greedy, with prompts of token ids. The first token of a prompt names its workload, so that none
+finds prompts of another workload in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from itertools import accumulate, count, takewhile
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
+
+from slipstream.bundled import prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TEMPERATURE = 0.8
+NUM_DRAWS = 20_000
+"""Enough for an exact mean."""
+PROMPT_SLACK = 16
+"""A text cut out between two tokens may come back as a few tokens more."""
+LONGEST_CHAT = (2000, 1000)
+SHORTEST_CHAT = 4
+"""Bounds of the prompts and outputs of chats, in tokens."""
+ARRIVALS_SEED, OPEN_SEED, SYSTEM_SEED, TURNS_SEED = 7, 11, 5, 100
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """A request that is ready to be made."""
+
+    prompt: str | tuple[int, ...]
+    """A text, or token ids."""
+    max_new_tokens: int
+    """Exactly as many are generated: the end-of-sequence token is ignored."""
+    temperature: float
+    seed: int
+
+
+Session = tuple[PlannedRequest, ...]
+"""Requests that a client makes one after the other: the turns of a conversation, or a single request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request and the time of its arrival, in seconds from the start."""
+
+    at_s: float
+    request: PlannedRequest
+
+
+def poisson_times(rate: float, rng: random.Random) -> Iterator[float]:
+    """Yields times of a Poisson process: independent of each other, `rate` per second on average."""
+    return accumulate(rng.expovariate(rate) for _ in count())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogNormal:
+    """Token counts whose logarithm is normal."""
+
+    mean_tokens: float
+    sigma: float
+    """Standard deviation of the logarithm."""
+
+    def draw(self, rng: random.Random, *, scale: float, most: int) -> int:
+        """A count of 1 to `most`; its mean, but for these bounds, is `scale` times the distribution's."""
+        mu = math.log(scale * self.mean_tokens) - self.sigma**2 / 2
+        return min(max(1, round(rng.lognormvariate(mu, self.sigma))), most)
+
+
+# Without slots, so that command lines can read the defaults from the class.
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Lengths of requests.
+
+    The means are those of ShareGPT as Kwon et al. give them ("Efficient Memory Management for Large Language Model
+    Serving with PagedAttention", 2023, figure 11). The width of the distributions is not given there: the two sigmas
+    are this benchmark's, for a long tail of prompts and a shorter one of outputs.
+    """
+
+    prompt: LogNormal = LogNormal(mean_tokens=161.31, sigma=1.2)
+    output: LogNormal = LogNormal(mean_tokens=337.99, sigma=0.9)
+    scale: float = 1.0
+    """Times the means: less than 1 for a small model on a slow machine."""
+    context_tokens: int = 1024
+    """Half of it is for the prompt at most, and half for the output."""
+
+    def draw(self, rng: random.Random) -> tuple[int, int]:
+        """Tokens of a prompt and of its output."""
+        most = self.context_tokens // 2
+        prompt = self.prompt.draw(rng, scale=self.scale, most=max(1, most - PROMPT_SLACK))
+        return prompt, self.output.draw(rng, scale=self.scale, most=most)
+
+
+class TextWorkload:
+    """Texts cut from the bundled held-out prompts: the same seed gives the same requests at the same times."""
+
+    def __init__(self, target: Path, lengths: Lengths) -> None:
+        """`target`: directory of the model whose tokenizer measures the prompts."""
+        self.lengths = lengths
+        tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+        text = "\n".join(prompt.text for prompt in prompts())
+        offsets = tokenizer.encode(text, add_special_tokens=False).offsets
+        # Twice over, so that a prompt may begin anywhere.
+        self._text = f"{text}\n{text}\n"
+        shift = len(text) + 1
+        self._offsets = [*offsets, *((start + shift, end + shift) for start, end in offsets)]
+        self._num_starts = len(offsets)
+
+    @property
+    def mean_output_tokens(self) -> float:
+        """The mean of drawn output lengths, bounds included."""
+        rng = random.Random("mean")
+        return sum(self.lengths.draw(rng)[1] for _ in range(NUM_DRAWS)) / NUM_DRAWS
+
+    def largest(self, number: int) -> list[PlannedRequest]:
+        """Requests with the longest prompts and outputs."""
+        rng, most = random.Random("largest"), self.lengths.context_tokens // 2
+        texts = [self.prompt(most - PROMPT_SLACK, rng) for _ in range(number)]
+        return [PlannedRequest(text, most, TEMPERATURE, seed) for seed, text in enumerate(texts)]
+
+    def requests(self, seed: str) -> Iterator[PlannedRequest]:
+        """An endless sequence of requests."""
+        rng = random.Random(f"requests {seed}")
+        for number in count():
+            prompt_tokens, output_tokens = self.lengths.draw(rng)
+            yield PlannedRequest(self.prompt(prompt_tokens, rng), output_tokens, TEMPERATURE, number)
+
+    def arrivals(self, rate: float, seconds: float, seed: str) -> list[Arrival]:
+        """A Poisson process: requests that come independently of each other, `rate` per second on average."""
+        times = takewhile(lambda at: at < seconds, poisson_times(rate, random.Random(f"arrivals {seed}")))
+        return [Arrival(at, request) for at, request in zip(times, self.requests(seed), strict=False)]
+
+    def prompt(self, num_tokens: int, rng: random.Random) -> str:
+        """A text of about so many tokens; no longer than the text of all bundled prompts."""
+        num_tokens = min(num_tokens, self._num_starts)
+        first = rng.randrange(self._num_starts)
+        return self._text[self._offsets[first][0] : self._offsets[first + num_tokens - 1][1]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """The size of workloads, which are defined for a GPU."""
+
+    divisor: int
+    """Divides lengths, numbers of requests, clients and slots, and the context."""
+    rate_divisor: int
+    """Divides the rates of open workloads."""
+    token_ids: range
+    """The ids that prompts are made of."""
+    longest_context: int
+    """Tokens that the model allows."""
+
+    def tokens(self, count: int) -> int:
+        """A length; at least 2, since a time per token takes two."""
+        return max(2, count // self.divisor)
+
+    def number(self, count: int) -> int:
+        """A number of requests, clients or slots."""
+        return max(1, count // self.divisor)
+
+    def sizes(self, slots: int, context_tokens: int) -> Sizes:
+        """The sizes of a server."""
+        return Sizes(self.number(slots), min(context_tokens // self.divisor, self.longest_context))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a server; workloads with the same ones share it."""
+
+    slots: int
+    context_tokens: int
+
+
+GPU_SCALE = Scale(divisor=1, rate_divisor=1, token_ids=range(1000, 30_000), longest_context=131_072)
+CPU_SCALE = Scale(divisor=8, rate_divisor=2, token_ids=range(256, 4096), longest_context=1024)
+"""For the bundled model on two cores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Requests, and how they come: from clients in a closed loop, or at their times."""
+
+    name: str
+    sizes: Sizes
+    sessions: tuple[Session, ...] = ()
+    num_clients: int = 0
+    """Sessions in flight."""
+    arrivals: tuple[Arrival, ...] = ()
+
+    @property
+    def num_requests(self) -> int:
+        """All of its requests."""
+        return len(self.arrivals) + sum(map(len, self.sessions))
+
+
+NAMES = ("chat", "long", "prefill", "open16", "open32", "chat256", "turns", "ctx8k", "open48")
+"""The workloads, in the order in which they run; each is marked by its place here."""
+
+
+def workloads(scale: Scale) -> tuple[Workload, ...]:
+    """Makes all workloads, in the order of NAMES."""
+    small, large = scale.sizes(64, 4096), scale.sizes(256, 10_240)
+
+    def closed(name: str, sizes: Sizes, clients: int, count: int, seed: int, fixed: _Lengths = None) -> Workload:
+        made = _requests(scale, scale.number(count), seed, NAMES.index(name), fixed)
+        sessions = tuple((request,) for request in made)
+        return Workload(name=name, sizes=sizes, sessions=sessions, num_clients=scale.number(clients))
+
+    def opened(rate: int, seconds: int, sizes: Sizes) -> Workload:
+        name, count = f"open{rate}", scale.number(rate * seconds)
+        arrivals = poisson(scale, rate / scale.rate_divisor, count, NAMES.index(name))
+        return Workload(name=name, sizes=sizes, arrivals=arrivals)
+
+    conversations = tuple(_conversation(scale, number, 6) for number in range(scale.number(32)))
+    return (
+        closed("chat", small, 64, 256, seed=1),
+        closed("long", small, 64, 128, seed=2, fixed=(1024, 128)),
+        closed("prefill", small, 16, 64, seed=3, fixed=(2000, 2)),
+        opened(16, 15, small),
+        opened(32, 12, small),
+        closed("chat256", large, 256, 512, seed=21),
+        Workload(name="turns", sizes=large, sessions=conversations, num_clients=len(conversations)),
+        closed("ctx8k", large, 8, 24, seed=22, fixed=(8000, 64)),
+        opened(48, 10, large),
+    )
+
+
+def warm_up(scale: Scale, sizes: Sizes) -> Workload:
+    """Makes a request for every slot of a server, and a few with long prompts."""
+    mark = len(NAMES)
+    requests = _requests(scale, sizes.slots, 99, mark, (300, 40)) + _requests(scale, 8, 98, mark, (1500, 8))
+    return Workload(
+        name="warm-up", sizes=sizes, sessions=tuple((request,) for request in requests), num_clients=sizes.slots
+    )
+
+
+def poisson(scale: Scale, rate: float, number: int, mark: int) -> tuple[Arrival, ...]:
+    """Chats that come independently of each other, `rate` per second on average.
+
+    At every rate the chats are the same but for the first token, which says the `mark`.
+    """
+    times = poisson_times(rate, random.Random(ARRIVALS_SEED))
+    return tuple(map(Arrival, times, _requests(scale, number, OPEN_SEED, mark)))
+
+
+_Lengths = tuple[int, int] | None
+"""Tokens of a prompt and of its output; None for those of chats."""
+
+
+def _requests(scale: Scale, count: int, seed: int, mark: int, lengths: _Lengths = None) -> tuple[PlannedRequest, ...]:
+    rng, made = random.Random(seed), []
+    for number in range(count):
+        prompt_tokens, output_tokens = lengths or _chat_lengths(rng)
+        prompt = _tokens(scale, scale.tokens(prompt_tokens), rng)
+        prompt[0] = scale.token_ids[mark]
+        made.append(PlannedRequest(tuple(prompt), scale.tokens(output_tokens), 0.0, number))
+    return tuple(made)
+
+
+def _chat_lengths(rng: random.Random) -> tuple[int, int]:
+    """Lognormal lengths: medians of 134 tokens, means of 220 and 200, but for the bounds."""
+    drawn = (rng.lognormvariate(4.9, sigma) for sigma in (1.0, 0.9))
+    prompt, output = (
+        min(longest, max(SHORTEST_CHAT, int(length))) for longest, length in zip(LONGEST_CHAT, drawn, strict=True)
+    )
+    return prompt, output
+
+
+def _conversation(scale: Scale, number: int, num_turns: int) -> Session:
+    """Turns of 100 to 200 tokens in and out behind a system prompt of 1,000 tokens, which all conversations share.
+
+    The replies in the history are drawn, too: what a request costs does not depend on the outputs.
+    """
+    rng = random.Random(TURNS_SEED + number)
+    history = _tokens(scale, scale.tokens(1000), random.Random(SYSTEM_SEED))
+    history[0] = scale.token_ids[NAMES.index("turns")]
+    turns = []
+    for turn in range(num_turns):
+        history += _tokens(scale, scale.tokens(rng.randrange(100, 200)), rng)
+        output_tokens = scale.tokens(rng.randrange(100, 200))
+        turns.append(PlannedRequest(tuple(history), output_tokens, 0.0, turn))
+        history += _tokens(scale, output_tokens, rng)
+    return tuple(turns)
+
+
+def _tokens(scale: Scale, count: int, rng: random.Random) -> list[int]:
+    return [rng.randrange(scale.token_ids.start, scale.token_ids.stop) for _ in range(count)]
