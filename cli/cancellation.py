@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import signal
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from slipstream.common.errors import InternalError
+from slipstream.common.rpc.shutdown import on_failure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
@@ -25,6 +29,7 @@ class StopSignals:
         self._on_first = on_first
         self._on_second = on_second
         self._received: list[signal.Signals] = []
+        self._has_failed = False
 
     @property
     def exit_status(self) -> int:
@@ -32,9 +37,13 @@ class StopSignals:
         return 128 + self._received[-1] if len(self._received) > 1 else 0
 
     async def cancel(self, work: Coroutine[object, object, T]) -> T | None:
-        """Runs the work and gives its result, or None when a signal cancelled it. Takes the main thread's signals."""
+        """Runs the work and gives its result, or None when a signal cancelled it. Takes the main thread's signals.
+
+        Raises InternalError when a callback of the event loop failed, which cancels the work, too.
+        """
         loop = asyncio.get_running_loop()
         task = asyncio.ensure_future(work)
+        on_failure(loop, partial(self._on_failure, task))
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
             numbers.append(signal.SIGHUP)
@@ -43,12 +52,20 @@ class StopSignals:
         try:
             return await task
         except asyncio.CancelledError:
+            if self._has_failed:
+                raise InternalError("this command has failed; the error above says why") from None
             if not self._received:
                 raise
             return None
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
+
+    def _on_failure(self, task: asyncio.Task[T]) -> None:
+        """Called after a failure on the event loop that no other code sees."""
+        if not self._received:
+            self._has_failed = True
+            task.cancel()
 
     def _on_signal(self, number: signal.Signals, task: asyncio.Task[T]) -> None:
         self._received.append(number)

@@ -247,10 +247,21 @@ class SchedulerLink:
         else:
             cancelled, self._cancelled = self._cancelled, []
         if now or cancelled:
-            sequences = [sequence.to_pb(self.description.server.epoch) for sequence in now]
+            epoch = self.description.server.epoch
+            sequences = [message for sequence in now if (message := self._encoded(sequence, epoch)) is not None]
             self._stream.send(scheduler_pb2.RunRequest(sequences=sequences, cancelled=cancelled))
         for sequence in now:
             sequence.stats.submitted_at = sequence.stats.submitted_at or time.monotonic()
+
+    def _encoded(self, sequence: RunningSequence, epoch: int) -> scheduler_pb2.NewSequence | None:
+        """Encodes a sequence. One that cannot be encoded fails, and no other."""
+        try:
+            return sequence.to_pb(epoch)
+        except Exception:
+            logger.exception("a sequence cannot be submitted", extra={"job": sequence.spec.job_id})
+            assert self._receiver is not None, "there is a receiver where there is a stream"
+            self._fail(sequence, self._receiver, InternalError("it cannot be submitted; the server's log has more"))
+            return None
 
     def _flush_soon(self) -> None:
         if not self._is_flushing:

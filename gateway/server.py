@@ -19,7 +19,7 @@ from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.service_options import report
 from slipstream.common.rpc.serving import GrpcServer
-from slipstream.common.rpc.shutdown import ShutdownSignals
+from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
 from slipstream.gateway.fair_turns import NUM_THREADS, FairTurns
 from slipstream.gateway.forwarding import Forwarding
 from slipstream.gateway.home import gateway_name
@@ -144,8 +144,10 @@ async def _serve(
     linked = asyncio.create_task(link.run(jobs))
     linked.add_done_callback(lambda _: signals.request())
     collecting = asyncio.create_task(_collect_when_idle(jobs, servers))
+    collecting.add_done_callback(raise_failure)
     await signals.wait()
-    await _finish(link, jobs, forwarding, grace_s)
+    if not linked.done():  # otherwise no job can end
+        await _finish(link, jobs, forwarding, grace_s)
     await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in servers))
     collecting.cancel()
     linked.cancel()

@@ -20,7 +20,7 @@ from slipstream.common.rpc.address import UnixAddress, parse_address
 from slipstream.common.rpc.keepalive import SAME_HOST
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
-from slipstream.common.rpc.shutdown import ShutdownSignals
+from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
 from slipstream.common.worker.access_log import make_log_directory
 from slipstream.protos import scheduler_pb2_grpc, trace_pb2_grpc
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
@@ -86,7 +86,9 @@ async def run_scheduler(
         # A full garbage collection stops all threads, the step loop's too, for up to a tenth of a second.
         collection = IdleCollection(keeps_young=True)
         held.enter_context(collection.in_charge())
-        held.callback(asyncio.create_task(collection.run(queue.holds_any)).cancel)
+        collecting = asyncio.create_task(collection.run(queue.holds_any))
+        collecting.add_done_callback(raise_failure)
+        held.callback(collecting.cancel)
         session.start()
         await signals.wait()
         await serving.finish(config.grace_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from slipstream.common.api.server_state import SchedulerState
 from slipstream.common.errors import (
     ConfigError,
     FailedPreconditionError,
+    InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
     SlipstreamError,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from slipstream.common.api.server_state import SchedulerDescription
     from slipstream.scheduler.core.outbox import Outgoing
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
+
+logger = logging.getLogger(__name__)
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Scheduler"].full_name
 MAX_RECEIVE_BYTES = 64 * 2**20
@@ -205,12 +209,19 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         serving = self._state.serving
         if serving is None or serving.server.epoch != message.epoch:
             return
+
+        def refuse(error: SlipstreamError) -> None:
+            stream.put(pb.RunResponse(refusals=[Refusal(message.id, error).to_pb()]))
+
         try:
             spec = SequenceSpec.from_pb(message)
             SequenceLimits(serving.server.vocab_size, serving.server.context_tokens).check(spec)
             self._queue.add(Sequence(spec, message.id, stream.number), epoch=message.epoch)
         except (InvalidArgumentError, ResourceExhaustedError) as error:
-            stream.put(pb.RunResponse(refusals=[Refusal(message.id, error).to_pb()]))
+            refuse(error)
+        except Exception:
+            logger.exception("a sequence cannot be taken in", extra={"job": message.job_id})
+            refuse(InternalError("the scheduler cannot take it in; its log has more"))
 
     def _deliver(self, outgoing: Outgoing) -> None:
         for number, output, refusals in outgoing.deliveries():

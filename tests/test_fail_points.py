@@ -118,6 +118,15 @@ def test_a_service_that_dies(expected: list[tuple[int, ...]], tmp_path: Path, na
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["scheduler.before_delivery", "scheduler.before_take_in"])
+def test_a_service_whose_callback_or_thread_fails(expected: list[tuple[int, ...]], tmp_path: Path, name: str) -> None:
+    faults, state_dir = PlantedFaults(tmp_path / "record", f"{name}:raise@{TIME}"), tmp_path / "state"
+    with running_up(state_dir, *OPTIONS, environment=faults.environment) as up:
+        asyncio.run(check_until_failed(faults, state_dir, expected))
+        until(lambda: "scheduler ended with exit status 1 and is started again" in up.errors(), up)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("point", HUNG)
 def test_a_service_that_hangs(expected: list[tuple[int, ...]], tmp_path: Path, point: str) -> None:
     faults, state_dir = PlantedFaults(tmp_path / "record", f"{point}@{TIME}"), tmp_path / "state"

@@ -8,11 +8,12 @@ import errno
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, BinaryIO, Self, TextIO, cast
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, Self, TextIO, cast
 
 from rich.console import Console
 
 from slipstream.cli.up.service import ServiceState
+from slipstream.common.rpc.shutdown import raise_failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -62,13 +63,14 @@ class LogFollower:
     """
 
     def __init__(self, output: BinaryIO) -> None:
-        """Copies nothing until `start`."""
-        self._output = output
+        """Copies nothing until `start`. What cannot be written to `output` is lost."""
+        self._output = NonfailingOutput(output)
         self._logs: dict[Path, tuple[BinaryIO, bytes]] = {}
         """By path: the file that is open, and the beginning of a line that was read."""
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.ensure_future(self._follow())
+        self._task.add_done_callback(raise_failure)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -115,20 +117,20 @@ def nonfailing_console() -> Console:
 
 
 class NonfailingOutput:
-    """A text file that loses what it cannot write, and becomes /dev/null once it has no reader."""
+    """A file that loses what it cannot write, and becomes /dev/null once it has no reader."""
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: IO[Any]) -> None:
         """Writes to `file`, which has all other attributes."""
         self._file = file
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
-    def write(self, text: str) -> int:
+    def write(self, content: Any) -> int:
         """Returns as if all was written, whether it was or not."""
         with self._losing():
-            self._file.write(text)
-        return len(text)
+            self._file.write(content)
+        return len(content)
 
     def flush(self) -> None:
         """Writes what is buffered, or loses it."""

@@ -1,4 +1,6 @@
-"""Ends a process: the first signal lets it finish its work, the second does not wait."""
+"""Ends a process: the first signal lets it finish its work, the second does not wait, and a failure without a caller
+ends it at once.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +8,59 @@ import asyncio
 import logging
 import os
 import signal
-from typing import TYPE_CHECKING, Self
+import threading
+from traceback import walk_tb
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_OURS = "slipstream."
+
+
+def on_failure(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Has `call` called after an exception of our code in a callback of the event loop, which has no caller.
+
+    What the callback had taken out of a queue is lost then. Failures of others are logged: gRPC has some that mean
+    nothing. A task's failure counts if its callback is `raise_failure`.
+    """
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        loop.default_exception_handler(context)
+        if _is_ours(context.get("exception")):
+            call()
+
+    loop.set_exception_handler(handle)
+
+
+def raise_failure(task: asyncio.Future[Any]) -> None:
+    """Callback of a task that nothing awaits: raises its exception on the event loop."""
+    if not task.cancelled():
+        task.result()
+
+
+def end_at_once() -> None:
+    """Ends this process, which has lost something: what it kept for others is in a journal, or at its callers."""
+    logger.critical("this process has failed, and ends at once")
+    logging.shutdown()
+    os._exit(1)
+
+
+def _is_ours(error: BaseException | None) -> bool:
+    frames = () if error is None else walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__", "").startswith(_OURS) for frame, _ in frames)
 
 
 class ShutdownSignals:
     """Handles SIGTERM and SIGINT while the context is open. Enter it on the main thread in a running loop.
 
     The second signal ends the process at once with 128 + its number. The handlers are the interpreter's, not the event
-    loop's, so that a process with a stuck loop can still be ended.
+    loop's, so that a process with a stuck loop can still be ended. A failure without a caller, of the event loop or of
+    a thread, ends it at once with 1.
     """
 
     def __init__(self) -> None:
@@ -30,6 +70,8 @@ class ShutdownSignals:
 
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
+        on_failure(self._loop, end_at_once)
+        self._thread_hook, threading.excepthook = threading.excepthook, self._on_thread_failure
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
@@ -37,6 +79,8 @@ class ShutdownSignals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        threading.excepthook = self._thread_hook
+        self._loop.set_exception_handler(None)
 
     def request(self) -> None:
         """Requests the end as the first signal would; call it on the event loop."""
@@ -45,6 +89,11 @@ class ShutdownSignals:
     async def wait(self) -> None:
         """Returns when the process is to end."""
         await self._requested.wait()
+
+    def _on_thread_failure(self, failure: threading.ExceptHookArgs) -> None:
+        self._thread_hook(failure)
+        if _is_ours(failure.exc_value):
+            end_at_once()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._is_first:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from slipstream.common.worker.step import Role
     from slipstream.scheduler.workers.link import LinkThread
+
+logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 TIMEOUT_S = 1.0
@@ -110,7 +112,8 @@ class _Pulse:
     async def _check(self, stub: health_pb2_grpc.HealthStub) -> bool:
         try:
             response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
-        except grpc.RpcError:
+        except Exception as error:
+            logger.debug("no answer to a health check: %r", error)
             return False
         self._answered_at = time.monotonic()
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)

@@ -19,6 +19,7 @@ import uvloop
 
 from slipstream.common.errors import CancelledError, DeadlineExceededError, SlipstreamError, UnavailableError
 from slipstream.common.rpc.keepalive import SAME_HOST
+from slipstream.common.rpc.shutdown import end_at_once, on_failure
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.worker.command_socket import CommandSender
 from slipstream.common.worker.step import FenceName, Role
@@ -120,6 +121,7 @@ class LinkThread:
 
     def __init__(self) -> None:
         self.loop = uvloop.new_event_loop()
+        on_failure(self.loop, end_at_once)
         self._thread = threading.Thread(target=self.loop.run_forever, name="links", daemon=True)
         self._thread.start()
 
@@ -268,12 +270,12 @@ class WorkerLink:
             while (command := await self._outbox.get()) is not None:
                 await call.write(command_to_pb(command))
             await call.done_writing()
-        except ValueError as error:
-            # A number that the message cannot hold.
-            self._fail(error)
         except (grpc.RpcError, asyncio.InvalidStateError):
             # The call is over. This says only that nothing can be written: `_read` gets the status, which says why.
             logger.debug("a command cannot be written", exc_info=True)
+        except Exception as error:
+            # Such as a number that the message cannot hold.
+            self._fail(error)
 
     async def _read(self, call: grpc.aio.StreamStreamCall[pb.StepCommand, pb.StepAck]) -> None:
         try:
@@ -282,14 +284,14 @@ class WorkerLink:
                     self._acknowledged = ack.step
                     self._changed.notify_all()
             self._fail(UnavailableError(f"the {self.role.value} service ended the stream"))
-        except grpc.RpcError as error:
+        except Exception as error:
             self._fail(error)
 
     def _flush(self, commands: CommandSender) -> None:
         try:
             if not commands.flush():
                 self._thread.loop.call_later(ROOM_INTERVAL_S, self._flush, commands)
-        except (ValueError, UnavailableError) as error:
+        except Exception as error:
             self._fail(error)
 
     async def _lose(self, error: Exception) -> None:

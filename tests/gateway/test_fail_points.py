@@ -29,6 +29,7 @@ POINTS = (
     "gateway.before_delivery:{}@2",
     "gateway.before_commit:{}@2",
     "gateway.after_commit:{}@2",
+    "gateway.before_output:{}@2",
     "gateway.before_write:{}@1",
 )
 
@@ -47,9 +48,15 @@ def test_a_client_gets_every_token_once(tmp_path: Path, point: str, action: str)
         assert gateways.stop() == [0]
 
 
+@pytest.mark.parametrize("point", POINTS[:-1])
+def test_a_failure_without_a_caller_ends_the_process(tmp_path: Path, point: str) -> None:
+    """In a callback of the event loop, in a task, and in a thread: the next process has the jobs."""
+    test_a_client_gets_every_token_once(tmp_path, point, "raise")
+
+
 async def outputs_despite(faults: PlantedFaults, action: str, gateways: GatewayProcesses) -> list[list[OutputChunk]]:
     """Runs two jobs, and starts the gateway again when it has failed."""
-    async with AsyncClient(gateways.addresses[0]) as client:
+    async with AsyncClient(gateways.addresses[0], connect_timeout_s=60.0) as client:
         outputs = [
             asyncio.create_task(collect(client.generate(PROMPT, job_id=name, max_new_tokens=NUM_TOKENS)))
             for name in ("first", "second")
@@ -62,6 +69,6 @@ async def outputs_despite(faults: PlantedFaults, action: str, gateways: GatewayP
             if action == "hang":
                 gateways.send_signal(0, signal.SIGKILL)
             status = await asyncio.to_thread(gateways.wait, 0)
-            assert status == (EXIT_STATUS if action == "exit" else -signal.SIGKILL)
+            assert status == {"exit": EXIT_STATUS, "raise": 1}.get(action, -signal.SIGKILL)
             gateways.start(0)
         return await asyncio.gather(*outputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -88,6 +88,24 @@ async def test_all_that_is_unfinished_is_submitted_again_in_its_order(
         chunks = await collect(client.watch_job(name))
         assert tokens_of(chunks) == [5, 6] * 4 + [5]
         assert [entry for chunk in chunks for entry in chunk.logprobs] == [logprobs_of(t, 2) for t in tokens_of(chunks)]
+
+
+async def test_a_sequence_that_cannot_be_submitted_fails_and_no_other(
+    server: GenerationServer, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_pb = SequenceSpec.to_pb
+
+    def fail_one(spec: SequenceSpec, sequence_id: int, epoch: int) -> Any:
+        if epoch and spec.job_id == "bad":
+            raise ValueError("Value out of range: -1")
+        return to_pb(spec, sequence_id, epoch)
+
+    monkeypatch.setattr(SequenceSpec, "to_pb", fail_one)
+    requests = (client.generate([5], job_id=name, max_new_tokens=3) for name in ("before", "bad", "after"))
+    before, bad, after = await asyncio.gather(*map(collect, requests), return_exceptions=True)
+    assert isinstance(bad, InternalError)
+    assert [tokens_of(chunks) for chunks in (before, after)] == [[5] * 3] * 2  # type: ignore[arg-type]
+    assert server.manager.num_jobs == 0
 
 
 async def test_a_cancel_needs_no_scheduler(server: GenerationServer, client: AsyncClient) -> None:

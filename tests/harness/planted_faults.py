@@ -81,12 +81,14 @@ POINTS: Mapping[str, tuple[Method, ...]] = {
     "gateway.before_delivery": (_gateway("manager", "JobManager.deliver"),),
     "gateway.before_commit": (_gateway("journal_file", "JournalFile.commit"),),
     "gateway.after_commit": (_gateway("journal_file", "JournalFile.commit", is_after=True),),
+    "gateway.before_output": (_gateway("manager", "JobManager._apply"),),
     "gateway.before_write": (_gateway("job_stream", "StreamWriter.write"),),
     "scheduler.before_attach": (_attach("WorkerLink.attach", "verify"),),
     "scheduler.before_attach_draft": (_attach("WorkerLink.attach_draft", "verify"),),
     "scheduler.before_send": tuple(_loop("workers.link", name) for name in _SENDS),
     "scheduler.after_send": tuple(_loop("workers.link", name, is_after=True) for name in _SENDS),
     "scheduler.before_take_in": (_loop("core.batch", "Batch.apply"),),
+    "scheduler.before_delivery": (_loop("servicer", "SchedulerServicer._deliver"),),
     "scheduler.before_output": (_loop("servicer", "SchedulerServicer.put"),),
     "verify.before_attach": (_engine("Engine._attach", "verify"),),
     "verify.before_step": (_engine("Engine._enqueue", "verify"),),
@@ -113,6 +115,8 @@ class Action(enum.StrEnum):
     """The thread stays there."""
     STOP = "stop"
     """The process stops until it gets SIGCONT."""
+    RAISE = "raise"
+    """The call raises RuntimeError."""
 
 
 class PlantedFaults:
@@ -182,6 +186,8 @@ class FailPoint:
                 _hang()
             case Action.STOP:
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case Action.RAISE:
+                raise RuntimeError(f"planted at {self.name}")
 
 
 def plant() -> None:

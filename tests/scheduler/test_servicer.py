@@ -19,6 +19,7 @@ from slipstream.common.api.server_state import SchedulerDescription
 from slipstream.common.errors import (
     ConfigError,
     DeadlineExceededError,
+    InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
     UnavailableError,
@@ -29,7 +30,7 @@ from slipstream.common.worker.step import Role
 from slipstream.protos import scheduler_pb2 as pb
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.server import run_scheduler
-from slipstream.scheduler.servicer import MAX_QUEUED, GatewayStream
+from slipstream.scheduler.servicer import MAX_QUEUED, GatewayStream, SequenceLimits
 from tests.harness.scheduler_server import Gateway, served_scheduler
 from tests.harness.waiting import until
 from tests.harness.workers import VOCAB_SIZE, describe
@@ -155,6 +156,25 @@ async def test_ids_that_do_not_grow_end_the_stream(tmp_path: Path) -> None:
         assert gateway.error is not None
         assert gateway.error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "sequences[0].id" in gateway.error.details()
+
+
+async def test_a_sequence_that_cannot_be_taken_in_is_refused_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = SequenceLimits.check
+
+    def fail_one(limits: SequenceLimits, spec: SequenceSpec) -> None:
+        if spec.job_id == "bad":
+            raise RuntimeError("a mistake of ours")
+        check(limits, spec)
+
+    monkeypatch.setattr(SequenceLimits, "check", fail_one)
+    async with served_scheduler(tmp_path, *dummies()) as served, Gateway(served) as gateway:
+        await gateway.attached()
+        before, bad, after = await gateway.submit(SPEC, replace(SPEC, job_id="bad"), SPEC)
+        await gateway.until(lambda: len(gateway.ends) == 2)
+        assert set(gateway.ends) == {before, after}
+        assert isinstance(gateway.refused[bad].error, InternalError)
 
 
 async def test_more_sequences_than_it_holds_are_refused(tmp_path: Path) -> None:

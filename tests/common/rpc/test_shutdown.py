@@ -8,10 +8,41 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
 from slipstream.common.rpc.shutdown import ShutdownSignals
+
+FAILING = textwrap.dedent(
+    """
+    import asyncio, sys, threading
+    from slipstream.common.rpc.address import parse_address
+    from slipstream.common.rpc.logs import configure_logging
+    from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
+
+    async def fail():
+        raise MemoryError("lost")
+
+    async def main():
+        with ShutdownSignals() as signals:
+            match sys.argv[1]:
+                case "callback":
+                    asyncio.get_running_loop().call_soon(parse_address, "nowhere")
+                case "thread":
+                    threading.Thread(target=parse_address, args=("nowhere",)).start()
+                case "task":
+                    task = asyncio.create_task(fail())
+                    task.add_done_callback(raise_failure)
+                case "callback of another library":
+                    asyncio.get_running_loop().call_soon(int, "nowhere")
+                    asyncio.get_running_loop().call_later(0.1, signals.request)
+            await signals.wait()
+
+    configure_logging("test")
+    asyncio.run(main())
+    """
+)
 
 SERVICE = textwrap.dedent(
     """
@@ -70,8 +101,27 @@ def test_the_second_signal_ends_at_once(ending: str, second: signal.Signals) -> 
         assert process.wait(timeout=30) == 128 + second
 
 
+@pytest.mark.parametrize(
+    ("place", "error", "status"),
+    [
+        ("callback", "ConfigError", 1),
+        ("thread", "ConfigError", 1),
+        ("task", "MemoryError: lost", 1),
+        ("callback of another library", "ValueError", 0),
+    ],
+)
+def test_a_failure_without_a_caller_ends_the_process(place: str, error: str, status: int) -> None:
+    found = subprocess.run(
+        (sys.executable, "-c", FAILING, place), capture_output=True, text=True, timeout=30, check=False
+    )
+    assert found.returncode == status
+    assert error in found.stderr
+    assert ("this process has failed" in found.stderr) == bool(status)
+
+
 async def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    hook = threading.excepthook
     with ShutdownSignals() as signals:
         waiting = asyncio.ensure_future(signals.wait())
         await asyncio.sleep(0)
@@ -79,6 +129,8 @@ async def test_handlers_are_put_back() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         await waiting
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert threading.excepthook is hook
+    assert asyncio.get_running_loop().get_exception_handler() is None
 
 
 async def test_the_end_can_be_asked_for_without_a_signal() -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+from grpc_health.v1 import health_pb2
 from prometheus_client import CollectorRegistry
 
 from slipstream.common.worker.step import Role
@@ -79,6 +80,16 @@ async def test_a_worker_comes_goes_and_comes_back(tmp_path: Path) -> None:
             await until(lambda: not watched.is_up)
             before = watched.age_s
             await until(lambda before=before: watched.age_s > before)  # type: ignore[misc]
+
+
+async def test_checks_go_on_after_one_that_fails_in_any_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watching(tmp_path) as watched:
+        async with running_server(address=watched.address):
+            await until(lambda: watched.is_up)
+            monkeypatch.setattr(health_pb2, "HealthCheckRequest", lambda: 1 // 0)
+            await until(lambda: not watched.is_up)
+            monkeypatch.undo()
+            await until(lambda: watched.is_up)
 
 
 async def test_a_worker_that_answers_but_does_not_serve_is_alive_and_not_up(tmp_path: Path) -> None:

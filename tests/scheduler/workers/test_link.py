@@ -268,6 +268,24 @@ async def test_the_loss_of_the_worker_wakes_whoever_waits(
         await asyncio.to_thread(link.detach, drain=True)
 
 
+@pytest.mark.parametrize("place", ["command_to_pb", "CommandSender.flush"])
+async def test_a_command_that_fails_on_its_way_loses_the_worker(
+    place: str, tmp_path: Path, thread: LinkThread, arena: SharedArenas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    by_socket = place == "CommandSender.flush"
+    async with served(tmp_path, Role.DRAFT, has_socket=by_socket) as draft:
+        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+        await asyncio.to_thread(link.attach, attachment_to(arena, 3))
+        monkeypatch.setattr(f"slipstream.scheduler.workers.link.{place}", fail)
+        link.send(replace(decode(1, 1, epoch=3), wants_acknowledgement=True))
+        with pytest.raises(UnavailableError, match="the draft service is lost: a mistake of ours"):
+            await asyncio.to_thread(link.wait_for_acknowledgement, 1, 20.0)
+        await asyncio.to_thread(link.detach, drain=True)
+
+
 async def test_a_worker_that_stops_while_it_attaches_is_unavailable_not_a_mistake(
     tmp_path: Path, thread: LinkThread, arena: SharedArenas
 ) -> None:
