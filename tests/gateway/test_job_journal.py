@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -43,6 +44,9 @@ async def test_a_job_ends_as_cancelled_only_if_a_client_cancelled_it(tmp_path: P
         tokens=[71],
         published_ns=1,
         is_beyond_draft=[True],
+        admitted=[7],
+        admitted_ns=[time.monotonic_ns()],
+        cached_tokens={7: 1},
     )
     file = JournalFile.open(tmp_path / "journal", JournalMode.PROCESS)
     file.commit([Accepted(1, record_of(job))], [rows_of(last, {7: sequence.key})])
@@ -51,7 +55,9 @@ async def test_a_job_ends_as_cancelled_only_if_a_client_cancelled_it(tmp_path: P
     await journal.close()
     assert (restored.is_over, restored.num_tokens) == (True, 1)
     assert restored.can_go_on != is_cancelled
-    assert restored.samples[0].stats.tokens_beyond_draft == 1
+    stats = restored.samples[0].stats
+    assert (stats.tokens_beyond_draft, stats.cached_tokens) == (1, 1)
+    assert stats.admitted_at == pytest.approx(time.monotonic(), abs=60)
     assert journal_pb2.JournaledOutput.FromString(output_of(restored)).samples[0].tokens_beyond_draft == 1
 
 

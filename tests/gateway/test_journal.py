@@ -94,6 +94,8 @@ async def test_output_saved_between_steps_says_which_rows_come_on_top(path: Path
         for row in (b"a", b"b"):
             journal.outputs(row)
             await journal.flush()
+        journal.after(lambda: None)
+        await journal.flush()
         journal.saved(1, b"ab")
         for row in (b"c", b"d"):
             journal.outputs(row)
