@@ -168,6 +168,16 @@ def test_the_file_stays_small_under_short_jobs_and_a_long_one(path: Path) -> Non
     assert path.stat().st_size < 2**20
 
 
+def test_space_without_jobs_is_given_back_at_the_next_start(path: Path) -> None:
+    sizes = []
+    for changes in ([Accepted(number, bytes(10**5)) for number in range(20)], [Forgotten(n) for n in range(19)], []):
+        file = JournalFile.open(path, JournalMode.PROCESS)
+        file.commit(changes, [])
+        file.close()
+        sizes.append(path.stat().st_size)
+    assert sizes[1] == sizes[0] > 10 * sizes[2]
+
+
 async def test_a_long_job_is_saved_on_request(path: Path) -> None:
     asked: list[Sequence[int]] = []
 
