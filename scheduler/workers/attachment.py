@@ -42,7 +42,7 @@ class DraftAttachment:
         epoch: int,
         log: AccessLog,
     ) -> None:
-        """Takes the memory. `number`: above every epoch and attachment that draft and verify have seen."""
+        """Takes the memory. `number`: above those that draft has seen, and new to verify."""
         self.number = number
         self.link = link
         self.description = description

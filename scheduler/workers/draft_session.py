@@ -57,7 +57,7 @@ class DraftSession:
     ) -> None:
         """`make_link` makes a link to the draft at an address. `wake` has the step loop look around.
 
-        `next_number` returns the number of a new attachment, above the one that it is given.
+        `next_number` returns the number of a new attachment, above the draft's `last_epoch`.
         """
         self.last_known: WorkerDescription | None = None
         """The last draft that answered."""

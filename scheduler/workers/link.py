@@ -8,17 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import struct
 import threading
 import time
 from concurrent.futures import CancelledError as FutureCancelledError
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import grpc
 import uvloop
 
-from slipstream.common.errors import CancelledError, DeadlineExceededError, SlipstreamError, UnavailableError
-from slipstream.common.rpc.keepalive import SAME_HOST
+from slipstream.common.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    SlipstreamError,
+    UnavailableError,
+)
+from slipstream.common.rpc.address import UnixAddress, parse_address
+from slipstream.common.rpc.keepalive import CONNECT_TIMEOUT_S, SAME_HOST
 from slipstream.common.rpc.shutdown import end_at_once, on_failure
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.worker.command_socket import CommandSender
@@ -157,7 +167,7 @@ class WorkerLink:
         self._epoch = 0
         self._is_closed = False
         """True after `detach`."""
-        self._acknowledged = 0
+        self._acknowledged = self._num_sent = self._last_sent = 0
         self._changed = threading.Condition()
         self._outbox: asyncio.Queue[StepCommand | None] = asyncio.Queue()
         self._commands: CommandSender | None = None
@@ -166,10 +176,14 @@ class WorkerLink:
         self._tasks: list[asyncio.Task[None]] = []
 
     def describe(self) -> WorkerDescription:
-        return self._thread.call(self._describe())
+        # Decoded on this thread, as other answers are: the links' thread has the other worker's, too.
+        description = description_from_pb(self._thread.call(self._describe()))
+        if description.role is not self.role:
+            raise UnavailableError(f"{self.address} is a {description.role.value} service, not {self.role.value}")
+        return replace(description, pid=_listening_pid(self.address) or description.pid)
 
     def attach(self, attachment: Attachment) -> StepTokens | None:
-        return self._thread.call(self._attach(attachment))
+        return step_tokens_from_pb(self._thread.call(self._attach(attachment)))
 
     def attach_draft(self, region: DraftRegion) -> None:
         self._thread.call(self._attach_draft(region))
@@ -184,6 +198,7 @@ class WorkerLink:
     def send(self, command: StepCommand) -> None:
         if self.failure is not None:
             raise failure_of(self)
+        self._num_sent, self._last_sent = self._num_sent + 1, command.step
         commands = self._commands
         if commands is None:
             self._thread.loop.call_soon_threadsafe(self._outbox.put_nowait, command)
@@ -205,7 +220,8 @@ class WorkerLink:
         return arrived
 
     def read_records(self, from_step: int) -> HostRecords | None:
-        return self._thread.call(self._read_records(from_step))
+        answer = self._thread.call(self._read_records(from_step))
+        return None if answer is None else HostRecords.from_pb(answer)
 
     def detach(self, *, drain: bool) -> bool:
         return self._thread.call(self._detach(drain=drain))
@@ -218,24 +234,21 @@ class WorkerLink:
             self._channel = grpc.aio.insecure_channel(self.address, options=SAME_HOST.options())
         return pb_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
 
-    async def _describe(self) -> WorkerDescription:
+    async def _describe(self) -> pb.DescribeResponse:
         stub = await self._connect()
-        answer = await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT_S)
-        description = description_from_pb(answer)
-        if description.role is not self.role:
-            raise UnavailableError(f"{self.address} is a {description.role.value} service, not {self.role.value}")
-        return description
+        answer: pb.DescribeResponse = await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT_S)
+        return answer
 
-    async def _attach(self, attachment: Attachment) -> StepTokens | None:
+    async def _attach(self, attachment: Attachment) -> pb.AttachResponse:
         stub = await self._connect()
-        answer = await stub.Attach(attachment_to_pb(attachment), timeout=ATTACH_TIMEOUT_S)
+        answer: pb.AttachResponse = await stub.Attach(attachment_to_pb(attachment), timeout=ATTACH_TIMEOUT_S)
         self._epoch = attachment.epoch
         self._outbox = asyncio.Queue()
         call = stub.Execute()
         await call.wait_for_connection()
         self._commands = CommandSender.beside(self.address, answer.command_socket)
         self._tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
-        return step_tokens_from_pb(answer)
+        return answer
 
     async def _attach_draft(self, region: DraftRegion) -> None:
         stub = await self._connect()
@@ -250,13 +263,14 @@ class WorkerLink:
             stub = await self._connect()
             await stub.DetachDraft(pb.DetachDraftRequest(epoch=epoch, attachment=attachment), timeout=CALL_TIMEOUT_S)
 
-    async def _read_records(self, from_step: int) -> HostRecords | None:
+    async def _read_records(self, from_step: int) -> trace_pb2.ReadRecordsResponse | None:
         if self._channel is None:
             return None
         stub = trace_pb2_grpc.RecorderStub(self._channel)  # type: ignore[no-untyped-call]
         request = trace_pb2.ReadRecordsRequest(from_step=from_step)
+        answer: trace_pb2.ReadRecordsResponse
         try:
-            return HostRecords.from_pb(await stub.ReadRecords(request, timeout=RECORDS_TIMEOUT_S))
+            answer = await stub.ReadRecords(request, timeout=RECORDS_TIMEOUT_S)
         except grpc.RpcError as error:
             # A drafter need not have any, and a trace without the records of one worker is worth having.
             logger.info("no records of the %s service: %s", self.role.value, error_from_rpc(error))
@@ -264,6 +278,7 @@ class WorkerLink:
         except asyncio.CancelledError:
             _check_not_cancelled()
             return None
+        return answer
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.StepCommand, pb.StepAck]) -> None:
         try:
@@ -278,8 +293,17 @@ class WorkerLink:
             self._fail(error)
 
     async def _read(self, call: grpc.aio.StreamStreamCall[pb.StepCommand, pb.StepAck]) -> None:
+        num_read = 0
         try:
             async for ack in call:
+                num_read += 1
+                if num_read > self._num_sent or not self._acknowledged <= ack.step <= self._last_sent:
+                    # Each costs the thread that both workers' links share.
+                    call.cancel()
+                    given = f"got number {num_read}, of step {ack.step}"
+                    accepted = f"one for each of {self._num_sent} commands, of a step up to {self._last_sent}, in order"
+                    self._fail(InvalidArgumentError.described("acknowledgement", f"{given}, accepted: {accepted}"))
+                    return
                 with self._changed:
                     self._acknowledged = ack.step
                     self._changed.notify_all()
@@ -338,6 +362,19 @@ class WorkerLink:
             _check_not_cancelled()
             return False  # another `detach` has closed the channel
         return True
+
+
+def _listening_pid(address: str) -> int:
+    """The process that listens at a Unix socket, by the kernel's word; 0 if unknown, as in another PID namespace."""
+    parsed = parse_address(address)
+    if not isinstance(parsed, UnixAddress):
+        return 0
+    with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
+        connection.settimeout(CONNECT_TIMEOUT_S)
+        connection.connect(str(parsed.path))
+        pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return int(pid)
+    return 0
 
 
 def _check_not_cancelled() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import replace
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Protocol
 
@@ -68,17 +69,35 @@ class SessionListener(Protocol):
 
 
 class EpochNumbers:
-    """Numbers of epochs and of attachments, which only grow. Called on any thread."""
+    """Numbers of epochs and of attachments, each of which is new. Called on any thread."""
 
     def __init__(self) -> None:
         self._last = 0
+        self._ahead: set[int] = set()
+        """Numbers above the last that were taken for drafts."""
         self._lock = threading.Lock()
 
-    def above(self, seen: int) -> int:
-        """Returns a number above `seen` and above all that were returned."""
+    def of_epoch(self, seen: int) -> int:
+        """Returns a number above `seen`, which is verify's word, and above those of all epochs."""
         with self._lock:
-            self._last = max(self._last, seen) + 1
+            self._last = self._free(max(self._last, seen) + 1)
             return self._last
+
+    def of_attachment(self, seen: int) -> int:
+        """Returns a number above `seen`, which is the word of a draft: no other number depends on it."""
+        with self._lock:
+            self._last = self._free(self._last + 1)
+            if seen < self._last:
+                return self._last
+            number = self._free(seen + 1)
+            self._ahead.add(number)
+            return number
+
+    def _free(self, number: int) -> int:
+        """The first number from this one on that is not taken."""
+        while number in self._ahead:
+            number += 1
+        return number
 
 
 class WorkerSession:
@@ -109,7 +128,7 @@ class WorkerSession:
             config,
             device,
             make_link=lambda address: self._make_link(Role.DRAFT, address),
-            next_number=self._numbers.above,
+            next_number=self._numbers.of_attachment,
             metrics=DraftMetrics(registry),
             wake=queue.wake,
         )
@@ -188,11 +207,9 @@ class WorkerSession:
         self._queue.wait_for_stop(self._retry_s)
 
     def _epoch_with(self, link: Link) -> Epoch:
-        verify = link.describe()
-        check_sharing(self._device, [verify])
-        workers, sizes = self._decide(verify)
+        workers, sizes = self._decide(link)
         return Epoch(
-            self._numbers.above(verify.last_epoch),
+            self._numbers.of_epoch(workers.verify.last_epoch),
             self._config,
             workers,
             sizes,
@@ -204,18 +221,25 @@ class WorkerSession:
             sink=self._sink,
         )
 
-    def _decide(self, verify: WorkerDescription) -> tuple[Workers, EpochSizes]:
+    def _decide(self, link: Link) -> tuple[Workers, EpochSizes]:
         """Decides the sizes with the draft that is expected, if it fits. Raises ConfigError, OutOfMemoryError."""
+        verify = link.describe()
+        check_sharing(self._device, [verify])
         draft = self._expected_draft(verify)
         if draft is not None:
-            workers = Workers(verify=verify, draft=draft, num_draft_tokens=self.drafts.target.num_draft_tokens)
+            verify = link.describe()  # what is free beside the draft is verify's word
+        without = Workers(verify=verify, draft=None)
+        sizes_without = EpochSizes.decide(self._config, without)
+        if draft is not None:
+            workers = replace(without, draft=draft, num_draft_tokens=self.drafts.target.num_draft_tokens)
             try:
                 check_fits(self._device, verify, draft)
-                return workers, EpochSizes.decide(self._config, workers)
+                sizes = EpochSizes.decide(self._config, workers)
+                sizes.check_share(sizes_without)
+                return workers, sizes
             except (MismatchError, ConfigError, OutOfMemoryError) as error:
                 logger.warning("the memory is planned without the draft %s: %s", draft.model, error)
-        workers = Workers(verify=verify, draft=None)
-        return workers, EpochSizes.decide(self._config, workers)
+        return without, sizes_without
 
     def _expected_draft(self, verify: WorkerDescription) -> WorkerDescription | None:
         """The draft that memory is planned for. Pages that take all that is free would leave none for a later one."""

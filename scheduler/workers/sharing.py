@@ -69,8 +69,9 @@ def _differences(device: Device, worker: WorkerDescription) -> Iterator[str]:
         )
 
 
-MOST_EPOCHS = 2**62
-"""Numbers of epochs are below it: they only grow, and must fit the 64 bits of the messages and of the fences."""
+MOST_OF_A_DRAFT = {"last_epoch": 2**62 - 1, "tokens_ahead": 64}
+"""Numbers of a draft's description that others depend on. Those of epochs must fit the 64 bits of messages and fences;
+the pages of a prompt's last `tokens_ahead` tokens are not shared while the draft takes part."""
 
 
 class Admission:
@@ -88,8 +89,9 @@ class Admission:
             raise MismatchError(self._misfit[1])
         if draft.has_scheduler:
             raise FailedPreconditionError("the draft service has another scheduler")
-        if draft.last_epoch >= MOST_EPOCHS:
-            raise FailedPreconditionError(f"last_epoch of the draft service: {draft.last_epoch} is no epoch's number")
+        for name, most in MOST_OF_A_DRAFT.items():
+            if (value := getattr(draft, name)) > most:
+                raise FailedPreconditionError(f"{name} of the draft service: got {value}, accepted: at most {most}")
         self._retired.check(draft.pid)
         try:
             check_fits(self._device, epoch.verify, draft)

@@ -25,6 +25,8 @@ HOST_STEP_TOKENS = 512
 Buffers and memory are for such a step. While sequences decode, verify's measurement holds (`Attachment`)."""
 GPU_STEP_TOKENS = 2048
 """The same on a GPU: about as many as keep it busy."""
+MOST_DRAFT_PART = 4
+"""Memory is planned without a draft beside which there are fewer KV pages than a part of this many of them."""
 _LESS = "Less is needed with a smaller context_tokens, slots, max_batched_tokens or kv_memory_mib"
 HOST_PAGE_TOKENS, GPU_PAGE_TOKENS = 16, 64
 """Tokens of a page, if page_tokens is not set."""
@@ -63,6 +65,14 @@ class EpochSizes:
             with suppress(OutOfMemoryError):  # smaller steps take less
                 return cls._decide(config, workers, GPU_STEP_TOKENS)
         return cls._decide(config, workers, config.max_batched_tokens or HOST_STEP_TOKENS)
+
+    def check_share(self, without: EpochSizes) -> None:
+        """Raises OutOfMemoryError if a draft, by its own word, leaves too few of the pages that it finds."""
+        if self.batch.num_pages * MOST_DRAFT_PART < without.batch.num_pages:
+            raise OutOfMemoryError(
+                f"it would leave {self.batch.num_pages} of {without.batch.num_pages} KV pages, "
+                f"accepted: one of {MOST_DRAFT_PART} or more"
+            )
 
     @classmethod
     def _decide(cls, config: SchedulerConfig, workers: Workers, chunk_tokens: int) -> EpochSizes:
@@ -124,12 +134,12 @@ class MemoryPlan:
     @property
     def is_on_host(self) -> bool:
         """True if the workers compute in the host's memory, which is not counted."""
-        return not any(worker.memory.total for worker in self.workers)
+        return not self.workers[0].memory.total
 
     @property
     def free(self) -> int:
-        """Free bytes, as the worker reported that loaded last."""
-        return min(worker.memory.free for worker in self.workers if worker.memory.total)
+        """Free bytes, as the first worker reported: verify, or a draft that comes beside it."""
+        return self.workers[0].memory.free
 
     @property
     def work(self) -> int:

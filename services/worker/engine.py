@@ -147,8 +147,8 @@ class Engine:
         opened = self._verify_epoch(offered.epoch)
         if opened is None:
             raise FailedPreconditionError(f"epoch {offered.epoch} is not open")
-        if offered.attachment <= opened.last_attachment:
-            raise StaleEpochError(f"attachment {offered.attachment}: the last one was {opened.last_attachment}")
+        if offered.attachment in opened.attachments:
+            raise StaleEpochError(f"attachment {offered.attachment}: there was an epoch or attachment of this number")
         region, memory = open_region(offered, opened.state, self.description, self._device, self._log)
         try:
             for _ in self._role.prepare(region, opened.state):

@@ -167,8 +167,8 @@ class Epoch:
 
     def __init__(self, state: EpochState, memory: SharedMemory) -> None:
         self.state = state
-        self.last_attachment = state.attachment.epoch
-        """The largest number of an attachment that was here."""
+        self.attachments = {state.attachment.epoch}
+        """The numbers of the epoch and of all attachments that were here."""
         self._own = memory
         self._drafts: dict[int, SharedMemory] = {}
 
@@ -193,7 +193,7 @@ class Epoch:
 
     def add_draft(self, region: Region, memory: SharedMemory) -> None:
         """Lets commands name an attachment."""
-        self.last_attachment = region.attachment
+        self.attachments.add(region.attachment)
         self._drafts[region.attachment] = memory
         self.state.regions[region.attachment] = region
 

@@ -225,7 +225,6 @@ def test_logprobs_end_where_the_output_does() -> None:
     run = run_of()
     asked = make_job("asked", (1,), 5, top_logprobs=2)
     other = make_job("other", (2,), 5)
-    other.stream = 1
     run.jobs.add(other, asked)
     run.batch.admit(run.queue)
     while (step := run.batch.next_step(run.batch.sizes.num_draft_tokens)) is not None:

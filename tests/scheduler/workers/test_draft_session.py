@@ -123,7 +123,7 @@ class Drafts:
             config,
             device,
             make_link=lambda _: cast("Link", draft),
-            next_number=self.numbers.above,
+            next_number=self.numbers.of_attachment,
             metrics=DraftMetrics(CollectorRegistry()),
             wake=lambda: None,
         )
@@ -152,13 +152,45 @@ class Drafts:
         self.session.attach(self.epoch, DraftTarget(ADDRESS, 2))
 
 
-def test_a_number_that_no_epoch_has_is_refused_and_not_counted_on_from() -> None:
-    link = FakeLink(describe(Role.DRAFT, last_epoch=2**64 - 1))
+@pytest.mark.parametrize(("name", "value"), [("last_epoch", 2**64 - 1), ("last_epoch", 2**62), ("tokens_ahead", 65)])
+def test_a_draft_with_a_number_that_would_bind_others_is_refused(name: str, value: int) -> None:
+    link = FakeLink(describe(Role.DRAFT, **{name: value}))
     drafts = Drafts(link)
-    with pytest.raises(FailedPreconditionError, match="last_epoch of the draft service"):
+    with pytest.raises(FailedPreconditionError, match=f"{name} of the draft service: got {value}, accepted: at most"):
         drafts.attach()
-    assert drafts.numbers.above(0) == 1
+    assert drafts.numbers.of_attachment(0) == 1
     assert link.num_detached == 1
+
+
+def test_the_largest_number_that_a_draft_may_say_is_counted_on_from_for_it_alone() -> None:
+    link = FakeLink(describe(Role.DRAFT, pid=NO_PROCESS, last_epoch=2**62 - 1))
+    drafts = Drafts(link)
+    drafts.attach()
+    assert link.attachment is not None
+    assert link.attachment.epoch == 2**62
+    link.description = DRAFT  # another process, which was never attached
+    drafts.attach()
+    assert link.attachment.epoch == 2
+    assert drafts.numbers.of_epoch(0) == 3
+
+
+def test_no_number_is_taken_twice() -> None:
+    numbers = EpochNumbers()
+    taken = [numbers.of_attachment(seen) for seen in (4, 4, 4, 0, 0, 0, 0, 0)]
+    taken += [numbers.of_epoch(0), numbers.of_epoch(2), numbers.of_epoch(100), numbers.of_attachment(0)]
+    assert len(set(taken)) == len(taken)
+    assert all(number > 4 for number in taken[:3])
+    assert taken[-4] < taken[-3] < taken[-2] < taken[-1]
+    assert taken[-2:] == [101, 102]
+
+
+@pytest.mark.parametrize("of_draft", [3, 4])
+def test_memory_is_planned_without_a_draft_that_would_take_most_of_it(of_draft: int) -> None:
+    """As many bytes a token as it says: a page takes four times what verify's takes, or five times."""
+    bytes_per_token = of_draft * VERIFY.kv_bytes_per_token
+    draft = FakeLink(describe(Role.DRAFT, kv_bytes_per_token=bytes_per_token))
+    attachment = attach(replace(CONFIG, slots=1000), FakeLink(VERIFY), draft)
+    assert (attachment.expected_draft is not None) == (of_draft == 3)
 
 
 def test_a_try_that_begins_when_the_epoch_has_ended_asks_no_draft() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from contextlib import asynccontextmanager, closing, suppress
@@ -29,6 +30,7 @@ from slipstream.common.worker.step import (
     StepCommand,
     StepKind,
 )
+from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.telemetry.step_metrics import ACKNOWLEDGEMENT
 from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchTogether, LinkThread, WorkerLink
@@ -64,14 +66,20 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    folder: Path, role: Role, *, acknowledge_done: bool = False, has_socket: bool = True, as_on_gpu: bool = False
+    folder: Path,
+    role: Role,
+    *,
+    acknowledge_done: bool = False,
+    has_socket: bool = True,
+    as_on_gpu: bool = False,
+    kind: type[WorkerServicer] = WorkerServicer,
 ) -> AsyncIterator[Served]:
     """A dummy at a Unix socket, with another one for commands. `as_on_gpu`: the device's thread reads and enqueues."""
     dummy = DummyDraft(describe(role), 0) if role is Role.DRAFT else DummyVerify(describe(role), 0)
     worker, commands = LocalWorker(dummy), CommandReceiver()
     worker.engine.enqueues_at_once = not as_on_gpu
     with DeviceThread() as device_thread, closing(commands):
-        service = WorkerServicer(worker.engine, device_thread, commands=commands, acknowledge_done=acknowledge_done)
+        service = kind(worker.engine, device_thread, commands=commands, acknowledge_done=acknowledge_done)
         names = ("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, service)
         async with running_server(names, address=f"unix:{folder}/{role.value}.sock") as server:
             if has_socket and not acknowledge_done:
@@ -121,7 +129,7 @@ async def test_commands_go_out_and_the_worker_drains(
         link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
 
         def use() -> None:
-            assert link.describe() == draft.worker.describe()
+            assert link.describe() == replace(draft.worker.describe(), pid=os.getpid())  # by the kernel's word
             link.attach(attachment_to(arena, 3))
             for step in range(1, 21):
                 link.send(replace(decode(step, 1, epoch=3), wants_acknowledgement=step % 10 == 0))
@@ -387,5 +395,53 @@ async def test_dispatch_together_holds_nothing_back(tmp_path: Path, thread: Link
             assert arena.fence(FenceName.VERIFY_STASH).wait_on_host(5, 10.0)
             for link in links:
                 link.detach(drain=True)
+
+        await asyncio.to_thread(use)
+
+
+class Acknowledging(WorkerServicer):
+    """Answers each command with acknowledgements of its own choice, `again` for ever."""
+
+    acks: tuple[int, ...] = ()
+    again = False
+
+    async def Execute(self, requests: Any, context: Any) -> AsyncIterator[pb.StepAck]:  # noqa: N802 - gRPC's name
+        async for command in requests:
+            for step in self.acks:
+                yield pb.StepAck(epoch=command.epoch, step=step)
+            while self.again:
+                yield pb.StepAck(epoch=command.epoch, step=command.step)
+
+
+@pytest.mark.parametrize(
+    ("acks", "again", "wrong"),
+    [
+        ((), True, "number 2, of step 1"),
+        ((2**62,), False, "number 1, of step 4611686018427387904"),
+        ((1, 1), False, "number 2, of step 1"),
+    ],
+)
+async def test_a_worker_that_acknowledges_what_it_was_not_sent_is_lost(
+    acks: tuple[int, ...],
+    again: bool,
+    wrong: str,
+    tmp_path: Path,
+    thread: LinkThread,
+    arena: SharedArenas,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each acknowledgement costs the thread of the links, which is the other worker's, too."""
+    monkeypatch.setattr(Acknowledging, "acks", acks)
+    monkeypatch.setattr(Acknowledging, "again", again)
+    async with served(tmp_path, Role.DRAFT, has_socket=False, kind=Acknowledging) as draft:
+        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+
+        def use() -> None:
+            link.attach(attachment_to(arena, 1))
+            link.send(replace(decode(1, 1, epoch=1), wants_acknowledgement=True))
+            with pytest.raises(UnavailableError, match=f"acknowledgement: got {wrong}, accepted: one for each of 1"):
+                link.wait_for_acknowledgement(2, 10.0)
+            assert link.has_refused
+            link.detach(drain=False)
 
         await asyncio.to_thread(use)

@@ -129,9 +129,9 @@ MEMORY = DeviceMemory(
     work_per_choice=MIB // 32,
 )
 ON_GPU = Workers(
-    # Whoever described itself last saw the least.
-    verify=replace(VERIFY, memory=MEMORY),
-    draft=replace(DRAFT, memory=replace(MEMORY, free=400 * MIB, weights=50 * MIB, work=20 * MIB)),
+    verify=replace(VERIFY, memory=replace(MEMORY, free=400 * MIB)),
+    # What is free is verify's word.
+    draft=replace(DRAFT, memory=replace(MEMORY, free=1, weights=50 * MIB, work=20 * MIB)),
 )
 GPU_CONFIG = replace(CONFIG, kv_memory_mib=None, memory_reserve_mib=100, slots=1000)
 # 1000 slots with 5 tokens each, that are all chosen: 2 * 5000 / 16 MiB.
@@ -165,9 +165,7 @@ def test_pages_that_were_asked_for_must_fit_as_well() -> None:
 
 def replace_free(mib: int) -> Workers:
     """The same with less."""
-    assert ON_GPU.draft is not None
-    draft = replace(ON_GPU.draft, memory=replace(ON_GPU.draft.memory, free=mib * MIB))
-    return replace(ON_GPU, draft=draft)
+    return replace(ON_GPU, verify=replace(ON_GPU.verify, memory=replace(ON_GPU.verify.memory, free=mib * MIB)))
 
 
 def test_on_a_cpu_the_default_is_half_a_gibibyte_and_no_more() -> None:

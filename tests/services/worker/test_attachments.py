@@ -306,11 +306,22 @@ def test_steps_go_on_while_a_draft_is_detached(target: Path) -> None:
     driven.close()
 
 
+def test_the_number_of_one_draft_does_not_bind_the_next(target: Path) -> None:
+    device = HostDevice()
+    driven = Driven(_verify(target, device), device)
+    driven.prefill(PROMPTS)
+    for number in (2**62, 2):
+        driven.make_draft(_twin(target, device), number=number)
+    driven.plain()
+    driven.close()
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"epoch": 2}, FailedPreconditionError, "epoch 2 is not open"),
-        ({"attachment": 1}, StaleEpochError, "attachment 1: the last one was 2"),
+        ({"attachment": EPOCH}, StaleEpochError, "attachment 1: there was an epoch or attachment of this number"),
+        ({"attachment": 2}, StaleEpochError, "attachment 2: there was an epoch or attachment of this number"),
         ({"draft": DraftSizes(num_draft_tokens=9)}, MismatchError, "draft has 9, this epoch has room for 1 to 4"),
         ({"draft": DraftSizes(num_draft_tokens=2, hidden_width=5)}, MismatchError, "memory has 0, draft reads 5"),
     ],
