@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(180)
 NUM_JOBS = 6
 MAX_NEW_TOKENS = 160
 OPTIONS = ("--device", "cpu", "--metrics-port", "0", "--num-draft-tokens", "4")
-TIMES = {"draft.before_attach": 1, "gateway.before_submit": 1}
+TIMES = {"draft.before_ready": 1, "draft.before_attach": 1, "gateway.before_submit": 1}
 """Points that a server comes to once; the others fail in the middle of the jobs."""
 TIME = 20
 AGAIN = {
@@ -111,7 +111,8 @@ def test_a_service_that_dies(expected: list[tuple[int, ...]], tmp_path: Path, na
     with running_up(state_dir, *OPTIONS, environment=faults.environment) as up:
         asyncio.run(check_until_failed(faults, state_dir, expected))
         for point in points:
-            killed = f"{point.partition('.')[0]} was killed by SIGKILL and is started again"
+            again = "is tried again" if point.startswith("draft.before_ready") else "is started again"
+            killed = f"{point.partition('.')[0]} was killed by SIGKILL and {again}"
             until(lambda killed=killed: killed in up.errors(), up)  # type: ignore[misc]
         up.signal(signal.SIGINT)
         assert up.end() == 0

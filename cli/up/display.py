@@ -16,7 +16,7 @@ from slipstream.cli.up.service import ServiceState
 from slipstream.common.rpc.shutdown import raise_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
 _STYLES = {
@@ -54,6 +54,13 @@ class StateLines:
         if not is_failing:
             took = f" after {now - since:.1f} s" if before is not None and state in _FINISHED else ""
             self._console.print(f"{name}: [{_STYLES[state]}]{state.value}[/]{took}", highlight=False)
+
+    def say_progress(self, last_log_line: Callable[[str], str]) -> None:
+        """Prints a line for each service that is loading, with the last line of its log."""
+        for name, (state, since) in self._states.items():
+            if state is ServiceState.LOADING and name not in self._failing:
+                took, line = time.monotonic() - since, last_log_line(name)
+                self._console.print(f"{name}: still loading after {took:.0f} s: {line}", highlight=False, markup=False)
 
 
 class LogFollower:

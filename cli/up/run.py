@@ -10,7 +10,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from slipstream.cli.cancellation import StopSignals
+from slipstream.cli.cancellation import StopSignals, background
 from slipstream.cli.status import fetch_status
 from slipstream.cli.up.config import (
     clients_address,
@@ -41,11 +41,14 @@ if TYPE_CHECKING:
     from slipstream.cli.up.config import UpConfig
     from slipstream.cli.up.process import ServiceCommand
     from slipstream.cli.up.service import ServiceState
+    from slipstream.common.api.server_state import ServerState
 
 _LOCK = "up.lock"
 _SERVER = "server"
 _DRAFT_TIMEOUT_S = 5.0
-"""The others serve without a draft, but a benchmark or a test that begins when they are ready expects one."""
+"""The scheduler is ready once a draft is attached, or has taken too long: the time until it takes part then."""
+_PROGRESS_S = 10.0
+"""Between two lines that say of a service that it is still loading."""
 _DRAFT_POLL_S = 0.1
 _ROOM_BYTES = 32 * 2**20
 """Of the journal and its log, 24 MiB, and of what the services log at their start."""
@@ -102,9 +105,10 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
         server = server_address(config, listen)
         workers, *others = _commands(config, listen)
         openai = [] if config.openai_port is None else [openai_command(config, listen)]
+        lines = StateLines(console)
         async with (
             follower,
-            supervising(config, StateLines(console).on_change, hurry) as supervisor,
+            supervising(config, lines.on_change, hurry) as supervisor,
             control_server(config.state_dir, supervisor, DraftSwaps(config, supervisor, follow)),
         ):
             # SMG ends after the gateways, whose last requests came through it.
@@ -113,14 +117,23 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
                 supervisor.start(*batch)
             for command in chain(*batches):
                 follow(command.log_path)
-            await supervisor.wait_ready()
-            status = await supervisor.while_alive(_with_draft(server, supervisor))
+            async with background(_say_progress(lines, supervisor)):
+                await supervisor.wait_ready()
+                status = await supervisor.while_alive(_with_draft(server, supervisor))
             supervisor.end_start()
+            if reason := _why_without_draft(status.state):
+                console.print(f"draft: requests are served without it until it takes part: {reason}", markup=False)
             status.print()
             for command in openai:
                 print(f"OpenAI's interface: {command.address}/v1", flush=True)
             announce(server)
             await supervisor.watch()
+
+
+async def _say_progress(lines: StateLines, supervisor: Supervisor) -> None:
+    while True:
+        await asyncio.sleep(_PROGRESS_S)
+        lines.say_progress(lambda name: supervisor.service(name).process.last_log_lines(1).strip())
 
 
 async def _with_draft(server: str, supervisor: Supervisor) -> ServerStatus:
@@ -132,6 +145,12 @@ async def _with_draft(server: str, supervisor: Supervisor) -> ServerStatus:
         if status.state.draft_state in ("", "attached", "resting") or has_failed or time.monotonic() > end:
             return status
         await asyncio.sleep(_DRAFT_POLL_S)
+
+
+def _why_without_draft(state: ServerState) -> str:
+    """Says why a draft that is expected does not take part; empty where none is expected, or it does."""
+    is_without = state.draft_state in ("missing", "catching up")
+    return (state.draft_problem or "it is still loading") if is_without else ""
 
 
 def _commands(config: UpConfig, listen: str) -> list[list[ServiceCommand]]:

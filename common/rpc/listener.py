@@ -110,6 +110,15 @@ class Listener:
         self._release.close()
 
 
+def is_claimed(address: str) -> bool:
+    """Returns whether a process has claimed a Unix socket, whether it serves there yet or still loads.
+
+    True as well after one that was killed, until the next claim; False for any other kind of address.
+    """
+    parsed = parse_address(address)
+    return isinstance(parsed, UnixAddress) and _lock_of(parsed.path).exists()
+
+
 def _claim_port(address: TcpAddress, field: str, held: ExitStack) -> list[socket.socket]:
     """Binds a port as `_bind_port` does, and keeps out other claims of this user."""
     sockets = _bind_port(address, field, held)
@@ -186,7 +195,7 @@ def _lock_directory() -> Path | None:
 @contextmanager
 def _claim_path(path: Path, field: str) -> Iterator[None]:
     make_private_directory(path.parent, field=field, given=f"unix:{path.parent}/")
-    lock_path = path.with_name(path.name + ".lock")
+    lock_path = _lock_of(path)
     try:
         descriptor = lock(lock_path)
     except BlockingIOError as error:
@@ -204,6 +213,10 @@ def _claim_path(path: Path, field: str) -> Iterator[None]:
             lock_path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
 
 
 def _remove_stale(path: Path, field: str) -> None:

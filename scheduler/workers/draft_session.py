@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 DESCRIBE_S = 1.0
 """An epoch is opened without the description of a draft that does not answer within this time."""
 FIRST_TRY_S = 3.0
-"""An epoch that is open waits so long for its draft; one that needs longer joins beside the steps."""
+"""How long an epoch that is open waits for its draft; one that needs longer joins beside the steps."""
 LOOK_S = 0.05
 _VERIFY_LOST = "verify was lost meanwhile"
 
@@ -117,18 +117,21 @@ class DraftSession:
                 self._changed.wait_for(lambda: not self._is_asked, DESCRIBE_S)
             return self.last_known
 
-    def enter(self, epoch: Epoch, is_stopped: Callable[[], bool]) -> None:
-        """Attaches drafts to an epoch that is open from now on. Returns when the first try is over, or takes too long.
+    def enter(self, epoch: Epoch, is_stopped: Callable[[], bool], patience_s: float = FIRST_TRY_S) -> None:
+        """Attaches drafts to an epoch that is open from now on. Returns when the first try is over, or `patience_s` is.
 
         It is not waited for if verify is lost, or once `is_stopped` returns True.
         """
-        until = time.monotonic() + FIRST_TRY_S
+        until = time.monotonic() + patience_s
         with self._changed:
             self._epoch, self._has_tried, self._retries = epoch, False, Retries()
             self._changed.notify_all()
             while self._target is not None and time.monotonic() < until and epoch.link.failure is None:
                 if is_stopped() or self._changed.wait_for(lambda: self._has_tried, LOOK_S):
                     break
+            else:
+                if self._target is not None and epoch.link.failure is None:
+                    logger.info("the draft is not attached after %.0f s: steps go without it until it is", patience_s)
             self._update_status()
 
     def leave(self) -> None:

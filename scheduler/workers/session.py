@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from dataclasses import replace
@@ -18,10 +19,11 @@ from slipstream.common.errors import (
     SlipstreamError,
 )
 from slipstream.common.host import STEP_LOOP, name_this_thread
+from slipstream.common.rpc.listener import is_claimed
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.telemetry.metrics import DraftMetrics
 from slipstream.scheduler.telemetry.step_metrics import StepMetrics
-from slipstream.scheduler.workers.draft_session import DraftSession
+from slipstream.scheduler.workers.draft_session import FIRST_TRY_S, DraftSession
 from slipstream.scheduler.workers.epoch import Epoch
 from slipstream.scheduler.workers.heartbeats import Heartbeats
 from slipstream.scheduler.workers.link import LinkThread, WorkerLink
@@ -46,8 +48,13 @@ logger = logging.getLogger(__name__)
 
 FINAL_ERRORS = (MismatchError, ConfigError, CheckpointError, ManifestError, OutOfMemoryError)
 """Errors of verify that a retry cannot fix. No error of a draft ends the scheduler."""
-DRAFT_LOADS_S = 20.0
-"""How long, from the start on, an epoch that takes all free memory waits for a draft that is still loading."""
+DRAFT_LOADS_S = 60.0
+"""How long the first epoch waits, once verify has loaded, for a draft that is loading, and then for its attachment.
+
+Verify plans memory and captures graphs for the draft that it knows of: for a later one it captures them again.
+"""
+DRAFT_COMES_S = 20.0
+"""How long, from the start on, the first epoch on a GPU waits for a draft of which there is no process yet."""
 RETRY_S, LONGEST_RETRY_S = 0.2, 5.0
 """Between two tries to open an epoch: the time doubles while verify is lost before a step was done."""
 
@@ -139,7 +146,11 @@ class WorkerSession:
         self._thread = threading.Thread(target=self._run, name="loop")
         self._last_cause = ""
         self._retry_s = RETRY_S
-        self._draft_loads_until = time.monotonic() + DRAFT_LOADS_S
+        self._draft_comes_until = time.monotonic() + DRAFT_COMES_S
+        self._draft_loads_until = math.inf
+        """Set once verify has loaded."""
+        self._is_starting = True
+        """Until the first epoch is open."""
 
     def start(self) -> None:
         """Starts the threads."""
@@ -242,19 +253,35 @@ class WorkerSession:
         return without, sizes_without
 
     def _expected_draft(self, verify: WorkerDescription) -> WorkerDescription | None:
-        """The draft that memory is planned for. Pages that take all that is free would leave none for a later one."""
+        """The draft that memory and graphs are planned for. The first epoch waits for one that is loading."""
         draft = self.drafts.describe()
-        takes_all = verify.memory.total > 0 and self._config.kv_memory_mib is None and self._config.draft is not None
-        if draft is None and takes_all and time.monotonic() < self._draft_loads_until:
-            logger.info("waiting for the draft at %s to load: memory is planned for both", self.drafts.address)
-        while draft is None and takes_all and time.monotonic() < self._draft_loads_until and not self._queue.is_stopped:
+        if not self._is_starting or draft is not None or not self._is_draft_coming(verify):
+            return draft
+        address, begun = self.drafts.address, time.monotonic()
+        logger.info("waiting for the draft at %s to load: memory and graphs are planned for both", address)
+        while draft is None and self._is_draft_coming(verify) and not self._queue.is_stopped:
             self._queue.wait_for_stop(RETRY_S)
             draft = self.drafts.describe()
+        if draft is None:
+            waited_s = time.monotonic() - begun
+            logger.warning(
+                "the draft at %s is not there after %.0f s: steps go without it until it is", address, waited_s
+            )
         return draft
+
+    def _is_draft_coming(self, verify: WorkerDescription) -> bool:
+        """Returns whether a draft that does not answer is still to be waited for."""
+        now, address = time.monotonic(), self.drafts.address
+        self._draft_loads_until = min(self._draft_loads_until, now + DRAFT_LOADS_S)
+        if address and is_claimed(address):
+            return now < self._draft_loads_until
+        return bool(address) and verify.memory.total > 0 and now < self._draft_comes_until
 
     def _run_epoch(self, epoch: Epoch) -> None:
         loop = epoch.open()
-        self.drafts.enter(epoch, lambda: self._queue.is_stopped)
+        patience_s = DRAFT_LOADS_S if self._is_starting else FIRST_TRY_S
+        self.drafts.enter(epoch, lambda: self._queue.is_stopped, patience_s)
+        self._is_starting = False
         epoch.speculation.settle()
         self._queue.open(epoch.number)
         self._listener.attached(epoch)

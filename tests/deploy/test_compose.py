@@ -251,7 +251,9 @@ def test_services_under_mps(project: dict[str, Any], variant: str) -> None:
     pipes = {}
     for name in ("anchor", *ON_THE_DEVICE):
         environment = services[name].get("environment", {})
-        assert all(f'"{variable}"' in source for variable in environment)
+        assert all(
+            f'"{variable}"' in source for variable in environment if not variable.endswith(("CACHE_DIR", "PATH"))
+        )
         pipes[name] = environment.get("CUDA_MPS_PIPE_DIRECTORY")
     inside, outside = "/run/mps", mps.outside_mps(Path("/run/mps"))["CUDA_MPS_PIPE_DIRECTORY"]
     if variant == "cpu":
@@ -262,6 +264,22 @@ def test_services_under_mps(project: dict[str, Any], variant: str) -> None:
         assert pipes == {"anchor": inside, "verify": inside, "draft": inside, "scheduler": outside}
     is_daemon = services["anchor"]["command"] == [mps.CONTROL, "-f"]
     assert is_daemon is (variant == "gpu")
+
+
+def test_compiled_kernels_outlive_a_container(project: dict[str, Any], variant: str) -> None:
+    """Each worker has a volume of its own: verify runs nothing that a draft has written."""
+    folder = "/var/cache/slipstream"
+    sources = []
+    for name in ("verify", "draft"):
+        service = project["services"][name]
+        environment = service.get("environment") or {}
+        kept = [environment.get(variable, "") for variable in ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH")]
+        assert all(path.startswith(f"{folder}/") for path in kept) is (variant != "cpu")
+        mounts = [mount for mount in service["volumes"] if not isinstance(mount, dict)]
+        sources += [mount.split(":")[0] for mount in mounts if mount.split(":")[1] == folder]
+    assert len(set(sources)) == 2
+    assert all(project["volumes"][source] == {} for source in sources)
+    assert f"--owner 10001 --group 10001 {folder}" in (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
 
 
 def test_mounted_files_exist(project: dict[str, Any]) -> None:

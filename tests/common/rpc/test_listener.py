@@ -17,7 +17,7 @@ import pytest
 
 from slipstream.common.errors import AddressInUseError, ConfigError
 from slipstream.common.rpc import listener
-from slipstream.common.rpc.listener import Listener
+from slipstream.common.rpc.listener import Listener, is_claimed
 from slipstream.common.rpc.serving import GrpcServer
 from tests.harness.grpc_server import FREE_PORT, running_server
 
@@ -48,6 +48,15 @@ def test_a_claim_keeps_others_out_until_it_ends(address: str) -> None:
     with Listener.claim(listener.address):
         pass
     assert set(open_descriptors()) <= set(before), "some of earlier tests may end meanwhile"
+
+
+def test_a_claimed_socket_is_known_before_its_server_listens(address: str) -> None:
+    """A port's claim is not: a bound socket that does not listen looks as a free one."""
+    is_unix = address.startswith("unix:")
+    assert not is_claimed(address)
+    with Listener.claim(address) as listener:
+        assert is_claimed(listener.address) == is_unix
+    assert not is_claimed(listener.address)
 
 
 def test_a_directory_in_which_no_socket_can_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

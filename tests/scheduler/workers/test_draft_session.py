@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from slipstream.common.api.draft_swap import DraftSwap, SwapTerms
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import ConfigError, FailedPreconditionError, UnavailableError
+from slipstream.common.rpc.listener import Listener as SocketListener
 from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.contract import Attachment, DeviceMemory, WorkerDescription
 from slipstream.common.worker.layout import RESULT_FENCES, EpochShape
@@ -23,6 +25,7 @@ from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.telemetry.decode_record import DecodeRecord
 from slipstream.scheduler.telemetry.metrics import DraftMetrics
+from slipstream.scheduler.workers import session
 from slipstream.scheduler.workers.attachment import DraftAttachment
 from slipstream.scheduler.workers.draft_session import DraftSession
 from slipstream.scheduler.workers.held import DraftTarget
@@ -32,6 +35,8 @@ from tests.harness.waiting import block_until
 from tests.harness.workers import describe
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from slipstream.common.errors import SlipstreamError
     from slipstream.scheduler.records import LossCause
     from slipstream.scheduler.workers.epoch import Epoch
@@ -300,31 +305,74 @@ def test_no_draft_ends_the_scheduler_as_the_memory_is_planned(wrong: dict[str, o
     assert attachment.expected_draft is None
 
 
-@pytest.mark.parametrize("kv_memory_mib", [None, 8])
-def test_memory_is_planned_for_a_draft_that_still_loads_where_pages_take_all(kv_memory_mib: int | None) -> None:
-    """Where they do not, an epoch begins without it."""
-    verify = FakeLink(describe(Role.VERIFY, memory=DeviceMemory(total=2**40, free=2**40)))
-    attachment = attach(replace(CONFIG, kv_memory_mib=kv_memory_mib), verify, LoadingLink(DRAFT))
-    assert (attachment.expected_draft is None) == (kv_memory_mib is not None)
+@pytest.mark.parametrize(
+    ("is_on_gpu", "is_claimed", "is_waited_for"),
+    [(True, False, True), (False, True, True), (True, True, True), (False, False, False)],
+)
+def test_the_first_epoch_waits_for_a_draft_that_is_loading(
+    tmp_path: Path, is_on_gpu: bool, is_claimed: bool, is_waited_for: bool
+) -> None:
+    """On a GPU also for one of which there is no process yet: verify captures graphs for what it knows of."""
+    size = 2**40 if is_on_gpu else 0
+    verify = FakeLink(describe(Role.VERIFY, memory=DeviceMemory(total=size, free=size)))
+    with ExitStack() as held:
+        address = claimed(tmp_path, held) if is_claimed else ADDRESS
+        attachment = attach(replace(CONFIG, draft=address), verify, LoadingLink(DRAFT))
+    assert (attachment.expected_draft is not None) == is_waited_for
+
+
+def test_an_epoch_waits_only_so_long_for_a_draft_that_is_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(session, "DRAFT_LOADS_S", 0.5)
+    draft = LoadingLink(DRAFT, needed=10**6)
+    with ExitStack() as held:
+        attachment = attach(replace(CONFIG, draft=claimed(tmp_path, held)), FakeLink(VERIFY), draft)
+    assert attachment.expected_draft is None
+    assert "is not there after" in caplog.text
+
+
+def test_the_first_epoch_serves_once_the_draft_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later ones go on soon: sequences wait for them."""
+    monkeypatch.setattr(session, "FIRST_TRY_S", 0.0)
+    listener = Listener()
+
+    class SlowLink(FakeLink):
+        was_serving = True
+
+        def attach(self, attachment: Attachment) -> None:
+            self.was_serving = listener.is_attached.wait(1.0)
+
+    draft = SlowLink(DRAFT)
+    attach(CONFIG, FakeLink(VERIFY), draft, listener)
+    assert not draft.was_serving
+
+
+def claimed(folder: Path, held: ExitStack) -> str:
+    """An address at which a process is going to serve."""
+    folder.chmod(0o700)
+    return held.enter_context(SocketListener.claim(f"unix:{folder}/draft.sock")).address
 
 
 class LoadingLink(FakeLink):
-    """A link to a draft that is there when it is asked for the third time."""
+    """A link to a draft that is there when it is asked for the third time, or as often as is needed."""
 
-    num_asked = 0
+    def __init__(self, description: WorkerDescription, needed: int = 3) -> None:
+        super().__init__(description)
+        self.num_asked, self.needed = 0, needed
 
     def describe(self) -> WorkerDescription:
         """See `Link.describe`."""
         self.num_asked += 1
-        if self.num_asked < 3:
+        if self.num_asked < self.needed:
             raise UnavailableError("it loads")
         return self.description
 
 
-def attach(config: SchedulerConfig, verify: FakeLink, draft: FakeLink) -> Attachment:
+def attach(config: SchedulerConfig, verify: FakeLink, draft: FakeLink, listener: Listener | None = None) -> Attachment:
     """Runs a session until its first epoch is open; returns what verify is told of it."""
-    links, queue, listener = {Role.VERIFY: verify, Role.DRAFT: draft}, WaitingQueue(8), Listener()
-    session = WorkerSession(
+    links, queue, listener = {Role.VERIFY: verify, Role.DRAFT: draft}, WaitingQueue(8), listener or Listener()
+    made = WorkerSession(
         config,
         HostDevice(),
         queue,
@@ -333,10 +381,10 @@ def attach(config: SchedulerConfig, verify: FakeLink, draft: FakeLink) -> Attach
         sink=cast("Any", SimpleNamespace(put=lambda _: None)),
         make_link=lambda role, _: cast("Link", links[role]),
     )
-    session.start()
+    made.start()
     assert listener.is_attached.wait(20)
     queue.stop()
-    session.join()
+    made.join()
     assert not listener.errors
     assert verify.attachment is not None
     return verify.attachment

@@ -25,8 +25,9 @@ from slipstream.services.worker import epoch, fused_future_map
 from slipstream.services.worker.config import EAGLE3, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from slipstream.services.worker.fused_future_map import FusedFutureMap, FusedRegion
+from slipstream.services.worker.graphs import HostCapture
 from tests.harness.checkpoints import write_checkpoint
-from tests.harness.driven_workers import EPOCH, SIZES, Driven
+from tests.harness.driven_workers import EPOCH, SIZES, Draft, Driven
 from tests.harness.eagle3_checkpoints import ALGORITHMS, AUTHORS, MODULES, write_head
 from tests.harness.inline_device import InlineDevice
 from tests.harness.kernel_launches import KernelLaunches
@@ -34,12 +35,12 @@ from tests.harness.served_worker import kv_cache
 from tests.harness.workers import SharedArenas
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from slipstream.common.device.cpu.device import HostFence
     from slipstream.common.device.interface import Device
     from slipstream.services.worker.role import RoleEngine
-    from tests.harness.driven_workers import Draft
 
 PROMPTS = {1: [5, 6, 7, 8, 9, 10, 11, 12, 13], 3: [200, 3, 77]}
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7)
@@ -157,6 +158,32 @@ def test_drafts_of_other_algorithms_and_lengths_take_turns(
 def _sizes(role: RoleEngine) -> DraftSizes:
     found = role.description
     return DraftSizes(num_draft_tokens=2, hidden_width=found.hidden_width, hidden_layers=found.hidden_layers)
+
+
+@pytest.mark.parametrize("kind", ["language model", "head"])
+@pytest.mark.parametrize("is_expected", [False, True])
+def test_verify_captures_nothing_again_for_a_draft_that_it_expected(
+    target: Path, head: Path, monkeypatch: pytest.MonkeyPatch, kind: str, *, is_expected: bool
+) -> None:
+    captured: list[object] = []
+    capture = HostCapture.capture
+
+    def counting(self: HostCapture, work: Callable[[], None]) -> Callable[[], None]:
+        captured.append(work)
+        return capture(self, work)
+
+    monkeypatch.setattr(HostCapture, "capture", counting)
+    device = InlineDevice()
+    role = _twin(target, device) if kind == "language model" else _head(head, target, device)
+    driven = Driven(_verify(target, device), device, expected=_sizes(role) if is_expected else None)
+    num_of_verify = len(captured)
+    draft = Draft(role, device, 2, 2)
+    num_before = len(captured)
+    driven.verify.attach_draft(draft.memory.region(2, epoch=EPOCH, draft=draft.sizes))
+    assert num_of_verify > 0
+    assert (len(captured) == num_before) == is_expected
+    draft.close()
+    driven.close()
 
 
 @pytest.mark.parametrize("expected", [None, "language model", "head"])
