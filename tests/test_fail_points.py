@@ -111,8 +111,9 @@ def test_a_service_that_dies(expected: list[tuple[int, ...]], tmp_path: Path, na
     with running_up(state_dir, *OPTIONS, environment=faults.environment) as up:
         asyncio.run(check_until_failed(faults, state_dir, expected))
         for point in points:
-            again = "is tried again" if point.startswith("draft.before_ready") else "is started again"
-            killed = f"{point.partition('.')[0]} was killed by SIGKILL and {again}"
+            is_loading = point.startswith("draft.before_ready")
+            again = "before it was ready and is tried again" if is_loading else "and is started again"
+            killed = f"{point.partition('.')[0]} was killed by SIGKILL {again}"
             until(lambda killed=killed: killed in up.errors(), up)  # type: ignore[misc]
         up.signal(signal.SIGINT)
         assert up.end() == 0

@@ -56,11 +56,12 @@ class StateLines:
             self._console.print(f"{name}: [{_STYLES[state]}]{state.value}[/]{took}", highlight=False)
 
     def say_progress(self, last_log_line: Callable[[str], str]) -> None:
-        """Prints a line for each service that is loading, with the last line of its log."""
+        """Prints a line for each service that is loading, with the last line of its log if that has any."""
         for name, (state, since) in self._states.items():
             if state is ServiceState.LOADING and name not in self._failing:
                 took, line = time.monotonic() - since, last_log_line(name)
-                self._console.print(f"{name}: still loading after {took:.0f} s: {line}", highlight=False, markup=False)
+                last = f": {line}" if line else ""
+                self._console.print(f"{name}: still loading after {took:.0f} s{last}", highlight=False, markup=False)
 
 
 class LogFollower:

@@ -136,14 +136,14 @@ class ServiceProcess:
             return f"was killed by {names.get(-status, f'signal {-status}')}"
         return f"ended with exit status {status}"
 
-    def last_log_lines(self, count: int = 20) -> str:
-        """The end of its log, indented; says so when there is none."""
+    def last_log_lines(self, count: int = 20, *, if_none: str = "  (it logged nothing)") -> str:
+        """The end of its log, indented; says so when there is none, by `if_none`."""
         try:
             with self.command.log_path.open(encoding="utf-8", errors="replace") as log:
                 lines = deque(log, maxlen=count)
         except OSError as error:
             return f"  (its log cannot be read: {error})"
-        return "".join(f"  {line.rstrip()}\n" for line in lines).rstrip("\n") or "  (it logged nothing)"
+        return "".join(f"  {line.rstrip()}\n" for line in lines).rstrip("\n") or if_none
 
     def remove_socket(self) -> None:
         """Removes the socket that a killed service left; one at which another process serves stays."""

@@ -133,7 +133,7 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
 async def _say_progress(lines: StateLines, supervisor: Supervisor) -> None:
     while True:
         await asyncio.sleep(_PROGRESS_S)
-        lines.say_progress(lambda name: supervisor.service(name).process.last_log_lines(1).strip())
+        lines.say_progress(lambda name: supervisor.service(name).process.last_log_lines(1, if_none="").strip())
 
 
 async def _with_draft(server: str, supervisor: Supervisor) -> ServerStatus:
