@@ -43,7 +43,8 @@ from slipstream.common.settings import setting
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
-from slipstream.services.models.head_checkpoint import HEADS, empty_head
+from slipstream.services.models.head_checkpoint import empty_head
+from slipstream.services.models.head_config import HEADS
 from slipstream.services.worker.config import WorkerConfig
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.cli.doctor.hand_over import TIMED, WORDS, measure
+from slipstream.cli.model_checks import describe_draft, describe_target
 from slipstream.cli.status import check
 from slipstream.cli.up.config import LOOPBACK
 from slipstream.cli.up.mps import MpsMode, has_nvidia_device, mps_daemon, outside_mps
@@ -247,32 +248,17 @@ def check_gpu() -> Finding:
 
 def check_models(models: ModelChoice) -> Iterator[Finding]:
     """The directories of the target and, if there is one, the draft: readable, supported, fit for each other."""
-    from slipstream.services.models.checkpoint import tokenizer_fingerprint
-    from slipstream.services.models.config import ModelConfig
-    from slipstream.services.models.head_checkpoint import HEADS
-
-    def describe(path: Path, *, is_draft: bool) -> str:
-        if is_draft and models.algorithm in HEADS:
-            HEADS[models.algorithm].config(path)
-            return HEADS[models.algorithm].name
-        architecture = ModelConfig.from_directory(path).architecture
-        if tokenizer_fingerprint(path) != tokenizer_fingerprint(models.target):
-            raise SlipstreamError("its tokenizer is not the target's")
-        return architecture + (", with the target's tokenizer" if is_draft else "")
-
-    for name, path, is_draft in (("target model", models.target, False), ("draft model", models.draft, True)):
+    for name, path, describe in (
+        ("target model", models.target, describe_target),
+        ("draft model", models.draft, describe_draft),
+    ):
         if path is None:
             continue
         try:
-            description = describe(path, is_draft=is_draft)
+            yield ok(name, f"{path}: {describe(models)}")
         except (SlipstreamError, OSError) as error:
             reason = str(error).removeprefix(f"{path}: ")
             yield failed(name, f"{path}: {reason}", "another directory, or the whole checkpoint")
-            continue
-        if any(path.glob("*.safetensors")):
-            yield ok(name, f"{path}: {description}")
-        else:
-            yield failed(name, f"{path}: no safetensors in it", "the whole checkpoint, with its *.safetensors")
 
 
 async def check_sharing_on_gpu() -> list[Finding]:

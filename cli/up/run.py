@@ -11,6 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from slipstream.cli.cancellation import StopSignals, background
+from slipstream.cli.model_checks import check_device, check_models
 from slipstream.cli.status import fetch_status
 from slipstream.cli.up.config import (
     clients_address,
@@ -30,6 +31,7 @@ from slipstream.cli.up.supervisor import Supervisor
 from slipstream.common.errors import ConfigError, UnavailableError
 from slipstream.common.private_files import lock, make_private_directory, open_new
 from slipstream.gateway.keys import KeyFile
+from slipstream.services.worker.config import DUMMY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -105,6 +107,7 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
         server = server_address(config, listen)
         workers, *others = _commands(config, listen)
         openai = [] if config.openai_port is None else [openai_command(config, listen)]
+        await _check(config)
         lines = StateLines(console)
         async with (
             follower,
@@ -145,6 +148,12 @@ async def _with_draft(server: str, supervisor: Supervisor) -> ServerStatus:
         if status.state.draft_state in ("", "attached", "resting") or has_failed or time.monotonic() > end:
             return status
         await asyncio.sleep(_DRAFT_POLL_S)
+
+
+async def _check(config: UpConfig) -> None:
+    """Raises ConfigError or CheckpointError for what no service could serve."""
+    check_device(config.device)
+    await asyncio.to_thread(check_models, config.models, needs_weights=config.load_format != DUMMY)
 
 
 def _why_without_draft(state: ServerState) -> str:

@@ -20,8 +20,6 @@ PROTOCOL_VERSION = 3
 """Grows when a message of the worker contract changes its meaning."""
 LARGEST_EPOCH = 2**63 - 1
 """The largest number of an epoch and of an attachment: words of a step have 64 bits."""
-FINAL_NORM = 2**32 - 1
-"""Among the layers whose inputs a draft reads: the output of the target's final norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,21 +1,18 @@
-"""Loads a Hugging Face checkpoint into a decoder, and identifies its tokenizer."""
+"""Loads a Hugging Face checkpoint into a decoder."""
 
 from __future__ import annotations
 
 import enum
-import hashlib
-import json
 import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.config import FAMILIES, ModelConfig
-from slipstream.services.models.config_fields import MAX_TABLE_BYTES, read_json
 from slipstream.services.models.decoder import Decoder, DecoderLayer
 from slipstream.services.models.quantization import FP8, dequantised
 from slipstream.services.models.rope import paired_dimensions
@@ -26,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from slipstream.services.models.quantization import Fp8Weights
+    from slipstream.services.models.fp8_config import Fp8Weights
 
 logger = logging.getLogger(__name__)
 
@@ -97,28 +94,6 @@ def _empty_decoder(config: ModelConfig, device: torch.device, dtype: torch.dtype
 
         return FusedDecoder(config, device=device, dtype=dtype)
     return Decoder(config, device=device, dtype=dtype)
-
-
-def tokenizer_fingerprint(path: str | Path) -> str:
-    """SHA-256 (hex) of the vocabulary in a directory's `tokenizer.json`.
-
-    Covers tokens, merges and added tokens in one canonical form, so that files which merely write them differently
-    agree. Raises `CheckpointError` when there is no such file or it has no vocabulary.
-    """
-    path = Path(path)
-    if not (path / "tokenizer.json").is_file():
-        raise CheckpointError(f"{path}: tokenizer.json is missing; supported: tokenizers saved as tokenizer.json")
-    document = read_json(path / "tokenizer.json", MAX_TABLE_BYTES)
-    try:
-        model = document["model"]
-        vocabulary = _vocabulary(model["vocab"])
-        vocabulary |= {(int(token["id"]), str(token["content"])) for token in document.get("added_tokens") or ()}
-        merges = [_merge(merge) for merge in model.get("merges") or ()]
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        message = "supported: a tokenizer with `model.vocab` and, where it has them, `model.merges` and `added_tokens`"
-        raise CheckpointError(f"{path}: tokenizer.json: cannot read the vocabulary; {message}") from error
-    canonical = json.dumps([sorted(vocabulary), merges], separators=(",", ":"))
-    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 
 def _slots(config: ModelConfig) -> Iterator[tuple[str, Slot]]:
@@ -269,18 +244,6 @@ def _check_tied_head(files: WeightFiles) -> None:
             "config.json: tie_word_embeddings: got true, but lm_head.weight differs from model.embed_tokens.weight"
         )
         raise CheckpointError(f"{files.path}: {message}")
-
-
-def _vocabulary(vocab: Any) -> set[tuple[int, str]]:
-    if isinstance(vocab, dict):
-        return {(int(index), str(token)) for token, index in vocab.items()}
-    return {(index, str(entry[0])) for index, entry in enumerate(vocab)}  # unigram models: (token, score)
-
-
-def _merge(merge: Any) -> list[str]:
-    # Files written before tokenizers 0.20 have "left right", later ones ["left", "right"].
-    left, right = merge.split(" ") if isinstance(merge, str) else merge
-    return [str(left), str(right)]
 
 
 def _some(names: list[str]) -> str:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.common.worker.contract import FINAL_NORM
+from slipstream.common.worker.step import FINAL_NORM
 from slipstream.services.models.attention import torch_attention
 from slipstream.services.models.quantization import FP8, PackedFp8, dequantised, keeps_fp8
 from slipstream.services.models.rope import Rotation, rotation_table

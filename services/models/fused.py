@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.services.models.decoder import Decoder, Linear, RMSNorm
-from slipstream.services.models.heads import DraftHead, Eagle3Config, Eagle3Head, EagleConfig, EagleHead, HeadModule
+from slipstream.services.models.head_config import Eagle3Config, EagleConfig
+from slipstream.services.models.heads import DraftHead, Eagle3Head, EagleHead, HeadModule
 from slipstream.services.models.kernels.block_ops import add_rms_norm, embed_and_norm, rms_norm, swiglu
 from slipstream.services.models.kernels.paged_attention import JoinedAttention, PagedAttention, paged_attention
 from slipstream.services.models.kernels.products import Scaled, add_product, has_few_rows, linear, product
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.decoder import DecoderLayer
-    from slipstream.services.models.heads import HeadConfig
+    from slipstream.services.models.head_config import HeadConfig
 
 
 class FusedDecoder(Decoder):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,25 +21,24 @@ from slipstream.services.models.checkpoint import (
     layer_slots,
 )
 from slipstream.services.models.config import ModelConfig
-from slipstream.services.models.heads import (
+from slipstream.services.models.head_config import (
     EMBEDDING,
     FC,
     FC_BIAS,
+    HEADS,
     OUTPUT,
     OUTPUT_TENSOR,
-    DraftHead,
     Eagle3Config,
-    Eagle3Head,
     EagleConfig,
-    EagleHead,
     HeadConfig,
     MtpConfig,
+    check_target,
 )
+from slipstream.services.models.heads import DraftHead, Eagle3Head, EagleHead
 from slipstream.services.models.weight_files import WeightFiles
-from slipstream.services.worker.config import EAGLE, EAGLE3, MTP
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 _EMBEDDING = "embed_tokens.weight"
 _TARGET_EMBEDDING = "model.embed_tokens.weight"
@@ -47,26 +46,6 @@ _MODULE_HEAD = "shared_head.head.weight"
 _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.", re.ASCII)
 _IDS = "d2t"
 _TABLES = (_IDS, "t2d")
-
-
-@dataclass(frozen=True, slots=True)
-class HeadKind:
-    """A kind of heads."""
-
-    name: str
-    """In messages."""
-    config: Callable[[Path], HeadConfig]
-    """Reads a directory's `config.json`. Raises `CheckpointError`."""
-    optional: tuple[str, ...]
-    """Parameters for which the target's serve where a checkpoint has none of its own."""
-
-
-HEADS = {
-    EAGLE3: HeadKind("an EAGLE-3 head", Eagle3Config.from_directory, (EMBEDDING,)),
-    EAGLE: HeadKind("an EAGLE head", EagleConfig.from_directory, (EMBEDDING, OUTPUT)),
-    MTP: HeadKind("multi-token prediction modules", MtpConfig.from_directory, (EMBEDDING, OUTPUT)),
-}
-"""The kinds of heads by their algorithms."""
 
 
 def load_head(
@@ -88,7 +67,7 @@ def load_head(
     path, kind = Path(path), HEADS[algorithm]
     config = kind.config(path)
     if target is not None:
-        _check_target(path, config, target)
+        check_target(path, config, target)
     borrows = borrows and (target is None or config.layer.vocab_size == ModelConfig.from_directory(target).vocab_size)
     if load_format is LoadFormat.DUMMY:
         if borrows:
@@ -215,12 +194,6 @@ def _token_ids(files: WeightFiles, config: HeadConfig) -> torch.Tensor:
         message = f"some of its ids are not below {vocab_size}, or there twice; supported: target id - draft id"
         raise CheckpointError(f"{files.path}: {info.file}: tensor {_IDS}: {message}")
     return ids
-
-
-def _check_target(path: Path, config: HeadConfig, target: Path) -> None:
-    asked, given = config.target_hidden_size, ModelConfig.from_directory(target).hidden_size
-    if asked != given:
-        raise CheckpointError(f"{path}: the head is for a target of hidden size {asked}, that of {target} is {given}")
 
 
 def _copy_from_target(head: DraftHead, which: str, name: str, path: Path, target: Path | None) -> None:

@@ -13,206 +13,25 @@ p + i, and predicts the token at p + i + 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.common.errors import CheckpointError, MismatchError
-from slipstream.common.worker.contract import FINAL_NORM
+from slipstream.common.errors import MismatchError
 from slipstream.common.worker.layout import BufferName
 from slipstream.services.models.attention import torch_attention
-from slipstream.services.models.config import MAX_HIDDEN_SIZE, MAX_LAYERS, ModelConfig
-from slipstream.services.models.config_fields import ConfigFields, is_integer
 from slipstream.services.models.decoder import DecoderLayer, Linear, RMSNorm, empty_parameter, pack_linears
+from slipstream.services.models.head_config import EMBEDDING, OUTPUT
 from slipstream.services.models.rope import Rotation, rotation_table
-from slipstream.services.models.weight_files import WeightFiles, has_weights
-from slipstream.services.worker.config import EAGLE, EAGLE3, algorithm_of_head
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from slipstream.services.models.attention import ForwardBatch, PagedKV
     from slipstream.services.models.decoder import Attend
-
-
-EMBEDDING, OUTPUT = "embedding", "head.weight"
-"""Parameters of a head for which the target's may serve."""
-NUM_FUSED = 3
-"""Hidden states of the target that are fused into one."""
-
-_LAYER_ARCHITECTURE = "LlamaForCausalLM"
-_AUTHORS_LAYER, _PACKAGES_LAYER = "midlayer", "layers.0"
-FC, FC_BIAS, OUTPUT_TENSOR = "fc.weight", "fc.bias", "lm_head.weight"
-"""Names of tensors."""
-_REFUSED = ("norm_before_fc", "fc_norm", "norm_output")
-"""Variants of the head that some packages can write."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadConfig:
-    """The shape of a head."""
-
-    layer: ModelConfig
-    """Its layer, `num_layers` of them where it has modules; `vocab_size` is the target's."""
-    draft_vocab_size: int
-    target_hidden_size: int
-    hidden_layers: tuple[int, ...]
-    """The target's layers whose inputs it reads, or FINAL_NORM; empty for those of EAGLE-3's paper."""
-    borrowed: tuple[str, ...] = ()
-    """Parameters that verify lends (`DraftHead.borrow`), so that the head takes no memory for them."""
-
-    @property
-    def hidden_width(self) -> int:
-        """Width of what the head reads of the target at each position."""
-        return (len(self.hidden_layers) or NUM_FUSED) * self.target_hidden_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Eagle3Config(HeadConfig):
-    """The shape of an EAGLE-3 head."""
-
-    layer_name: str
-    """Prefix of the layer's tensors: `midlayer` or `layers.0`."""
-    has_normed_residual: bool
-    """Whether the layer adds to the fused state after its norm (`norm_before_residual`)."""
-
-    @classmethod
-    def from_directory(cls, path: str | Path) -> Eagle3Config:
-        """Takes the layout, and the sizes that `config.json` does not have, from the tensors, where there are any.
-
-        Raises `CheckpointError` when the directory is no head of a supported layout.
-        """
-        fields, shapes = _fields(path, "an EAGLE-3 head"), _shapes(path, EAGLE3)
-        is_speculators = fields.get("speculators_model_type") is not None
-        _check_layout(fields, is_speculators=is_speculators)
-        layer = _layer(fields.sub("transformer_layer_config") if is_speculators else fields)
-        is_packages = f"{_PACKAGES_LAYER}.hidden_norm.weight" in shapes if shapes else is_speculators
-        vocab_size, hidden_size = layer.vocab_size, layer.hidden_size
-        draft_vocab_size = min(shapes.get(OUTPUT_TENSOR, (vocab_size,))[0], vocab_size)
-        target_hidden_size = shapes.get(FC, (hidden_size, NUM_FUSED * hidden_size))[-1] // NUM_FUSED
-        return cls(
-            layer=layer,
-            layer_name=_PACKAGES_LAYER if is_packages else _AUTHORS_LAYER,
-            draft_vocab_size=fields.count("draft_vocab_size", draft_vocab_size, high=vocab_size),
-            target_hidden_size=fields.count("target_hidden_size", target_hidden_size, high=MAX_HIDDEN_SIZE),
-            hidden_layers=_fused_layers(fields),
-            has_normed_residual=bool(fields.get("norm_before_residual")),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleConfig(HeadConfig):
-    """The shape of an EAGLE head."""
-
-    has_fc_bias: bool = False
-    has_norms: bool = False
-    """Whether embedding, state, attention's input and the output are normed; EAGLE norms none of them."""
-
-    @classmethod
-    def from_directory(cls, path: str | Path) -> EagleConfig:
-        """Raises `CheckpointError` when the directory is no head of a supported layout."""
-        fields, shapes = _fields(path, "an EAGLE head"), _shapes(path, EAGLE)
-        layer = _layer(fields)
-        return cls(
-            layer=layer,
-            draft_vocab_size=layer.vocab_size,
-            target_hidden_size=layer.hidden_size,
-            hidden_layers=(FINAL_NORM,),
-            has_fc_bias=FC_BIAS in shapes if shapes else bool(fields.get("bias")),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MtpConfig(EagleConfig):
-    """The shape of modules for multi-token prediction."""
-
-    first_layer: int
-    """Number of the first module among the target's layers, in the names of tensors."""
-
-    @classmethod
-    def from_directory(cls, path: str | Path) -> MtpConfig:
-        """Raises `CheckpointError` when the directory has no modules, or some of an unsupported kind."""
-        fields = _fields(path, "a model with multi-token prediction modules")
-        num_modules = fields.count("num_nextn_predict_layers", high=MAX_LAYERS)
-        config = ModelConfig.from_directory(path)
-        if config.fp8 is not None:
-            raise fields.error("quantization_config", "none, with multi-token prediction modules")
-        if config.rope.rotary_dim(config.head_dim) != config.head_dim:
-            raise fields.error("partial_rotary_factor", "1, with multi-token prediction modules")
-        if len(set(config.sliding_windows)) > 1:
-            raise fields.error("layer_types", "the same for all layers, with multi-token prediction modules")
-        windows = config.sliding_windows[:1] * num_modules
-        return cls(
-            layer=replace(config, num_layers=num_modules, sliding_windows=windows),
-            draft_vocab_size=config.vocab_size,
-            target_hidden_size=config.hidden_size,
-            hidden_layers=(FINAL_NORM,),
-            has_norms=True,
-            first_layer=config.num_layers,
-        )
-
-
-def _fields(path: str | Path, what: str) -> ConfigFields:
-    path = Path(path)
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path}: config.json is missing; supported: {what}'s directory")
-    return ConfigFields.of_file(path / "config.json")
-
-
-def _shapes(path: str | Path, algorithm: str) -> Mapping[str, tuple[int, ...]]:
-    """Returns the shapes of a head's tensors, by their names; empty for a directory without weights.
-
-    Raises `CheckpointError` where they are those of another kind of head, or cannot be read.
-    """
-    if not has_weights(Path(path)):
-        return {}
-    with WeightFiles(Path(path)) as files:
-        shapes = {name: info.shape or (1,) for name, info in files.tensors.items()}
-    found = algorithm_of_head(shapes)
-    if found not in (None, algorithm):
-        raise CheckpointError(f"{path}: its tensors are those of algorithm {found}, supported: {algorithm}")
-    return shapes
-
-
-def _layer(fields: ConfigFields) -> ModelConfig:
-    """The one layer; `num_hidden_layers` is the target's in some heads, and another layer's tensors are refused."""
-    layer = ModelConfig.from_fields(fields, _LAYER_ARCHITECTURE)
-    layer = replace(layer, num_layers=1, sliding_windows=layer.sliding_windows[:1])
-    if layer.fp8 is not None:
-        raise fields.error("quantization_config", "none, with a draft head")
-    return layer
-
-
-def _check_layout(fields: ConfigFields, *, is_speculators: bool) -> None:
-    if is_speculators:
-        if fields.get("speculators_model_type") != "eagle3":
-            raise fields.error("speculators_model_type", "'eagle3'")
-        if not isinstance(fields.get("transformer_layer_config"), dict):
-            raise fields.error("transformer_layer_config", "the layer's fields")
-    for name in _REFUSED:
-        if fields.get(name):
-            raise fields.error(name, "none, or false")
-
-
-def _fused_layers(fields: ConfigFields) -> tuple[int, ...]:
-    """Layers by their input, as vLLM and `speculators` number them; `eagle_config` numbers outputs, as SGLang does.
-
-    An empty list is as none.
-    """
-    name, first = "eagle_aux_hidden_state_layer_ids", 0
-    if fields.get(name) in (None, []):
-        fields, first = fields.sub("eagle_config"), 1
-    given = fields.get(name)
-    if given in (None, []):
-        return ()
-    is_list = isinstance(given, list) and len(given) == NUM_FUSED
-    if not is_list or any(not is_integer(layer) or not 0 <= layer <= MAX_LAYERS for layer in given):
-        raise fields.error(name, f"{NUM_FUSED} numbers of layers")
-    return tuple(layer + first for layer in given)
+    from slipstream.services.models.head_config import Eagle3Config, EagleConfig, HeadConfig
 
 
 class DraftHead(nn.Module):

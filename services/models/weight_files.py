@@ -35,9 +35,13 @@ class TensorInfo:
 class WeightFiles:
     """The files of a checkpoint, mapped into memory while this context is open; only headers are read at first."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises `CheckpointError` when a file is missing or broken or contradicts the index."""
+    def __init__(self, path: Path, *, framework: str = "pt") -> None:
+        """`framework`: see `safe_open`; any will do for who reads no tensor.
+
+        Raises `CheckpointError` when a file is missing or broken or contradicts the index.
+        """
         self.path = path
+        self._framework = framework
         self.tensors: dict[str, TensorInfo] = {}
         """Tensors by name, in the order in which reading them is fastest."""
         self._stack = ExitStack()
@@ -72,7 +76,7 @@ class WeightFiles:
         if not (self.path / name).is_file():
             raise CheckpointError(f"{self.path}: {name}, which {INDEX_FILE} names, is missing")
         try:
-            file = self._stack.enter_context(safe_open(self.path / name, framework="pt", device="cpu"))
+            file = self._stack.enter_context(safe_open(self.path / name, framework=self._framework, device="cpu"))
         except (SafetensorError, OSError) as error:
             message = f"{self.path}: {name} is truncated or no safetensors file: {error}"
             raise CheckpointError(message) from error

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.errors import InvalidArgumentError, MismatchError
-from slipstream.common.worker.contract import FINAL_NORM, DraftSizes
-from slipstream.common.worker.step import FenceName, StepKind
+from slipstream.common.worker.contract import DraftSizes
+from slipstream.common.worker.step import FINAL_NORM, FenceName, StepKind
 from slipstream.services.models.sampler import SimulatedAcceptance
 from slipstream.services.verify.graphs import VerifyGraphs
 from slipstream.services.verify.step_tokens import measure_step_tokens

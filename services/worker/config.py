@@ -33,7 +33,8 @@ def algorithm_of_head(tensors: Iterable[str]) -> str | None:
 
 
 DEVICES = ("auto", "cpu", "cuda")
-LOAD_FORMATS = ("auto", "dummy")
+DUMMY = "dummy"
+LOAD_FORMATS = ("auto", DUMMY)
 MAX_ACCEPT_LENGTH = 17
 """With as many draft tokens as a step may have."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")

@@ -23,7 +23,7 @@ from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, BufferName
 from slipstream.common.worker.step import FenceName
 from slipstream.common.worker.wire import manifest_to_pb
 from slipstream.protos import worker_pb2 as pb
-from slipstream.services.models import checkpoint
+from slipstream.services.models import tokenizer_fingerprint as fingerprint
 from slipstream.services.models.sampler import SamplingRows, gumbel_noise_of, sample
 from tests.harness.checkpoints import write_json, write_tokenizer
 from tests.harness.tokenizers_by_kind import KINDS, make_tokenizer
@@ -83,20 +83,20 @@ def test_a_choice_is_that_of_the_target(sampling: SamplingParams) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_fingerprint_is_that_of_the_target(kind: str, tmp_path: Path) -> None:
     make_tokenizer(kind).backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert tokenizer_fingerprint(tmp_path) == checkpoint.tokenizer_fingerprint(tmp_path)
+    assert tokenizer_fingerprint(tmp_path) == fingerprint.tokenizer_fingerprint(tmp_path)
 
 
 def test_fingerprint_of_the_bundled_one_and_of_older_files(tmp_path: Path) -> None:
-    assert tokenizer_fingerprint(target_dir()) == checkpoint.tokenizer_fingerprint(target_dir())
+    assert tokenizer_fingerprint(target_dir()) == fingerprint.tokenizer_fingerprint(target_dir())
     write_tokenizer(tmp_path)
     expected = tokenizer_fingerprint(tmp_path)
-    assert expected == checkpoint.tokenizer_fingerprint(tmp_path)
+    assert expected == fingerprint.tokenizer_fingerprint(tmp_path)
     document = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
     document["model"]["merges"] = [" ".join(merge) for merge in document["model"]["merges"]]
     write_json(tmp_path / "tokenizer.json", document)
     assert tokenizer_fingerprint(tmp_path) == expected
     write_json(tmp_path / "tokenizer.json", {"model": {"type": "Unigram", "vocab": [["<s>", 0.0], ["é", -1.5]]}})
-    assert tokenizer_fingerprint(tmp_path) == checkpoint.tokenizer_fingerprint(tmp_path)
+    assert tokenizer_fingerprint(tmp_path) == fingerprint.tokenizer_fingerprint(tmp_path)
 
 
 def test_a_history_is_put_together_and_forgets_what_lies_before_a_gap() -> None:

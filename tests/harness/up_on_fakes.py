@@ -61,8 +61,12 @@ def main() -> None:
         state = SimpleNamespace(draft_state="waiting" if has_to_wait() else "")
         return SimpleNamespace(print=lambda: None, state=state)
 
+    async def check(_config: UpConfig) -> None:
+        pass
+
     config = UpConfig(models=models, state_dir=folder, listen="127.0.0.1:0", **more)
     with (
+        patch.object(up, "_check", check),
         patch.object(up, "_commands", lambda _config, _listen: services),
         patch.object(up, "fetch_status", fetch_status),
     ):

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from slipstream.services.models import quantization
+from slipstream.services.models import fp8_config, quantization
 from slipstream.services.models.kernels.launching import fetch, overlapping, wait_for_previous
 
 if TYPE_CHECKING:
     from slipstream.services.models.decoder import Linear
     from slipstream.services.models.quantization import PackedFp8
 
-BLOCK: tl.constexpr = tl.constexpr(quantization.BLOCK)
+BLOCK: tl.constexpr = tl.constexpr(fp8_config.BLOCK)
 """Columns of a weight that share a scale, and that are multiplied at a time."""
 CHUNK: tl.constexpr = tl.constexpr(quantization.CHUNK)
 _LINE: tl.constexpr = tl.constexpr(128)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slipstream.common.worker.contract import FINAL_NORM
+from slipstream.common.worker.step import FINAL_NORM
 from slipstream.services.models import attention
 from slipstream.services.models.attention import PagedKV, TorchAttention
 from slipstream.services.models.decoder import Decoder

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from slipstream.common.errors import CheckpointError
-from slipstream.common.worker.contract import FINAL_NORM
+from slipstream.common.worker.step import FINAL_NORM
 from slipstream.services.models.attention import ForwardBatch, PagedKV
 from slipstream.services.models.checkpoint import load_decoder
 from slipstream.services.models.head_checkpoint import load_head
-from slipstream.services.models.heads import Eagle3Config, EagleConfig, MtpConfig
+from slipstream.services.models.head_config import Eagle3Config, EagleConfig, MtpConfig
 from slipstream.services.worker.config import EAGLE, EAGLE3, MTP
 from tests.harness.checkpoints import LLAMA, VOCAB_SIZE, write_checkpoint, write_json, write_weights
 from tests.harness.eagle3_checkpoints import (

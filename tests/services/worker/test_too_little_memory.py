@@ -14,7 +14,7 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import OutOfMemoryError
 from slipstream.common.host import host_bytes
 from slipstream.services.models.config import ModelConfig
-from slipstream.services.models.heads import Eagle3Config
+from slipstream.services.models.head_config import Eagle3Config
 from slipstream.services.worker import factory
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.forward_sizes import forward_size

@@ -1,0 +1,108 @@
+"""What `up` finds wrong in models and device before it starts anything."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream import bundled
+from slipstream.cli import model_checks
+from slipstream.cli.doctor.checks import Verdict, check_models
+from slipstream.cli.model_checks import check_device
+from slipstream.cli.model_choice import ModelChoice
+from slipstream.common.errors import CheckpointError, ConfigError
+from slipstream.services.worker.config import EAGLE, EAGLE3, MTP, STANDALONE
+from tests.harness.checkpoints import write_checkpoint
+from tests.harness.eagle3_checkpoints import write_head
+from tests.harness.running import slipstream
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(60)
+
+TARGET = bundled.target_dir()
+DRAFTS = {
+    STANDALONE: bundled.standalone_dir(),
+    EAGLE3: bundled.eagle3_dir(),
+    EAGLE: bundled.eagle_dir(),
+    MTP: bundled.mtp_dir(),
+}
+
+
+def refused(models: ModelChoice, *, needs_weights: bool = True) -> str:
+    """Why models are refused; the doctor says the same of them."""
+    with pytest.raises(CheckpointError) as caught:
+        model_checks.check_models(models, needs_weights=needs_weights)
+    if needs_weights:
+        (failed,) = [finding for finding in check_models(models) if finding.verdict is Verdict.FAILED]
+        assert str(caught.value) in failed.detail
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("algorithm", DRAFTS)
+def test_what_fits_is_accepted_without_pytorch(algorithm: str) -> None:
+    code = (
+        "import sys; from pathlib import Path; from slipstream.cli.model_checks import check_models;"
+        "from slipstream.cli.model_choice import ModelChoice;"
+        "check_models(ModelChoice(target=Path(sys.argv[1]), draft=Path(sys.argv[2]), algorithm=sys.argv[3]));"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    arguments = (sys.executable, "-c", code, str(TARGET), str(DRAFTS[algorithm]), algorithm)
+    assert subprocess.run(arguments, capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_what_cannot_be_served_is_refused_with_the_reason(tmp_path: Path) -> None:
+    own = write_checkpoint(tmp_path / "own")
+    models = ModelChoice(target=own, draft=own, algorithm=STANDALONE)
+    model_checks.check_models(models)
+    assert "its tokenizer is not that of the target" in refused(replace(models, draft=bundled.standalone_dir()))
+    assert "the head is for a target of hidden size" in refused(
+        replace(models, draft=bundled.eagle3_dir(), algorithm=EAGLE3)
+    )
+    mamba = write_checkpoint(tmp_path / "mamba", architectures=["MambaForCausalLM"])
+    assert "architectures: got ['MambaForCausalLM']" in refused(replace(models, target=mamba, draft=None))
+    assert "architectures: got ['MambaForCausalLM']" in refused(replace(models, draft=mamba))
+    (own / "model.safetensors").write_bytes(b"")
+    assert "is truncated or no safetensors file" in refused(replace(models, draft=None))
+    model_checks.check_models(models, needs_weights=False)
+    (own / "tokenizer.json").unlink()
+    assert "tokenizer.json is missing" in refused(models, needs_weights=False)
+
+
+def test_a_head_that_reads_layers_which_the_target_lacks_is_refused(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target")
+    head = write_head(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[1, 2, 9])
+    refusal = refused(ModelChoice(target=target, draft=head, algorithm=EAGLE3))
+    assert refusal.startswith(f"{head}: the head reads layer 9 of its target, {target} has ")
+
+
+@pytest.mark.parametrize("option", ["--draft", "--target"])
+def test_up_ends_before_it_starts_anything(option: str, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other")
+    options = ("--algorithm", "standalone", "--draft", str(bundled.standalone_dir()), option, str(other))
+    paths = ("--state-dir", str(tmp_path / "state"), "--listen", "127.0.0.1:0")
+    found = slipstream("up", *paths, *options)
+    draft, target = (other, TARGET) if option == "--draft" else (bundled.standalone_dir(), other)
+    message = f"slipstream: error: {draft}: its tokenizer is not that of the target, {target}\n"
+    assert (found.returncode, found.stdout, found.stderr) == (1, "", message)
+
+
+def test_a_gpu_without_its_driver_or_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_device("cpu")
+    check_device("auto")
+
+    def lacks(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(model_checks.ctypes, "CDLL", lacks)
+    monkeypatch.setattr(model_checks.runpy, "run_path", lambda _: {"cuda": "12.8"})
+    with pytest.raises(ConfigError, match=r"device: got 'cuda', accepted: cpu here: there is no libcuda.so.1"):
+        check_device("cuda")
+    monkeypatch.setattr(model_checks.runpy, "run_path", lambda _: {"cuda": None})
+    with pytest.raises(ConfigError, match="device: got 'cuda', accepted: cpu here: this PyTorch was built without"):
+        check_device("cuda")
