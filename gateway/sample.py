@@ -104,6 +104,8 @@ class RunningSequence:
     """Names its sample in the journal, and orders it among those that wait: it grows from job to job."""
     is_waiting: bool = False
     """True while the link counts it among those that wait for their first slot."""
+    is_leaving: bool = False
+    """True while it had no slot and was cancelled, and the scheduler has not said that it is over."""
     is_cancelled: bool = False
     """True once its end was asked for, or is on its way: no scheduler gets it any more."""
     is_in_slot: bool = False

@@ -88,7 +88,9 @@ class SchedulerLink:
         self.running: dict[int, RunningSequence] = {}
         """The sequences that the scheduler has now, by their ids."""
         self.num_waiting = 0
-        """Sequences that wait for their first slot."""
+        """Sequences that wait for their first slot, and were not cancelled."""
+        self._num_leaving = 0
+        """Those that were cancelled meanwhile, and are not over."""
         self.description: SchedulerDescription | None = None
         """The description of the scheduler that serves, or that served last."""
         self._address = address
@@ -120,7 +122,7 @@ class SchedulerLink:
     @property
     def num_running(self) -> int:
         """Sequences that had a slot and are not over."""
-        return len(self._sequences) - self.num_waiting
+        return len(self._sequences) - self.num_waiting - self._num_leaving
 
     @property
     def sequences(self) -> tuple[RunningSequence, ...]:
@@ -169,12 +171,16 @@ class SchedulerLink:
             self._watch_outage()
 
     def check_room(self, num_sequences: int = 1) -> None:
-        """Raises ResourceExhaustedError if the queue has no room for so many more, and the error of `shut`."""
+        """Raises ResourceExhaustedError if the queue has no room for so many more, and the error of `shut`.
+
+        A sequence that was cancelled takes no place, until as many are on their way out as the queue has places.
+        """
         if self._shut is not None:
             raise self._shut.again()
-        if self.num_waiting + num_sequences > self._capacity:
+        num_taken = self.num_waiting + max(0, self._num_leaving - self._capacity)
+        if num_taken + num_sequences > self._capacity:
             few = "full" if num_sequences == 1 else f"too full for {num_sequences} more"
-            message = f"the queue is {few}: {self.num_waiting} outputs are waiting, of at most {self._capacity}"
+            message = f"the queue is {few}: {num_taken} outputs are waiting, of at most {self._capacity}"
             raise ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
 
     def cancel(self, sequence: RunningSequence) -> None:
@@ -182,6 +188,9 @@ class SchedulerLink:
         if sequence.is_cancelled or sequence not in self._sequences:
             return
         sequence.is_cancelled = True
+        if sequence.is_waiting:
+            sequence.is_waiting, sequence.is_leaving = False, True
+            self.num_waiting, self._num_leaving = self.num_waiting - 1, self._num_leaving + 1
         if sequence.id:
             self._cancelled.append(sequence.id)
             self._flush_soon()
@@ -193,6 +202,7 @@ class SchedulerLink:
         if sequence in self._sequences:
             del self._sequences[sequence]
             self.num_waiting -= sequence.is_waiting
+            self._num_leaving -= sequence.is_leaving
             self.running.pop(sequence.id, None)
 
     def shut(self, error: SlipstreamError) -> None:
@@ -354,7 +364,8 @@ class SchedulerLink:
                 continue
             sequence.is_in_slot = True
             self.num_waiting -= sequence.is_waiting
-            sequence.is_waiting = False
+            self._num_leaving -= sequence.is_leaving
+            sequence.is_waiting = sequence.is_leaving = False
             if sequence.stats.admitted_at is None:
                 sequence.stats.admitted_at = admitted_ns / 1e9
         for number, num_tokens in step.cached_tokens.items():

@@ -153,8 +153,8 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSetting
             verify=self.socket("verify"),
             draft=self.socket(self.draft_instance) if self.models.has_draft else None,
             num_draft_tokens=self.models.num_draft_tokens,
-            # The gateways refuse what is too much. Beside those that wait and run, some are over already.
-            max_sequences=max(SchedulerConfig.max_sequences, self.queue + 2 * self.slots),
+            # The gateways refuse what is too much. Beside those that wait and run, some are over, or were cancelled.
+            max_sequences=max(SchedulerConfig.max_sequences, 2 * (self.queue + self.slots)),
             # Every prefill step is padded to a whole chunk then, of a short prompt, too.
             max_batched_tokens=self.max_batched_tokens or (DETERMINISTIC_STEP_TOKENS if self.deterministic else None),
             # A page that decode steps have filled may be rounded otherwise than by the chunk of a prompt.

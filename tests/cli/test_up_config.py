@@ -152,7 +152,7 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
     assert "--insecure-public" in gateway
     assert f"--scheduler unix:{tmp_path}/sockets/scheduler.sock" in gateway
     assert "--slots 5" in scheduler
-    assert "--max-sequences 20010" in scheduler, "what waits at the gateway has room"
+    assert "--max-sequences 40010" in scheduler, "what waits at the gateway, or was cancelled there, has room"
     assert "--queue 20000" in gateway
     assert "--device cuda --fence event" in scheduler
     assert "--device cuda" in draft

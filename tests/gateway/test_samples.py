@@ -89,6 +89,30 @@ async def test_all_find_room_in_the_queue_or_none() -> None:
         assert tokens_of(await collect(client.watch_job("waits"))) == [5] * 9
 
 
+async def test_cancelled_outputs_keep_no_place_in_the_queue() -> None:
+    """Clients that cancel quickly are not refused, nor others for them, while the scheduler is at a long step."""
+    async with generation_server(capacity=4, slots=1) as server, AsyncClient(server.address) as client:
+        server.loop.may_step.clear()
+        await client.create_job([5], job_id="runs", max_new_tokens=3)
+        await state_of(client, "runs", JobState.RUNNING)
+        server.loop.holds_cancelled = True
+        for name in ("a", "b"):
+            await client.create_job([5], job_id=name, n=4, max_new_tokens=3)
+            if name == "a":
+                await client.cancel_job(name)
+        assert (server.link.num_waiting, server.link.num_running) == (4, 1)
+        assert server.metric("requests_total", outcome="refused") == 0
+        # As many as the queue holds are on their way out: further ones keep their places.
+        await client.cancel_job("b")
+        with pytest.raises(ResourceExhaustedError, match="the queue is full: 4 outputs are waiting"):
+            await client.create_job([5], max_new_tokens=3)
+        server.loop.holds_cancelled = False
+        server.loop.may_step.set()
+        await until(lambda: not server.link.sequences)
+        assert (server.link.num_waiting, server.link.num_running) == (0, 0)
+        assert tokens_of(await collect(client.generate([5], n=4, max_new_tokens=3))) == [5] * 12
+
+
 async def test_samples_that_go_on_find_room_in_the_queue_or_none_does() -> None:
     async with generation_server(capacity=4, slots=1) as server, AsyncClient(server.address) as client:
         server.loop.may_step.clear()

@@ -72,6 +72,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         """A sequence that has as many tokens gets no more."""
         self.stuck: set[str] = set()
         """Jobs that get no tokens."""
+        self.holds_cancelled = False
+        """True: what is cancelled does not end, as before the end of a long step."""
         self.error: SlipstreamError | None = None
         """Ends every running sequence at the next step."""
         self.slots = slots
@@ -187,8 +189,10 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         admitted = stream.waiting[: max(0, self.slots - len(stream.running))]
         del stream.waiting[: len(admitted)]
         stream.running += admitted
-        rows = [(sequence, [], FinishReason.ABORT) for sequence in stream.aborted]
-        stream.aborted.clear()
+        rows: list[tuple[FakeSequence, list[int], FinishReason | None]] = []
+        if not self.holds_cancelled:
+            rows = [(sequence, [], FinishReason.ABORT) for sequence in stream.aborted]
+            stream.aborted.clear()
         if self.may_step.is_set() and self.error is not None:
             refusals = [Refusal(sequence.id, self.error).to_pb() for sequence in stream.running]
             stream.running.clear()
