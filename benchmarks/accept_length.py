@@ -17,7 +17,6 @@ measures tokens per second on a GPU, in bfloat16, with the first seed.
 
 from __future__ import annotations
 
-import asyncio
 import keyword
 import re
 import time
@@ -127,14 +126,9 @@ def make_table(file: Path | None) -> Table:
 
 
 @benchmark(Plan)
-def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> list[str]:
     """Measures the standalone draft, the heads and prompt lookup."""
-    asyncio.run(_measure(plan, make_table(file)))
-    return []
-
-
-async def _measure(plan: Plan, table: Table) -> None:
-    where = host(plan.device)
+    table, where = make_table(file), host(plan.device)
 
     async def sample(served: Served, scenario: Scenario) -> AsyncIterator[Row]:
         async with AsyncClient(served.address) as client:
@@ -143,6 +137,7 @@ async def _measure(plan: Plan, table: Table) -> None:
     async with Stack(device=plan.device) as stack:
         await stack.models(*plan.algorithms)
         await run(stack, plan.scenarios(), sample, table)
+    return []
 
 
 async def _sample(client: AsyncClient, about: Row) -> Row:

@@ -178,11 +178,11 @@ class Plan(DevicePlan):
 
 
 @benchmark(Plan)
-def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> list[str]:
     """Measures decode steps."""
     table, bandwidth = Table(file, "shape"), copy_bandwidth() if plan.device == "cuda" else None
     for group in plan.groups():
-        asyncio.run(measure(plan, group, bandwidth, table))
+        await measure(plan, group, bandwidth, table)
     return []
 
 

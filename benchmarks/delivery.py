@@ -150,15 +150,15 @@ async def _follow(address: str, seeds: range, max_new_tokens: int) -> Receipts:
     return receipts
 
 
-async def _sample(seconds: float, where: str, served: Served, scenario: Scenario) -> AsyncIterator[Row]:
-    """Streams a batch of requests and measures for `seconds` while all of them run."""
+async def _sample(plan: Plan, served: Served, scenario: Scenario) -> AsyncIterator[Row]:
+    """Streams a batch of requests and measures while all of them run."""
     batch = scenario.about["batch"]
     async with AsyncClient(served.address) as client:
         info = await with_draft(client)
     cpu = CpuClock({f"{service.name}": service.pid for service in info.services})
     async with clients(served.address, batch, info.context_tokens - PROMPT_TOKENS) as stop:
         before, cpu_before, begun_ns = await scrape(served.metrics_port), cpu.read(), time.monotonic_ns()
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(plan.seconds)
         ended_ns, cpu_after, after = time.monotonic_ns(), cpu.read(), await scrape(served.metrics_port)
         receipts = await stop()
     sums = StepSums.of(after.since(before))
@@ -170,7 +170,7 @@ async def _sample(seconds: float, where: str, served: Served, scenario: Scenario
         "publish_to_client_p50_ms": median(late_ms),
         "publish_to_client_p99_ms": quantiles(late_ms, n=100)[98],
         "cpu_ms": {name: sums.mean_ms(cpu_after[name] - cpu_before[name]) for name in cpu_before},  # of a step
-        "host": where,
+        "host": host(plan.device),
     }
 
 
@@ -185,20 +185,16 @@ def _line(row: Row) -> str:
 
 
 @benchmark(Plan)
-def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> list[str]:
     """Measures delivery."""
-    asyncio.run(_measure(plan, Table(file, line=_line)))
-    return []
-
-
-async def _measure(plan: Plan, table: Table) -> None:
-    setup, is_gpu = Setup.named(plan.shape), plan.device == "cuda"
-    scenarios = plan.scenarios(PROMPT_TOKENS + MAX_NEW_TOKENS if is_gpu else setup.context_tokens)
+    setup, table = Setup.named(plan.shape), Table(file, line=_line)
+    context_tokens = PROMPT_TOKENS + MAX_NEW_TOKENS if plan.device == "cuda" else setup.context_tokens
     async with Stack(device=plan.device) as stack:
         await asyncio.gather(
             stack.worker("verify", **setup.verify_options), stack.worker("draft", **setup.draft_options)
         )
-        await run(stack, scenarios, partial(_sample, plan.seconds, host(plan.device)), table)
+        await run(stack, plan.scenarios(context_tokens), partial(_sample, plan), table)
+    return []
 
 
 if __name__ == "__main__":

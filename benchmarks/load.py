@@ -27,7 +27,6 @@ shows. The environment variable SLIPSTREAM_BENCHMARK_LOG_DIR names a folder for 
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shlex
 from contextlib import asynccontextmanager
@@ -115,10 +114,10 @@ def make_table(plan: Plan, file: Path | None) -> Table:
 
 
 @benchmark(Plan)
-def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> list[str]:
     """Measures whole requests, or searches for the highest rate."""
     table = make_table(plan, file)
-    return asyncio.run(_search(plan, table) if plan.capacity else measure(plan, table))
+    return await (_search if plan.capacity else measure)(plan, table)
 
 
 async def measure(plan: Plan, table: Table) -> list[str]:

@@ -106,24 +106,19 @@ def _line(row: Row) -> str:
     return f"{row['max_batched_tokens']} tokens a step: {gaps[0]:.1f} ms between messages, then {gaps[1]:.1f}"
 
 
-async def _measure(plan: Plan, table: Table) -> None:
-    """Starts the workers once, and a scheduler for each size of the steps."""
+@benchmark(Plan)
+async def main(plan: Plan, file: Path | None) -> list[str]:
+    """Measures the effect of a long prompt on a running stream: starts a scheduler for each size of the steps."""
     # Without a prefix cache: the same prompt is sent each time.
     options = {"slots": 4, "context_tokens": CONTEXT_TOKENS, "no_prefix_cache": True}
     sizes = [{"max_batched_tokens": tokens} for tokens in STEP_TOKENS]
     scenarios = [Scenario(about=size, draft=STANDALONE, options={**size, **options}) for size in sizes]
+    table = Table(None, line=_line)
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         target, draft = (with_context(path, CONTEXT_TOKENS, Path(folder)) for path in (target_dir(), standalone_dir()))
         async with Stack(LOG_DIR / "long_prompt") as stack:
             await stack.models(STANDALONE, target=target, drafts={STANDALONE: draft})
             await run(stack, scenarios, partial(_sample, plan), table)
-
-
-@benchmark(Plan)
-def main(plan: Plan, file: Path | None) -> list[str]:
-    """Measures the effect of a long prompt on a running stream."""
-    table = Table(None, line=_line)
-    asyncio.run(_measure(plan, table))
     write_json({"host": host(), "temperature": TEMPERATURE, "plan": asdict(plan), "results": table.rows}, file)
     return []
 

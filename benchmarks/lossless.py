@@ -8,7 +8,6 @@ decoding, alone, in one piece, run-ahead 0. Status 1 if any differs.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
 import json
@@ -143,23 +142,18 @@ def differences(outputs: Mapping[Way, Sequence[Answer]], cases: Sequence[Case]) 
 
 
 @benchmark(NoPlan)
-def main(_: NoPlan, file: Path | None) -> list[str]:
+async def main(_: NoPlan, file: Path | None) -> list[str]:
     """Compares all ways."""
     started = time.monotonic()
-    outputs = asyncio.run(_serve_all())
-    report = _report(outputs, time.monotonic() - started)
-    write_json(report, file)
+    async with Stack() as stack:
+        report = _report(await serve(stack, WAYS, CASES))
+    write_json({**report, "seconds": round(time.monotonic() - started, 1)}, file)
     print(f"{report['num_outputs']} outputs, the reference's among them; {report['num_different']} differ from those")
     differences: list[str] = report["differences"]
     return differences[:20]
 
 
-async def _serve_all() -> dict[Way, list[Answer]]:
-    async with Stack() as stack:
-        return await serve(stack, WAYS, CASES)
-
-
-def _report(outputs: Mapping[Way, Sequence[Answer]], seconds: float) -> Row:
+def _report(outputs: Mapping[Way, Sequence[Answer]]) -> Row:
     wrong, reference = differences(outputs, CASES), outputs[REFERENCE]
     distinct = sorted(len(set(output.token_ids)) for output in reference)
     algorithms, run_aheads, chunks, concurrencies, _ = (sorted(set(values)) for values in zip(*outputs, strict=True))
@@ -179,7 +173,6 @@ def _report(outputs: Mapping[Way, Sequence[Answer]], seconds: float) -> Row:
         "finish_reasons": Counter(output.finish_reason for output in reference),
         "num_different": len(wrong),
         "differences": wrong,
-        "seconds": round(seconds, 1),
         "cases": [case._asdict() for case in CASES],
         "ways": [
             {

@@ -14,7 +14,6 @@ results so far are in the JSON.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -271,17 +270,13 @@ def _line(row: Row) -> str:
 
 
 @benchmark(Plan)
-def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> list[str]:
     """Compares, prices, and reports problems."""
     near_ties = NearTies(plan, file)
-    asyncio.run(_measure(near_ties))
-    problems: list[str] = near_ties.report["problems"]
-    return problems
-
-
-async def _measure(near_ties: NearTies) -> None:
     for draft in ALGORITHMS:
         await near_ties.measure(draft)
+    problems: list[str] = near_ties.report["problems"]
+    return problems
 
 
 if __name__ == "__main__":

@@ -159,9 +159,9 @@ def write_run(run: Row, path: Path | None) -> None:
 
 
 @benchmark(Plan)
-def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> list[str]:
     """Gives services their faults in turns, and prints how the streams do."""
-    run = asyncio.run(measure(plan))
+    run = await measure(plan)
     print(f"{run['host']}; {plan.model}, {plan.clients} clients, MPS {plan.mps}")
     print(f"undisturbed: {run['undisturbed']}, watchdog {run['watchdog_ms']:.0f} ms")
     for row in run["outages"]:

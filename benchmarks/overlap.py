@@ -85,12 +85,12 @@ def _line(row: Row) -> str:
 
 
 @benchmark(DevicePlan)
-def main(plan: DevicePlan, file: Path | None) -> list[str]:
+async def main(plan: DevicePlan, file: Path | None) -> list[str]:
     """Measures the price of a step in each order."""
     table = Table(file, line=_line)
     for draft_ms, verify_ms in KERNELS_MS[plan.device]:
         for mps in ORDERS[plan.device]:
-            asyncio.run(_measure(plan.device, draft_ms, verify_ms, mps, table))
+            await _measure(plan.device, draft_ms, verify_ms, mps, table)
     different = len({row["tokens_sha256"] for row in table.rows}) > 1
     return ["the tokens are not the same in every order"] * different
 

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from slipstream.benchmarks.health_checks import health_checks
 from slipstream.benchmarks.load_generator import COMPLETED, REJECTED, open_loop
 from slipstream.benchmarks.models import STANDALONE
+from slipstream.benchmarks.probes import health_checks
 from slipstream.benchmarks.process_usage import Usage, exceeding, in_use, settled
 from slipstream.benchmarks.runner import Row, benchmark, host, write_json
 from slipstream.benchmarks.serving import LENGTHS, find_capacity
@@ -161,18 +161,14 @@ async def _touch_everything(workload: TextWorkload, address: str, plan: Plan) ->
 
 
 @benchmark(Plan)
-def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> list[str]:
     """Overloads the server."""
-    found = asyncio.run(_overload(plan))
+    async with Stack(LOG_DIR / "overload") as stack:
+        found = await overload(stack, LENGTHS, plan)
     problems = faults(found) + shortcomings(found)
     write_json({**found, "problems": problems}, file)
     print(f"goodput {found['goodput']:.3f} of the capacity; {found['load']['num_rejected']} requests rejected")
     return problems
-
-
-async def _overload(plan: Plan) -> Row:
-    async with Stack(LOG_DIR / "overload") as stack:
-        return await overload(stack, LENGTHS, plan)
 
 
 if __name__ == "__main__":

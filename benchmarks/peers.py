@@ -94,7 +94,7 @@ class Case:
 
 
 @benchmark(Plan)
-def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> list[str]:
     """Measures both systems, one after the other."""
     line = "{case}, {way}: {tokens_per_second:.0f} tokens/s".format_map
     table = Table(file, "case", "way", line=line, order=itemgetter("case"))
@@ -103,11 +103,11 @@ def main(plan: Plan, file: Path | None) -> list[str]:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with TemporaryDirectory() as folder:
         for name in plan.case:
-            measure(Case.named(name, Path(folder)), plan.device, table)
+            await measure(Case.named(name, Path(folder)), plan.device, table)
     return []
 
 
-def measure(case: Case, device: str, table: Table) -> None:
+async def measure(case: Case, device: str, table: Table) -> None:
     """Measures all ways, one after the other; only ways with the same models are in memory together."""
     tokenizer = AutoTokenizer.from_pretrained(case.target)
     prompt = tokenizer.encode(prompts()[0].text)
@@ -123,7 +123,7 @@ def measure(case: Case, device: str, table: Table) -> None:
         "host": host(),
         "hardware": host(device).partition(",")[0] if device == "cuda" else "no GPU",
     }
-    asyncio.run(_slipstream(case, device, prompt, about, table))
+    await _slipstream(case, device, prompt, about, table)
     is_dummy, mean = case.mean_accept_length is not None, case.mean_accept_length
     target, assistant = (
         load(directory, device=torch.device(device), dtype=dtype, is_dummy=is_dummy)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from contextlib import AsyncExitStack, ExitStack
-from dataclasses import asdict, dataclass, field
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import quantiles
 from tempfile import TemporaryDirectory
@@ -23,39 +24,116 @@ import grpc.aio
 import psutil
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from slipstream.benchmarks.half_messages import HalfMessages
-from slipstream.benchmarks.health_checks import health_checks
-from slipstream.benchmarks.hostile_requests import MIB, hostile_requests
-from slipstream.benchmarks.runner import Names, benchmark, host, write_json
+from slipstream.benchmarks.runner import Names, Row, Table, benchmark, host, write_json
 from slipstream.benchmarks.stack import LOG_DIR, Stack
-from slipstream.benchmarks.watched_gateway import StallFile, watched_gateway
+from slipstream.benchmarks.watched_gateway import longest_stalls, watched_gateway
+from slipstream.common.messages import LENGTH_DELIMITED, VARINT, tag, varint
 from slipstream.common.rpc.address import proxy_options
 from slipstream.common.rpc.interceptor import HEALTH_SERVICE
 from slipstream.common.settings import Settings, setting
 from slipstream.protos import generation_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
+    from multiprocessing.connection import Connection
 
-    from slipstream.benchmarks.health_checks import HealthChecks
-
+MIB = 2**20
 MOST_STALL_MS = 20.0
 MOST_HEALTH_P99_MS = 100.0
 MOST_MEMORY_MIB = 256.0
 """That unfinished messages may take: gRPC's buffers are up to twice as large as what has arrived."""
+HEALTH_TIMEOUT_S = 10.0
 KERNELS_MS = (5.0, 60.0)
 """Lengths of the draft's and verify's kernels: a job with the whole context takes half a minute."""
 SLOTS = 64
-QUEUE = 1024
-KEPT_JOBS = 8192
+SIZES: dict[str, Any] = {"slots": SLOTS, "queue": 1024, "kept_jobs": 8192, "context_tokens": 1024}
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 
 KEY = "a-key-of-the-probes-0123456789"
 AUTHORIZATION = (("authorization", f"Bearer {KEY}"),)
 
 _JOB_IDS = (f"probe-{number}" for number in count())
+
+
+def wire(number: int, payload: bytes) -> bytes:
+    """A field of bytes, as it is on the wire."""
+    return tag(number, LENGTH_DELIMITED) + varint(len(payload)) + payload
+
+
+def hostile_requests(num_bytes: int) -> dict[str, bytes]:
+    """Requests of this size that cost a server time in one way or another, by what they are full of."""
+    request = {name: one.number for name, one in generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name.items()}
+    params = {name: one.number for name, one in generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name.items()}
+    unknown = tag(999, VARINT) + b"\1"
+    message = wire(1, wire(1, b"user") + wire(2, b"a"))
+    biases = (wire(params["logit_bias"], b"\x08" + varint(i) + b"\x15\0\0\x80?") for i in range(num_bytes // 13))
+    return {
+        "unknown fields": unknown * (num_bytes // len(unknown)),
+        "unknown fields of messages": wire(
+            request["messages"], (wire(1, wire(1, b"user") + wire(2, b"a") + unknown * 300)) * (num_bytes // 920)
+        ),
+        "input_ids": wire(request["input_ids"], wire(1, b"\1" * num_bytes)),
+        "input_ids, one by one": wire(request["input_ids"], b"\x08\1" * (num_bytes // 2)),
+        "messages": wire(request["messages"], message * (num_bytes // len(message))),
+        "empty messages": wire(request["messages"], b"\x0a\0" * (num_bytes // 2)),
+        "logit_bias": wire(request["sampling_params"], b"".join(biases)),
+        "stop": wire(request["sampling_params"], wire(params["stop"], b"") * (num_bytes // 3)),
+        "stop_token_ids": wire(request["sampling_params"], wire(params["stop_token_ids"], b"\1" * num_bytes)),
+    }
+
+
+class HealthChecks:
+    """Checks the health of a server again and again, in a process of its own, which no load delays."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def begin(self) -> None:
+        """Begins to check."""
+        self._pipe.send(True)
+
+    def end(self) -> tuple[list[float], set[str]]:
+        """Stops, and returns the milliseconds that each check took, and all answers; an RPC error by its code."""
+        self._pipe.send(False)
+        found: tuple[list[float], set[str]] = self._pipe.recv()
+        return found
+
+
+@contextmanager
+def health_checks(address: str, *, interval_s: float = 0.01) -> Iterator[HealthChecks]:
+    """Starts the process, and ends it. It waits `interval_s` between two checks."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_check_health, args=(address, interval_s, theirs), daemon=True)
+    process.start()
+    try:
+        yield HealthChecks(ours)
+    finally:
+        ours.close()
+        process.terminate()
+        process.join()
+
+
+def _check_health(address: str, interval_s: float, pipe: Connection) -> None:
+    with grpc.insecure_channel(address, options=proxy_options(address)) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while pipe.recv():
+            took_ms: list[float] = []
+            statuses: set[str] = set()
+            while not pipe.poll(interval_s):
+                begun = time.monotonic()
+                try:
+                    answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S)
+                    statuses.add(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+                except grpc.RpcError as error:
+                    statuses.add(error.code().name)
+                took_ms.append(1e3 * (time.monotonic() - begun))
+            pipe.recv()
+            pipe.send((took_ms, statuses))
 
 
 @dataclass(slots=True)
@@ -85,23 +163,21 @@ class Target:
         """Makes a call and counts its outcome. Returns its answer, decoded if `kind` says as what; None if refused."""
         raw = request.SerializeToString() if isinstance(request, Message) else request
         decode = None if kind is None else kind.FromString
-        try:
-            answer = await channel.unary_unary(f"/{SERVICE}/{method}", response_deserializer=decode)(
-                raw, metadata=AUTHORIZATION
-            )
-        except grpc.aio.AioRpcError as error:
-            self.codes[code_of(error)] += 1
-            return None
-        self.codes["OK"] += 1
-        return answer
+        with self._counted():
+            make = channel.unary_unary(f"/{SERVICE}/{method}", response_deserializer=decode)
+            return await make(raw, metadata=AUTHORIZATION)
 
     async def stream(self, channel: grpc.aio.Channel, method: str, request: Message) -> None:
         """Reads a stream to its end, and counts its outcome."""
-        try:
-            async for _ in channel.unary_stream(f"/{SERVICE}/{method}")(
-                request.SerializeToString(), metadata=AUTHORIZATION
-            ):
+        with self._counted():
+            make = channel.unary_stream(f"/{SERVICE}/{method}")
+            async for _ in make(request.SerializeToString(), metadata=AUTHORIZATION):
                 pass
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        try:
+            yield
         except grpc.aio.AioRpcError as error:
             self.codes[code_of(error)] += 1
         else:
@@ -273,87 +349,63 @@ async def half_messages(target: Target) -> None:
         await target.call(channel, "GetServerInfo", request)
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """A load, and the statuses that its calls may have."""
-
-    run: Callable[[Target], Awaitable[None]]
-    codes: frozenset[str]
-
-    @property
-    def name(self) -> str:
-        """The function's name."""
-        return getattr(self.run, "__name__", "")
-
-
 _INVALID, _OK, _FULL = "INVALID_ARGUMENT", "OK", "RESOURCE_EXHAUSTED"
-PROBES = (
-    Probe(unknown_fields, frozenset({_INVALID})),
-    Probe(input_ids, frozenset({_INVALID})),
-    Probe(long_lists, frozenset({_INVALID})),
-    Probe(long_texts, frozenset({_INVALID})),
-    Probe(conversations, frozenset({_INVALID, _FULL})),
-    Probe(burst, frozenset({_OK, _FULL})),
-    Probe(watchers, frozenset({_OK})),
-    Probe(list_jobs, frozenset({_OK})),
-    Probe(samples_with_stops, frozenset({_OK})),
-    Probe(open_streams, frozenset({_OK})),
-    Probe(half_messages, frozenset({_OK})),
-)
+PROBES: dict[Callable[[Target], Awaitable[None]], set[str]] = {
+    unknown_fields: {_INVALID},
+    input_ids: {_INVALID},
+    long_lists: {_INVALID},
+    long_texts: {_INVALID},
+    conversations: {_INVALID, _FULL},
+    burst: {_OK, _FULL},
+    watchers: {_OK},
+    list_jobs: {_OK},
+    samples_with_stops: {_OK},
+    open_streams: {_OK},
+    half_messages: {_OK},
+}
+"""The loads, and the statuses that the calls of each may have."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeReport:
-    """The outcome of a probe."""
-
-    name: str
-    codes: dict[str, int]
-    stall_ms: float
-    """Longest time that the loop was held, of its thread's own time."""
-    stall_wall_ms: float
-    """By the clock, which counts other processes of the machine, too."""
-    num_health_checks: int
-    health_p50_ms: float
-    health_p99_ms: float
-    memory_mib: float
-    """That the gateway gained at most; 0 if the probe does not look at it."""
-    problems: list[str]
-    """Answers that the probe must not get."""
-
-    def shortcomings(self) -> list[str]:
-        """Times beyond their limits, which a busy machine may explain."""
-        found = []
-        if self.stall_ms > MOST_STALL_MS:
-            found.append(f"{self.name}: the loop was held for {self.stall_ms:.1f} ms")
-        if self.health_p99_ms > MOST_HEALTH_P99_MS:
-            found.append(f"{self.name}: health took {self.health_p99_ms:.1f} ms at p99")
-        if self.memory_mib > MOST_MEMORY_MIB:
-            found.append(f"{self.name}: the gateway took {self.memory_mib:.0f} MiB")
-        return found
+def name_of(probe: Callable[[Target], Awaitable[None]]) -> str:
+    """Returns a probe's name."""
+    return getattr(probe, "__name__", "")
 
 
-async def run_probe(probe: Probe, target: Target, stalls: StallFile, health: HealthChecks) -> ProbeReport:
-    """Runs a probe to its end."""
+async def run_probe(
+    probe: Callable[[Target], Awaitable[None]], target: Target, stalls: Path, health: HealthChecks
+) -> Row:
+    """Runs a probe to its end; `stalls` is the file of the watched gateway."""
+    name, longest = name_of(probe), longest_stalls(stalls)
     target.codes.clear()
     target.memory_mib = 0.0
-    stalls.take()
+    longest[:] = 0.0
     health.begin()
-    await probe.run(target)
+    await probe(target)
     health_ms, statuses = await asyncio.to_thread(health.end)
-    stall = stalls.take()
+    stall_ms, stall_wall_ms = longest.tolist()
     cuts = quantiles(health_ms, n=100)
-    problems = [f"{probe.name}: {n} x {code}" for code, n in target.codes.items() if code not in probe.codes]
-    return ProbeReport(
-        name=probe.name,
-        codes=dict(target.codes),
-        stall_ms=round(stall.cpu_ms, 2),
-        stall_wall_ms=round(stall.wall_ms, 2),
-        num_health_checks=len(health_ms),
-        health_p50_ms=round(cuts[49], 2),
-        health_p99_ms=round(cuts[98], 2),
-        memory_mib=round(target.memory_mib, 1),
-        problems=[*problems, *(f"{probe.name}: health {status}" for status in sorted(statuses - {"SERVING"}))],
+    problems = [f"{name}: {n} x {code}" for code, n in target.codes.items() if code not in PROBES[probe]]
+    return {
+        "name": name,
+        "codes": dict(target.codes),
+        "stall_ms": round(stall_ms, 2),  # the longest time that the loop was held, of its thread's own time
+        "stall_wall_ms": round(stall_wall_ms, 2),  # by the clock, which counts other processes, too
+        "num_health_checks": len(health_ms),
+        "health_p50_ms": round(cuts[49], 2),
+        "health_p99_ms": round(cuts[98], 2),
+        "memory_mib": round(target.memory_mib, 1),  # that the gateway gained at most; 0: not looked at
+        "problems": [*problems, *(f"{name}: health {status}" for status in sorted(statuses - {"SERVING"}))],
+    }
+
+
+def shortcomings(row: Row) -> list[str]:
+    """Returns times and memory beyond their limits, which a busy machine may explain."""
+    limits = (
+        ("stall_ms", MOST_STALL_MS, "the loop was held for {:.1f} ms"),
+        ("health_p99_ms", MOST_HEALTH_P99_MS, "health took {:.1f} ms at p99"),
+        ("memory_mib", MOST_MEMORY_MIB, "the gateway took {:.0f} MiB"),
     )
+    return [f"{row['name']}: {told.format(row[key])}" for key, most, told in limits if row[key] > most]
 
 
 def write_key(directory: Path) -> Path:
@@ -364,53 +416,34 @@ def write_key(directory: Path) -> Path:
     return path
 
 
-async def run_probes(stack: Stack, names: Names, seconds: float) -> AsyncIterator[ProbeReport]:
-    """Starts the services, and runs the probes of these names."""
-    await stack.dummies(*KERNELS_MS)
-    with TemporaryDirectory() as directory:
-        path = Path(directory) / "stalls"
-        stalls = StallFile(path)
-        options: dict[str, Any] = {
-            "api_keys": write_key(Path(directory)),
-            "slots": SLOTS,
-            "queue": QUEUE,
-            "kept_jobs": KEPT_JOBS,
-            "context_tokens": 1024,
-        }
-        async with stack.scheduler("draft", gateway_program=watched_gateway(path), **options) as served:
-            with health_checks(served.address) as health:
-                for probe in PROBES:
-                    if probe.name in names:
-                        yield await run_probe(probe, Target(served.address, seconds), stalls, health)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plan(Settings):
     """The settings of a run."""
 
     seconds: float = setting(5.0, help="How long each probe goes on.", low=1, high=3600)
-    probe: Names = Names.of([probe.name for probe in PROBES])
+    probe: Names = Names.of([*map(name_of, PROBES)])
 
 
 @benchmark(Plan)
-def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> list[str]:
     """Probes a gateway."""
-    reports = asyncio.run(_probe(plan.probe, plan.seconds))
-    problems = [text for report in reports for text in (*report.problems, *report.shortcomings())]
-    probes = [asdict(report) for report in reports]
-    write_json({"host": host(), "seconds": plan.seconds, "probes": probes, "problems": problems}, file)
+    line = (
+        "{name}: loop held {stall_ms:.1f} ms ({stall_wall_ms:.1f} by the clock), health p50 {health_p50_ms:.1f} ms, "
+        "p99 {health_p99_ms:.1f} ms, {memory_mib:.0f} MiB, answers {codes}"
+    )
+    table = Table(None, line=line.format_map)
+    with TemporaryDirectory() as directory:
+        stalls, key = Path(directory) / "stalls", write_key(Path(directory))
+        async with Stack(LOG_DIR / "probes") as stack:
+            await stack.dummies(*KERNELS_MS)
+            gateway = watched_gateway(stalls)
+            async with stack.scheduler("draft", gateway_program=gateway, api_keys=key, **SIZES) as served:
+                with health_checks(served.address) as health:
+                    for probe in (probe for probe in PROBES if name_of(probe) in plan.probe):
+                        table.add(await run_probe(probe, Target(served.address, plan.seconds), stalls, health))
+    problems = [text for row in table.rows for text in (*row["problems"], *shortcomings(row))]
+    write_json({"host": host(), "seconds": plan.seconds, "probes": table.rows, "problems": problems}, file)
     return problems
-
-
-async def _probe(names: Names, seconds: float) -> list[ProbeReport]:
-    reports = []
-    print(f"{'probe':20} {'stall':>8} {'wall':>8} {'health p50':>11} {'p99':>8} {'MiB':>6}  answers")
-    async with Stack(LOG_DIR / "probes") as stack:
-        async for one in run_probes(stack, names, seconds):
-            reports.append(one)
-            times = f"{one.stall_ms:8.1f} {one.stall_wall_ms:8.1f} {one.health_p50_ms:11.1f} {one.health_p99_ms:8.1f}"
-            print(f"{one.name:20} {times} {one.memory_mib:6.0f}  {one.codes}", flush=True)
-    return reports
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from slipstream.benchmarks.probes import MOST_STALL_MS, PROBES
+from slipstream.benchmarks.probes import MOST_STALL_MS, PROBES, name_of
 from slipstream.benchmarks.sections import load, markdown_table, section, table_of, text
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _soak(name: str) -> list[str]:
 
 def _probes(name: str) -> list[str]:
     found = load(name)
-    loads = {probe.name: (probe.run.__doc__ or "").rstrip(".") for probe in PROBES}
+    loads = {name_of(probe): (probe.__doc__ or "").rstrip(".") for probe in PROBES}
     for row in found["probes"]:
         row |= {"load": loads[row["name"]], "answers": ", ".join(f"{n:,} {code}" for code, n in row["codes"].items())}
     words = (

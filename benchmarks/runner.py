@@ -1,9 +1,9 @@
 """Runs a benchmark: scenarios that are served one after the other, a sampler of each, and a table of its rows.
 
     @benchmark(Plan)
-    def main(plan: Plan, file: Path | None) -> Sequence[str]:
-        table = Table(file, "run_ahead", line=lambda row: f"{row['step_ms']:.2f} ms a step")
-        asyncio.run(run(stack, scenarios, sample, table))
+    async def main(plan: Plan, file: Path | None) -> Sequence[str]:
+        async with Stack(device=plan.device) as stack:
+            await run(stack, scenarios, sample, Table(file, "run_ahead", line="{step_ms:.2f} ms a step".format_map))
         return []
 
 A benchmark returns its problems: without any its status is 0.
@@ -11,6 +11,7 @@ A benchmark returns its problems: without any its status is 0.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import platform
@@ -26,7 +27,7 @@ from slipstream.common.errors import ConfigError
 from slipstream.common.settings import Settings, setting, with_options
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
     from slipstream.benchmarks.stack import Served, Stack
 
@@ -63,19 +64,22 @@ class DevicePlan(Settings):
     device: str = setting("cpu", help="Device of the workers.", choices=("cpu", "cuda"))
 
 
-def benchmark(plan: type[P]) -> Callable[[Callable[[P, Path | None], Sequence[str]]], typer.Typer]:
+def benchmark(plan: type[P]) -> Callable[[Callable[[P, Path | None], Awaitable[Sequence[str]]]], typer.Typer]:
     """Makes a command line of a benchmark, with an option for each setting of `plan`, and `--json`.
 
     The problems that the benchmark returns are its exit status and message.
     """
 
-    def decorate(run: Callable[[P, Path | None], Sequence[str]]) -> typer.Typer:
+    def decorate(run: Callable[[P, Path | None], Awaitable[Sequence[str]]]) -> typer.Typer:
         @with_options(plan)
         def main(
             json: Annotated[Path | None, typer.Option(help="The file for the results.")] = None, **values: Any
         ) -> None:
+            async def work() -> Sequence[str]:
+                return await run(plan(**values), json)
+
             try:
-                problems = run(plan(**values), json)
+                problems = asyncio.run(work())
             except ConfigError as error:
                 raise typer.BadParameter(str(error)) from error
             sys.exit("\n".join(problems) or 0)
@@ -88,11 +92,6 @@ def benchmark(plan: type[P]) -> Callable[[Callable[[P, Path | None], Sequence[st
     return decorate
 
 
-def no_line(_: Row) -> str:
-    """Default of a table's line: nothing is printed."""
-    return ""
-
-
 class Table:
     """Rows of results in a file. The first new row of a key replaces the old rows of that key."""
 
@@ -100,7 +99,7 @@ class Table:
         self,
         path: Path | None,
         *key: str,
-        line: Callable[[Row], str] = no_line,
+        line: Callable[[Row], str] = "".format_map,
         order: Callable[[Row], Any] | None = None,
         picture: Callable[[list[Row], Path], None] | None = None,
     ) -> None:

@@ -9,7 +9,6 @@ which take turns at each rate.
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -123,9 +122,9 @@ async def find_capacity(
 
 
 @benchmark(Plan)
-def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> list[str]:
     """Measures latency and throughput against load."""
-    found = asyncio.run(measure(plan))
+    found = await measure(plan)
     about = {"host": host(), "plan": asdict(plan), "lengths": asdict(LENGTHS), "temperature": TEMPERATURE}
     write_json({**about, **found}, file)
     problems = [failure for run in found["runs"] for failure in run["failures"]]

@@ -262,9 +262,9 @@ async def soak(plan: Plan) -> Row:
 
 
 @benchmark(Plan)
-def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> list[str]:
     """Runs the soak test."""
-    found = asyncio.run(soak(plan))
+    found = await soak(plan)
     by_service = Counter(service for _, service, _ in found["faults"])
     print(f"{found['outcomes'].total()} jobs, {found['num_tokens']} tokens: {found['outcomes']}")
     print(f"{len(found['faults'])} faults: {dict(by_service)}; {len(found['quiet'])} moments without clients")

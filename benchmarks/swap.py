@@ -258,9 +258,9 @@ def problems_of(run: Row) -> list[str]:
 
 
 @benchmark(Plan)
-def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> list[str]:
     """Swaps the draft and kills it, and prints how the streams do."""
-    run = asyncio.run(measure(plan))
+    run = await measure(plan)
     shares = ", ".join(f"{share:.2f}" for share in run["return"]["accept_length_shares"])
     print(f"{run['host']}; {plan.clients} clients")
     print(f"{plan.kills} kills: accept length back after {run['return']['tokens']} tokens; by 25 tokens: {shares}")

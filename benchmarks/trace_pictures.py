@@ -6,7 +6,6 @@ lanes by process, slices, and arrows along the fences; below, one hand-over. Tak
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import dataclass
 from itertools import pairwise
@@ -84,14 +83,9 @@ class Plan(DevicePlan):
 
 
 @benchmark(Plan)
-def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> list[str]:
     """Traces each run-ahead, and draws it."""
     plan.out.mkdir(parents=True, exist_ok=True)
-    asyncio.run(_trace_all(plan, Table(file, line=itemgetter("title"))))
-    return []
-
-
-async def _trace_all(plan: Plan, table: Table) -> None:
     draft_ms, verify_ms = KERNELS_MS[plan.device]
     request: Request = (PROMPT, {"max_new_tokens": CONTEXT_TOKENS // 2, "ignore_eos": True})
     sizes = {"num_draft_tokens": NUM_DRAFT_TOKENS, "slots": NUM_CLIENTS, "context_tokens": CONTEXT_TOKENS}
@@ -107,13 +101,12 @@ async def _trace_all(plan: Plan, table: Table) -> None:
         path.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
         yield {"title": draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png"))}
 
-    scenarios = [
-        Scenario(about={"run_ahead": ahead}, draft="draft", options={"run_ahead": ahead, **sizes})
-        for ahead in RUN_AHEADS
-    ]
+    orders = [{"run_ahead": run_ahead} for run_ahead in RUN_AHEADS]
+    scenarios = [Scenario(about=order, draft="draft", options={**order, **sizes}) for order in orders]
     async with Stack(device=plan.device) as stack:
         await stack.dummies(draft_ms, verify_ms)
-        await run(stack, scenarios, sample, table)
+        await run(stack, scenarios, sample, Table(file, line=itemgetter("title")))
+    return []
 
 
 def draw(content: dict[str, Any], path: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.benchmarks.hostile_requests import MIB, hostile_requests
+from slipstream.benchmarks.probes import MIB, hostile_requests
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.rpc.loop_turns import LoopTurns
 from slipstream.common.rpc.request_size import MAX_FIELDS, MAX_NUMBERS, check_num_fields
