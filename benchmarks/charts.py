@@ -20,10 +20,9 @@ import matplotlib.pyplot as plt
 import typer
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from slipstream.benchmarks.decode import ONE
-from slipstream.benchmarks.overlap import title_of
-from slipstream.benchmarks.runner import Row, read_json
-from slipstream.benchmarks.sections import LOAD_DRAFTS, PEER, PROMPT_WORKLOADS, median_of, peer_results, throughput
+from slipstream.benchmarks.models import EAGLE3, EAGLE3_AUTO, NONE, ONE
+from slipstream.benchmarks.overlap import lost_ms, title_of
+from slipstream.benchmarks.runner import Row, grouped, load, median_of, read_json
 from slipstream.benchmarks.workloads import NAMES
 
 if TYPE_CHECKING:
@@ -51,6 +50,12 @@ LATENCIES = (
     ("end_to_end_ms", "end to end, ms"),
 )
 
+PROMPT_WORKLOADS = ("prefill", "ctx8k")
+"""Their throughput is that of all tokens; of the others, that of the output."""
+PEER = "vLLM 0.22.0"
+PEER_RESULTS = "load_vllm_h200"
+LOAD_DRAFTS = {EAGLE3: "EAGLE-3", EAGLE3_AUTO: "EAGLE-3, auto", NONE: "none"}
+KERNELS = ("draft_ms", "verify_ms")
 SPEED = "tokens_per_second"
 LOAD_PANELS = (
     (SPEED, f"tokens/s (all of them: {', '.join(PROMPT_WORKLOADS)})"),
@@ -59,63 +64,76 @@ LOAD_PANELS = (
 )
 
 
+def peer_results(model: str) -> dict[tuple[str, str], Row]:
+    """What was measured of the peer, by draft and workload."""
+    return {(row["draft"], row["workload"]): row for row in load(PEER_RESULTS)["results"] if row["model"] == model}
+
+
+def throughput(row: Row) -> float | None:
+    """The tokens per second that a row's workload is about; None if they were not measured."""
+    return row.get("all_tokens_per_second" if row["workload"] in PROMPT_WORKLOADS else "tokens_per_second")
+
+
+def mean_of(rows: Iterable[Row], name: str) -> float:
+    """The mean of a figure."""
+    return float(mean(row[name] for row in rows))
+
+
+def _panels(num_rows: int, columns: int, width: float, height: float) -> tuple[Figure, Any]:
+    """A picture with panels in a grid, and the panels."""
+    return plt.subplots(num_rows, columns, figsize=(width, height), layout="constrained", squeeze=False)
+
+
+def _save(figure: Figure, path: Path, title: str) -> None:
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def draw_overlap(rows: Sequence[Row], path: Path) -> None:
     """A panel for each pair of dummy kernels, with and without MPS: busy and lost time per step, by order of steps.
 
     Dots are the repeats.
     """
-    groups: dict[tuple[bool, float, float], dict[str, list[Row]]] = {}
-    for row in rows:
-        panel = (row["mps"], row["draft_ms"], row["verify_ms"])
-        groups.setdefault(panel, {}).setdefault(title_of(row), []).append(row)
-    panels = sorted(groups, reverse=True)
-    columns = len({panel[1:] for panel in panels})
-    num_rows = len(panels) // columns
-    most_bars = max(len(groups[panel]) for panel in panels if panel[0] == panels[0][0])
-    size = (columns * max(5.2, 0.75 * most_bars), 3.8 * num_rows)
-    figure, axes = plt.subplots(num_rows, columns, figsize=size, layout="constrained", squeeze=False)
-    for axis, panel in zip(axes.flat, panels, strict=True):
-        _draw_overlap_panel(axis, groups[panel])
+    groups = grouped([row | {"title": title_of(row), "lost_ms": lost_ms(row)} for row in rows], "mps", *KERNELS)
+    keys = sorted(groups, reverse=True)
+    columns = len({key[1:] for key in keys})
+    most_bars = max(len(grouped(groups[key], "title")) for key in keys if key[0] == keys[0][0])
+    num_rows = len(keys) // columns
+    figure, axes = _panels(num_rows, columns, columns * max(5.2, 0.75 * most_bars), 3.8 * num_rows)
+    for axis, key in zip(axes.flat, keys, strict=True):
+        _draw_overlap_panel(axis, groups[key])
     _save(figure, path, f"Three processes, {rows[0]['num_clients']} streaming clients; {rows[0]['host']}")
 
 
-def _draw_overlap_panel(axis: Axes, groups: Mapping[str, Sequence[Row]]) -> None:
-    busy = [_mean(group, "busy_ms") for group in groups.values()]
-    lost = [mean(row["step_ms"] - row["busy_ms"] for row in group) for group in groups.values()]
+def _draw_overlap_panel(axis: Axes, rows: Sequence[Row]) -> None:
+    groups = {title: group for (title,), group in grouped(rows, "title").items()}
+    first, busy = rows[0], [mean_of(group, "busy_ms") for group in groups.values()]
+    lost = [mean_of(group, "lost_ms") for group in groups.values()]
     axis.bar([*groups], busy, color=VERIFY_COLOUR, label="draft + verify busy")
     axis.bar([*groups], lost, bottom=busy, color=LOST_COLOUR, label="lost")
-    first = next(iter(groups.values()))[0]
     for column, group in enumerate(groups.values()):
         axis.plot([column] * len(group), [row["step_ms"] for row in group], "k.", markersize=4)
-        height = 0.02 * first["kernel_sum_ms"]
-        axis.text(column, height, f"{_mean(group, 'ratio'):.3f}", ha="center", color="white", fontsize=8)
+        height, ratio = 0.02 * first["kernel_sum_ms"], f"{mean_of(group, 'ratio'):.3f}"
+        axis.text(column, height, ratio, ha="center", color="white", fontsize=8)
     axis.axhline(first["kernel_sum_ms"], color="k", linewidth=0.8, linestyle="--", label="length of the kernels")
-    axis.set_ylabel("ms per step")
     where = f", {'MPS' if first['mps'] else 'no MPS'}" if first["device"] == "cuda" else ""
-    axis.set_title(f"dummy kernels of {first['draft_ms']:g} + {first['verify_ms']:g} ms{where}")
+    axis.set(ylabel="ms per step", title=f"dummy kernels of {first['draft_ms']:g} + {first['verify_ms']:g} ms{where}")
     if len(groups) > 4:
         axis.tick_params(axis="x", labelsize=7, rotation=30)
     axis.legend(fontsize=8, loc="upper right")
 
 
-def _mean(rows: Iterable[Row], name: str) -> float:
-    return float(mean(row[name] for row in rows))
-
-
 def draw_decode(rows: Sequence[Row], path: Path) -> None:
     """A panel for each shape that both modes ran: a step's parts by batch, in either; lines are floors."""
     shapes = list(dict.fromkeys(row["shape"] for row in rows if row["mode"] == ONE))
-    figure, axes = plt.subplots(1, len(shapes), figsize=(6.4 * len(shapes), 4.0), layout="constrained", squeeze=False)
+    figure, axes = _panels(1, len(shapes), 6.4 * len(shapes), 4.0)
     for axis, shape in zip(axes[0], shapes, strict=True):
-        groups: dict[tuple[int, str], list[Row]] = {}
-        for row in (row for row in rows if row["shape"] == shape):
-            groups.setdefault((row["batch"], row["mode"]), []).append(row)
+        groups = grouped([row for row in rows if row["shape"] == shape], "batch", "mode")
         for place, group in enumerate(groups.values()):
             _draw_step(axis, place, group)
         axis.set_xticks(range(len(groups)), [f"{batch}\n{mode.split()[0]}" for batch, mode in groups], fontsize=7)
-        axis.set_xlabel("requests at a time, processes")
-        axis.set_ylabel("ms per step")
-        axis.set_title(shape)
+        axis.set(xlabel="requests at a time, processes", ylabel="ms per step", title=shape)
     axes[0][0].legend(loc="upper left", fontsize=8)
     _save(figure, path, f"Decode steps; {rows[0]['host']}")
 
@@ -134,22 +152,20 @@ def _draw_step(axis: Axes, place: int, group: Sequence[Row]) -> None:
 
 def draw_serving(report: Row, path: Path) -> None:
     """Throughput and three latencies against the offered load. `report`: the content of the JSON file."""
-    figure, grid = plt.subplots(2, 2, figsize=(10.4, 7.2), layout="constrained")
-    throughput, *latencies = grid.flat
-    for algorithm, capacity in report["capacity"].items():
-        runs = [run for run in report["runs"] if run["algorithm"] == algorithm]
+    figure, grid = _panels(2, 2, 10.4, 7.2)
+    speed, *latencies = grid.flat
+    for (algorithm,), runs in grouped(report["runs"], "algorithm").items():
         offered = [run["offered_requests_per_second"] for run in runs]
         name, colour = DRAFTS[algorithm]
-        tokens = [run["report"]["tokens_per_second"] for run in runs]
-        throughput.plot(offered, tokens, "o-", color=colour, markersize=4, label=name)
-        throughput.axhline(capacity["tokens_per_second"], color=colour, linewidth=0.8, linestyle="--")
+        speed.plot(offered, [run["report"][SPEED] for run in runs], "o-", color=colour, markersize=4, label=name)
+        speed.axhline(report["capacity"][algorithm][SPEED], color=colour, linewidth=0.8, linestyle="--")
         for panel, (field, _) in zip(latencies, LATENCIES, strict=True):
             for percentile, style in (("p50", "-"), ("p90", "--"), ("p99", ":")):
                 values = [run["report"][field][percentile] for run in runs]
                 panel.plot(offered, values, style, marker="o", markersize=3, color=colour)
-    throughput.set_ylabel("output tokens/s")
-    throughput.set_title("throughput (dashed: capacity, by saturation)", fontsize=10)
-    throughput.legend(fontsize=8)
+    speed.set_ylabel("output tokens/s")
+    speed.set_title("throughput (dashed: capacity, by saturation)", fontsize=10)
+    speed.legend(fontsize=8)
     for panel, (_, label) in zip(latencies, LATENCIES, strict=True):
         panel.set_yscale("log")
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -166,44 +182,40 @@ def draw_serving(report: Row, path: Path) -> None:
 
 def draw_long_prompt(report: Row, path: Path) -> None:
     """The stream's tokens over time, and gaps by the size of the steps. `report`: the content of the JSON file."""
-    figure, (timeline, bars) = plt.subplots(1, 2, figsize=(10.4, 3.9), layout="constrained")
+    figure, ((timeline, bars),) = _panels(1, 2, 10.4, 3.9)
     results, prompt_tokens = report["results"], report["plan"]["prompt_tokens"]
     sizes = [r["max_batched_tokens"] for r in results]
     names = [str(size) if size == "auto" or size < prompt_tokens else "all at once" for size in sizes]
     for number, (name, result) in enumerate(zip(names, results, strict=True)):
-        colour = plt.get_cmap("viridis")(number / max(1, len(results) - 1) * 0.9)
+        shade = plt.get_cmap("viridis")(number / max(1, len(results) - 1) * 0.9)
         times, counts = zip(*result["messages"], strict=True)
         before = sum(count for at, count in result["messages"] if at < 0)
         tokens = [total - before for total in itertools.accumulate(counts)]
-        timeline.step(times, tokens, where="post", color=colour, linewidth=1.2, label=name)
+        timeline.step(times, tokens, where="post", color=shade, linewidth=1.2, label=name)
         first_token_s = result["first_token_s"][0]
         at_first = max((total for at, total in zip(times, tokens, strict=True) if at <= first_token_s), default=0)
-        timeline.plot(first_token_s, at_first, "o", color=colour, markersize=5)
+        timeline.plot(first_token_s, at_first, "o", color=shade, markersize=5)
     timeline.axvline(0, color="k", linewidth=0.8, linestyle="--")
     timeline.set_xlabel("s since the long prompt was sent (dot: its first token)")
     timeline.set_ylabel("tokens of the running stream")
     timeline.legend(fontsize=8, title="tokens a step", title_fontsize=8)
     timeline.grid(alpha=0.3)
-    _draw_gaps(bars, results, names)
-    _save(figure, path, f"A running stream while a prompt of {prompt_tokens:,} tokens comes in; {report['host']}")
-
-
-def _draw_gaps(panel: Axes, results: Sequence[Row], names: Sequence[str]) -> None:
     for shift, field, colour, label in (
         (-0.2, "quiet_message_gap_ms", VERIFY_COLOUR, "alone"),
         (0.2, "message_gap_ms", LOST_COLOUR, "while the prompt comes in"),
     ):
         places = [column + shift for column in range(len(results))]
-        panel.bar(places, [r[field]["p50"] for r in results], 0.38, color=colour, label=f"{label}, p50")
-        panel.plot(places, [r[field]["p99"] for r in results], "_", color="k", markersize=14)
-    panel.plot([], [], "_", color="k", markersize=14, label="p99")
-    panel.set_yscale("log")
-    panel.set_ylabel("ms between messages of the stream")
+        bars.bar(places, [r[field]["p50"] for r in results], 0.38, color=colour, label=f"{label}, p50")
+        bars.plot(places, [r[field]["p99"] for r in results], "_", color="k", markersize=14)
+    bars.plot([], [], "_", color="k", markersize=14, label="p99")
+    bars.set_yscale("log")
+    bars.set_ylabel("ms between messages of the stream")
     labels = [f"{name}\n{mean(r['first_token_s']):.1f} s" for name, r in zip(names, results, strict=True)]
-    panel.set_xticks(range(len(results)), labels, fontsize=8)
-    panel.set_xlabel("tokens of a step; below: to the prompt's first token")
-    panel.legend(fontsize=8)
-    panel.grid(alpha=0.3, axis="y")
+    bars.set_xticks(range(len(results)), labels, fontsize=8)
+    bars.set_xlabel("tokens of a step; below: to the prompt's first token")
+    bars.legend(fontsize=8)
+    bars.grid(alpha=0.3, axis="y")
+    _save(figure, path, f"A running stream while a prompt of {prompt_tokens:,} tokens comes in; {report['host']}")
 
 
 def draw_soak(report: Row, path: Path) -> None:
@@ -214,9 +226,9 @@ def draw_soak(report: Row, path: Path) -> None:
     quantities = (("memory_mib", "resident memory, MiB"), ("threads", "threads"), ("descriptors", "descriptors"))
     for panel, (name, label) in zip(panels, quantities, strict=True):
         for usage in report["usage"]:
-            colour = f"C{services.index(usage['service'])}"
+            shade = f"C{services.index(usage['service'])}"
             minutes = [at / 60 for at in usage["at_s"]]
-            panel.plot(minutes, usage[name], ".-", color=colour, markersize=2, linewidth=0.8)
+            panel.plot(minutes, usage[name], ".-", color=shade, markersize=2, linewidth=0.8)
         panel.set_ylabel(label)
         panel.set_ylim(bottom=0)
     for service in services:
@@ -239,8 +251,7 @@ def draw_soak(report: Row, path: Path) -> None:
 def draw_load(results: Sequence[Row], path: Path) -> None:
     """Throughput and two latencies by workload, a row of panels for each model; lighter bars are the peer's."""
     models = list(dict.fromkeys(result["model"] for result in results))
-    size = (15.0, 3.9 * len(models))
-    figure, grid = plt.subplots(len(models), 3, figsize=size, layout="constrained", squeeze=False)
+    figure, grid = _panels(len(models), 3, 15.0, 3.9 * len(models))
     for panels, model in zip(grid, models, strict=True):
         rows = {(result["draft"], result["workload"]): result for result in results if result["model"] == model}
         names = sorted({workload for _, workload in rows}, key=NAMES.index)
@@ -281,7 +292,7 @@ def _known(points: Sequence[tuple[float, float | None]]) -> tuple[list[float], l
 
 def draw_capacity(results: Sequence[Row], path: Path) -> None:
     """Both latencies at every rate that was tried; dashed: their limits."""
-    figure, panels = plt.subplots(1, 2, figsize=(10.4, 3.9), layout="constrained")
+    figure, (panels,) = _panels(1, 2, 10.4, 3.9)
     for panel, name in zip(panels, ("first_token", "per_token"), strict=True):
         for result, style in zip(results, itertools.cycle(("o-", "s-", "^-", "v-")), strict=False):
             title, colour = DRAFTS[result["draft"]]
@@ -290,17 +301,10 @@ def draw_capacity(results: Sequence[Row], path: Path) -> None:
             panel.plot(rates, latencies, style, color=colour, markersize=4, label=label)
         panel.axhline(results[0][f"{name}_ms"], color="k", linewidth=0.8, linestyle="--")
         panel.set_yscale("log")
-        panel.set_xlabel("requests/s (Poisson)")
-        panel.set_ylabel(f"{name.replace('_', ' ')}, p99, ms")
+        panel.set(xlabel="requests/s (Poisson)", ylabel=f"{name.replace('_', ' ')}, p99, ms")
         panel.grid(alpha=0.3)
     panels[0].legend(fontsize=7)
     _save(figure, path, f"Latencies by rate; {results[0]['host']}")
-
-
-def _save(figure: Figure, path: Path, title: str) -> None:
-    figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 PICTURES: dict[str, Callable[[Any, Path], None]] = {

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.benchmarks.in_process import InProcessSettings, in_process_command
-from slipstream.benchmarks.models import NUM_DRAFT_TOKENS, Setup
+from slipstream.benchmarks.models import MODES, NUM_DRAFT_TOKENS, ONE, PLAIN, THREE, Setup
 from slipstream.benchmarks.runner import DevicePlan, Row, Table, benchmark, host
 from slipstream.benchmarks.stack import Served, Stack, free_ports
 from slipstream.benchmarks.stream_window import stream_window
@@ -56,9 +56,6 @@ if TYPE_CHECKING:
     from slipstream.benchmarks.stream_window import Window
     from slipstream.client.requests import RequestOptions
 
-THREE, ONE = MODES = ("three processes", "one process")
-PLAIN = "plain"
-"""Without a draft, in two processes."""
 LEAST_STEPS = 80
 """In a repeat, which takes as many batches of requests as that needs."""
 SEED = 11

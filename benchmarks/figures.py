@@ -1,124 +1,487 @@
-"""The README's table and the pages of figures, from the results that are in the repository.
+"""Fills the marked figures and tables of README.md and docs/ from the results that are in the repository.
 
-python benchmarks/figures.py            # prints the table
-python benchmarks/figures.py --write    # writes it into README.md, and the pages of figures into docs/
+    python benchmarks/figures.py --write
+
+`<!-- figure: FILE TEMPLATE -->…<!-- end -->` has a format of a result's fields, `<!-- figure: FILE WORDS -->` a cell of
+CELLS, and `<!-- table: NAME WORDS -->` a table of TABLES. Without `--write` it prints the README's table.
 """
 
 from __future__ import annotations
 
-from itertools import chain
-from typing import TYPE_CHECKING, Annotated
+import re
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.benchmarks import overlap, reliability, sections
-from slipstream.benchmarks.peers import DRAFTING, PLAIN, SHAPE_8B
-from slipstream.benchmarks.sections import ROOT, SHAPE, WRITTEN, load, markdown_table, median_of, text
+from slipstream.benchmarks.charts import LOAD_DRAFTS, PEER, peer_results, throughput
+from slipstream.benchmarks.models import DRAFT_TITLES, EAGLE3, MODES, NONE, ONE, PLAIN, THREE
+from slipstream.benchmarks.overlap import HOST_BLOCKS, RUN_AHEAD, lost_ms, title_of
+from slipstream.benchmarks.peers import DRAFTING, DRAFTS, SHAPE_8B
+from slipstream.benchmarks.peers import PLAIN as PLAIN_WAY
+from slipstream.benchmarks.probes import PROBES, name_of
+from slipstream.benchmarks.runner import grouped, load, median_of
+from slipstream.common.host import STEP_LOOP
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
     from slipstream.benchmarks.runner import Row
 
-README = ROOT / "README.md"
-CPU_PAGE = ROOT / "docs" / "measured.md"
-GPU_PAGE = ROOT / "docs" / "measured-on-a-gpu.md"
-CAPACITY_PAGE = ROOT / "docs" / "capacity.md"
-RELIABILITY_PAGE = ROOT / "docs" / "reliability.md"
-BEGIN = "<!-- figures: python benchmarks/figures.py --write -->"
-END = "<!-- end of figures -->"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ("measured", "measured-on-a-gpu", "capacity", "reliability")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
+MARK = re.compile(r"(<!-- (figure|table): (\w+)([^\n]*?) -->)(.*?)(<!-- end -->)", re.DOTALL)
+BATCHES = (1, 8, 32, 64)
+README_WORKLOADS = {
+    "chat": "chats, 64 at a time",
+    "chat256": "chats, 256 at a time",
+    "turns": "32 conversations",
+}
 
 
-def table() -> str:
+def filled(page: str) -> str:
+    """The page with every marked figure and table made anew from the results."""
+
+    def make(match: re.Match[str]) -> str:
+        begin, kind, name, words, _, end = match.groups()
+        if kind == "table":
+            return f"{begin}\n\n{TABLES[name](*words.split())}\n\n{end}"
+        if "{" in words:
+            return f"{begin}{words.strip().format_map(fields(name))}{end}"
+        return f"{begin}{CELLS[name.rpartition('_')[0]](load(name), *words.split())}{end}"
+
+    return MARK.sub(make, page)
+
+
+def fields(name: str) -> Row:
+    """The fields of a result, of the first row if it has rows, and what is derived from them."""
+    found = load(name)
+    rows = found if isinstance(found, list) else [found]
+    row: Row = {f"num_{key}": len(value) for key, value in rows[0].items() if isinstance(value, list)} | rows[0]
+    row["hosts"] = "; ".join(dict.fromkeys(row["host"] for row in rows if "host" in row))
+    if "footprints" in row:
+        growth = max(each["last_rss_kib"] / each["first_rss_kib"] - 1 for each in row["footprints"].values())
+        row["growth"] = 100 * max(0.0, growth)
+    if "ways" in row:
+        row["num_compared"] = num_compared(row)
+    if "prices" in row:
+        row["num_far"] = sum(not each["all_near_ties"] for each in row["rows"])
+    if "undisturbed" in row:
+        row["num_jobs"], row["num_errors"] = sum(run["jobs"] for run in rows), sum(len(run["errors"]) for run in rows)
+    if "client_cpu_share" in row:
+        row["client_cpu_share"] = max(each["client_cpu_share"] for each in rows)
+    return row
+
+
+def num_compared(lossless: Row) -> int:
+    """Outputs but for those of the way that the others are compared with."""
+    return int(lossless["num_outputs"] - lossless["num_cases"])
+
+
+def markdown_table(header: str, rows: Iterable[str]) -> str:
+    """A table; cells are separated by " | "."""
+    return "\n".join((f"| {header} |", "|" + "---|" * len(header.split(" | ")), *(f"| {row} |" for row in rows)))
+
+
+def table_of(header: str, cells: str, rows: Iterable[Row]) -> str:
+    """A table of rows. `cells`: the format of a row's cells."""
+    return markdown_table(header, map(cells.format_map, rows))
+
+
+def _readme() -> str:
     """The README's table, with the hardware above it."""
     decode, kernels, on_cpu, lossless = map(load, ("decode_h200", "overlap_h200", "overlap_cpu", "lossless_cpu"))
-    step = max((m for m in sections.decode_medians(decode) if m["shape"] == SHAPE), key=lambda m: int(m["batch"]))
+    step = decode_medians(decode, SHAPE_8B)[-1]
+    speeds = {r["way"]: r["tokens_per_second"] for r in load("peers_h200") if r["case"] == SHAPE_8B}
+    (*pair, steps), (*host_pair, ours, blocking) = (
+        _of_longest(kernels, (RUN_AHEAD, 1, True, "timeline")),
+        _of_longest(on_cpu, (RUN_AHEAD, 1, False, "host"), (HOST_BLOCKS, 0, False, "host")),
+    )
+    lost = " | ".join(f"{median(map(lost_ms, group)):.2f} ms" for group in (ours, blocking))
+    num_different, num_outputs = lossless["num_different"], num_compared(lossless)
+    gpu, cpu = (", ".join(found[0]["host"].split(", ")[:parts]) for found, parts in ((decode, 1), (on_cpu, 2)))
     rows = [
         "decode step, 8B shape, batch {batch}; baseline: one process | {step_ms:.2f} ms | {one_process_ms:.2f} ms | "
-        "{ratio:.3f}".format_map(step)
-    ]
-    pair = sections.pairs_of(kernels)[0]
-    steps = [m for m in kernels if _order(m) == (*pair, overlap.RUN_AHEAD, 1) and m["mps"] and m["fence"] == "timeline"]
-    rows.append(
+        "{ratio:.3f}".format_map(step),
         f"step, dummy kernels of {pair[0]:g} + {pair[1]:g} ms; baseline: their sum"
-        f" | {median_of(steps, 'step_ms'):.2f} ms | {sum(pair):.2f} ms | {median_of(steps, 'ratio'):.3f}"
-    )
-    speeds = {r["way"]: r["tokens_per_second"] for r in load("peers_h200") if r["case"] == SHAPE_8B}
-    rows.append(
+        f" | {median_of(steps, 'step_ms'):.2f} ms | {sum(pair):.2f} ms | {median_of(steps, 'ratio'):.3f}",
         f"one request, 8B shape, EAGLE-3 head; baseline: without a draft | {speeds[DRAFTING]:.0f} tokens/s"
-        f" | {speeds[PLAIN]:.0f} tokens/s | {speeds[DRAFTING] / speeds[PLAIN]:.2f}"
-    )
-    rows += sections.load_rows()
-    pair = sections.pairs_of(on_cpu)[0]
-    ours, blocking = (
-        [m | {"lost_ms": overlap.lost_ms(m)} for m in on_cpu if _order(m) == (*pair, *order)]
-        for order in ((overlap.RUN_AHEAD, 1), (overlap.HOST_BLOCKS, 0))
-    )
-    lost = " | ".join(f"{median_of(group, 'lost_ms'):.2f} ms" for group in (ours, blocking))
-    rows.append(
-        f"lost per step on a CPU, dummy kernels of {pair[0]:g} + {pair[1]:g} ms; baseline: the host blocks"
-        f" | {lost} | {median_of(ours, 'lost_share'):.3f}"
-    )
-    num_different, num_outputs = lossless["num_different"], sections.num_compared(lossless)
-    rows.append(
+        f" | {speeds[PLAIN_WAY]:.0f} tokens/s | {speeds[DRAFTING] / speeds[PLAIN_WAY]:.2f}",
+        *_readme_workloads(),
+        f"lost per step on a CPU, dummy kernels of {host_pair[0]:g} + {host_pair[1]:g} ms; baseline: the host blocks"
+        f" | {lost} | {median_of(ours, 'lost_share'):.3f}",
         "outputs on a CPU that differ from plain decoding's; baseline: all that were compared"
-        f" | {num_different} | {num_outputs:,} | {num_different / num_outputs:g}"
-    )
-    gpu, cpu = (", ".join(found[0]["host"].split(", ")[:parts]) for found, parts in ((decode, 1), (on_cpu, 2)))
+        f" | {num_different} | {num_outputs:,} | {num_different / num_outputs:g}",
+    ]
     header = "workload | Slipstream | baseline | ratio"
     return f"{gpu}; on a CPU: {cpu}.\n\n{markdown_table(header, rows)}"
 
 
-def _order(row: Row) -> tuple[object, ...]:
-    return row["draft_ms"], row["verify_ms"], row["policy"], row["run_ahead"]
+def _of_longest(rows: Sequence[Row], *orders: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The lengths of the longest dummy kernels, and the rows of some orders with them."""
+    pair = max((row["draft_ms"], row["verify_ms"]) for row in rows)
+    groups = grouped(rows, "draft_ms", "verify_ms", "policy", "run_ahead", "mps", "fence")
+    return *pair, *(groups[*pair, *order] for order in orders)
 
 
-def cpu_page() -> str:
-    """`docs/measured.md`."""
-    return _page(
-        "# Measured on a CPU",
-        "Two virtual cores; machines are noisy, and each ratio is taken within one run.",
-        sections.overlap_section("overlap_cpu"),
-        sections.accept_length_section(),
-        sections.lossless_section(),
-        sections.serving_section(),
-        sections.load_sections("load_cpu"),
-        sections.overload_section(),
-        sections.long_prompt_section(),
-        reliability.sections("cpu"),
+def _readme_workloads() -> Iterable[str]:
+    peer = peer_results(SHAPE_8B)
+    groups = grouped(load("load_h200"), "model", "draft", "workload")
+    for workload, words in README_WORKLOADS.items():
+        (ours,), theirs = groups[SHAPE_8B, EAGLE3, workload], peer[EAGLE3, workload]
+        own, other = ours["tokens_per_second"], theirs["tokens_per_second"]
+        title = f"{words}, 8B shape, EAGLE-3 head; baseline: {PEER}"
+        yield f"{title} | {own:,.0f} tokens/s | {other:,.0f} tokens/s | {own / other:.2f}"
+
+
+def _overlap(name: str) -> str:
+    found = load(name)
+    is_gpu = found[0]["device"] == "cuda"
+    columns = sorted(grouped(found, "draft_ms", "verify_ms", "mps"), reverse=True)
+    header = "order of steps" + "".join(
+        f" | {draft_ms:g} + {verify_ms:g} ms{', no MPS' if is_gpu and not mps else ''} | lost share"
+        for draft_ms, verify_ms, mps in columns
+    )
+    rows = []
+    for (title,), mine in grouped([row | {"title": title_of(row)} for row in found], "title").items():
+        groups = grouped(mine, "draft_ms", "verify_ms", "mps")
+        cells = [
+            [f"{median_of(groups[c], name):.3f}" for name in ("ratio", "lost_share")] if c in groups else ["", ""]
+            for c in columns
+        ]
+        rows.append(" | ".join((title, *(cell for pair in cells for cell in pair))))
+    return markdown_table(header, rows)
+
+
+def decode_medians(found: Iterable[Row], shape: str) -> list[Row]:
+    """Medians of a shape's batches that both modes ran, in three processes; a figure that is not known is ""."""
+    rows = []
+    groups = grouped([row for row in found if row["shape"] == shape], "batch", "mode")
+    for batch in [batch for batch, mode in groups if mode == ONE]:
+        three, one = (groups[batch, mode] for mode in MODES)
+        row = {"batch": batch, "repeats": len(three), "one_process_ms": median_of(one, "step_ms")}
+        for name in ("tokens_per_second", "step_ms", "draft_ms", "verify_ms", "bubble_ms"):
+            row[name] = median_of(three, name)
+        row["ratio"] = row["step_ms"] / row["one_process_ms"]
+        row["overlap_efficiency"] = median(1 - m["bubble_ms"] / m["step_ms"] for m in three)
+        for role in ("verify", "draft"):
+            known = [m for m in three if m[f"{role}_floor_ms"] is not None]
+            row[f"{role}_over_floor"] = _median(m[f"{role}_ms"] / m[f"{role}_floor_ms"] for m in known)
+        for name, key in (("loop", STEP_LOOP), *((name, name) for name in ("scheduler", "draft", "verify"))):
+            row[f"cpu_{name}"] = _median(m["cpu_ms"][key] for m in three if key in m["cpu_ms"])
+        rows.append(row)
+    return rows
+
+
+def _median(values: Iterable[float]) -> str:
+    found = list(values)
+    return f"{median(found):.2f}" if found else ""
+
+
+def _decode(shape: str) -> str:
+    found = decode_medians(load("decode_h200"), shape)
+    times = table_of(
+        "batch | tokens/s | step, ms | draft, ms | verify, ms | bubble, ms | "
+        "CPU, ms: loop | scheduler | draft | verify",
+        "{batch} | {tokens_per_second:,.0f} | {step_ms:.3f} | {draft_ms:.3f} | {verify_ms:.3f} | {bubble_ms:.3f} | "
+        "{cpu_loop} | {cpu_scheduler} | {cpu_draft} | {cpu_verify}",
+        found,
+    )
+    ratios = table_of(
+        "batch | overlap efficiency | step / one process | verify / floor | draft / floor",
+        "{batch} | {overlap_efficiency:.4f} | {ratio:.4f} | {verify_over_floor} | {draft_over_floor}",
+        found,
+    )
+    return f"Repeats of each mode, in turns: {found[0]['repeats']}.\n\n{times}\n\n{ratios}"
+
+
+def _fp8() -> str:
+    steps = {key: median_of(rows, "step_ms") for key, rows in grouped(load("plain_h200"), "shape", "batch").items()}
+    pairs = {b: (ms, steps[f"{shape}-fp8", b]) for (shape, b), ms in steps.items() if (f"{shape}-fp8", b) in steps}
+    rows = [f"{batch} | {ms:.3f} | {fp8_ms:.3f} | {ms / fp8_ms:.2f}" for batch, (ms, fp8_ms) in pairs.items()]
+    return markdown_table("batch | bfloat16: step, ms | FP8: step, ms | speedup", rows)
+
+
+WORKLOAD = ("workload", "temperature", "max_new_tokens")
+DRAFT = ("algorithm", "num_draft_tokens")
+
+
+def _accept_length() -> str:
+    rows = []
+    for (draft, count, workload, temperature, tokens), group in grouped(
+        load("accept_length_cpu"), *DRAFT, *WORKLOAD
+    ).items():
+        lengths = sorted(row["mean_accept_length"] for row in group)
+        spread = " to ".join(f"{length:.2f}" for length in (lengths[0], lengths[-1])[: len(group)])
+        repeated = f"{100 * max(row['repeated_share'] for row in group):.0f} %"
+        about = f"{DRAFT_TITLES[draft]} | {count} | {workload} | {temperature:g} | {tokens}"
+        rows.append(f"{about} | {len(group)} | {spread} | {repeated}")
+    return markdown_table("draft | K | prompts | T | tokens | seeds | mean accept length | repeated", rows)
+
+
+def _drafters() -> str:
+    """Every drafter with the bundled target on a GPU."""
+    found = load("accept_length_h200")
+    columns = list(grouped(found, *WORKLOAD))
+    header = "draft | K" + "".join(f" | {workload}, T = {t:g}, {n} tokens | tokens/s" for workload, t, n in columns)
+    rows = []
+    for (draft, count), mine in grouped(found, *DRAFT).items():
+        cells = {
+            key: "{mean_accept_length:.2f} | {tokens_per_second:,.0f}".format_map(row)
+            for key, (row,) in grouped(mine, *WORKLOAD).items()
+        }
+        rows.append(" | ".join((DRAFT_TITLES[draft], str(count), *(cells.get(column, " | ") for column in columns))))
+    return markdown_table(header, rows)
+
+
+def _drafter_steps() -> str:
+    """Step times of the 8B shape by drafter."""
+    groups = grouped([row for name in ("plain_h200", "decode_h200") for row in load(name)], "mode", "shape")
+    rows = []
+    for draft in (NONE, "standalone", EAGLE3, "eagle", "mtp", "ngram"):
+        shape = SHAPE_8B if draft in (NONE, EAGLE3) else f"{SHAPE_8B}-{draft}"
+        found = groups[PLAIN if draft == NONE else THREE, shape]
+        times = [_median(row["step_ms"] for row in found if row["batch"] == batch) for batch in BATCHES]
+        rows.append(" | ".join((DRAFT_TITLES[draft], str(len(grouped(found, "repeat"))), *times)))
+    return markdown_table("draft | repeats" + "".join(f" | batch {batch}" for batch in BATCHES), rows)
+
+
+def _load(name: str, model: str) -> str:
+    """Throughput and latencies by workload, those of the peer in parentheses."""
+    header = (
+        "workload | draft | tokens/s | first token p50, ms | p99 | per token p50, ms | p99 | message gap, ms | cached"
+    )
+    times = ("first_token_p50_ms", "first_token_p99_ms", "per_token_p50_ms", "per_token_p99_ms", "message_gap_p50_ms")
+    rows, peer = [], peer_results(model)
+    for ours in (row for row in load(name) if row["model"] == model):
+        theirs = peer.get((ours["draft"], ours["workload"]), {"workload": ours["workload"]})
+        cells = [_cell(throughput(ours), throughput(theirs), 0)]
+        cells += [_cell(ours[time], theirs.get(time), 1) for time in times]
+        cached = f"{100 * ours['cached_share']:.0f} %"
+        rows.append(" | ".join((ours["workload"], LOAD_DRAFTS[ours["draft"]], *cells, cached)))
+    return markdown_table(header, rows)
+
+
+def _cell(ours: float | None, theirs: float | None, digits: int) -> str:
+    found = [f"{value:,.{digits}f}" for value in (ours, theirs) if value is not None]
+    return found[0] if len(found) == 1 else f"{found[0]} ({found[1]})"
+
+
+def _capacity() -> str:
+    rows = []
+    cells = "{rate:.1f} | {tokens_per_second:,.0f} | {first_token_p99_ms:.0f} | {per_token_p99_ms:.1f}"
+    for result in load("capacity_h200"):
+        best = next((cells.format_map(row) for row in result["tried"] if row["rate"] == result["rate"]), "0 |  |  | ")
+        rows.append(f"{result['model']} | {LOAD_DRAFTS[result['draft']]} | {best}")
+    return markdown_table(
+        "model | draft | requests/s | output tokens/s | first token p99, ms | per token p99, ms", rows
     )
 
 
-def gpu_page() -> str:
-    """`docs/measured-on-a-gpu.md`."""
-    return _page(
-        "# Measured on a GPU",
-        "Machines differ, also of one provider: each ratio is taken within one run.",
-        sections.overlap_section("overlap_h200"),
-        sections.decode_section(),
-        sections.fp8_section(),
-        sections.every_drafter_section(),
-        sections.load_sections("load_h200"),
-        sections.delivery_section(),
-        sections.peers_section(),
-        sections.near_ties_section(),
-        reliability.sections("h200"),
+def _delivery(name: str) -> str:
+    found = load(name)
+    for row in found:
+        row["loop"] = row["cpu_ms"][STEP_LOOP]
+        row["cpu_of_gateways"] = sum(ms for process, ms in row["cpu_ms"].items() if process.startswith("gateway"))
+    return table_of(
+        "streams | gateways | journal | step, ms | to client p50, ms | p99, ms | loop | scheduler | gateways",
+        "{batch} | {gateways} | {journal} | {step_ms:.2f} | {publish_to_client_p50_ms:.1f} | "
+        "{publish_to_client_p99_ms:.1f} | {loop:.2f} | {cpu_ms[scheduler]:.2f} | {cpu_of_gateways:.1f}",
+        found,
     )
 
 
-def _page(title: str, about: str, *parts: list[str]) -> str:
-    return "\n\n".join((title, text(f"{WRITTEN} {about}"), *chain.from_iterable(parts))) + "\n"
+def _peers() -> str:
+    found = load("peers_h200")
+    fastest = {row["case"]: row["tokens_per_second"] for row in reversed(found)}
+    for row in found:
+        row["draft"] = DRAFTS.get((row["case"], row["way"]), "none")
+        row["faster"] = fastest[row["case"]] / row["tokens_per_second"]
+    return table_of(
+        f"target | way | draft | tokens/s | accept length | {found[0]['way']} is faster by",
+        "{case} | {way} | {draft} | {tokens_per_second:,.0f} | {mean_accept_length:.2f} | {faster:.2f}",
+        found,
+    )
+
+
+def _near_ties() -> str:
+    rows = [row for row in load("near_ties_h200")["rows"] if (row["draft"], row["at_once"]) != (NONE, 1)]
+    for row in rows:
+        row["is_deterministic"], row["title"] = "yes" if row["deterministic"] else "no", DRAFT_TITLES[row["draft"]]
+        row["gap"] = "" if row["largest_gap"] is None else f"{row['largest_gap']:.3f}"
+    return table_of(
+        "`--deterministic` | draft | at once | outputs | part | in 1,000 tokens | largest gap",
+        "{is_deterministic} | {title} | {at_once} | {outputs} | {partings} | {per_1000_tokens:.2f} | {gap}",
+        rows,
+    )
+
+
+def _prices() -> str:
+    rows = [
+        f"{DRAFT_TITLES[price['draft']]} | {price['at_once']} | {price['step_us'] / 1000:.2f} | "
+        f"{price['deterministic_step_us'] / 1000:.2f} | {price['ratio']:.2f}"
+        for price in load("near_ties_h200")["prices"]
+    ]
+    return markdown_table("draft | at once | step, ms | deterministic, ms | ratio", rows)
+
+
+def _serving() -> str:
+    return table_of(
+        "draft | requests/s | tokens/s | first token, ms | p99 | between tokens, ms | p99",
+        "{title} | {offered_requests_per_second:.1f} | {report[tokens_per_second]:.0f} | "
+        "{report[ttft_ms][p50]:.1f} | {report[ttft_ms][p99]:.1f} | "
+        "{report[inter_token_ms][p50]:.1f} | {report[inter_token_ms][p99]:.1f}",
+        [run | {"title": DRAFT_TITLES[run["algorithm"]]} for run in load("serving_cpu")["runs"]],
+    )
+
+
+def _long_prompt() -> str:
+    return table_of(
+        "tokens a step | alone, p50 | most | with the prompt, p50 | most | first token, s",
+        "{max_batched_tokens} | {quiet_message_gap_ms[p50]:.0f} | {quiet_message_gap_ms[most]:.0f} | "
+        "{message_gap_ms[p50]:.0f} | {message_gap_ms[most]:.0f} | {median_s:.2f}",
+        [row | {"median_s": median(row["first_token_s"])} for row in load("long_prompt_cpu")["results"]],
+    )
+
+
+def _outages(name: str, model: str, mps: str) -> str:
+    """What the undisturbed run was, and a row for each fault."""
+    mine = [run for run in load(name) if (run["plan"]["model"], run["plan"]["mps"]) == (model, mps)]
+    spans = {key: _span(run["undisturbed"][key] for run in mine) for key in mine[0]["undisturbed"]}
+    setup = "Undisturbed {tokens_per_second} tokens/s and {step_ms} ms a step, which waits for the draft".format_map(
+        spans
+    )
+    watchdog = _span(run["watchdog_ms"] for run in mine)
+    cells = (
+        "{service} | {fault} | {times} | {gap_p50_ms:.0f} | {gap_worst_ms:.0f} | {later_gap_worst_ms:.0f} | "
+        "{back_p50_s:.1f} | {back_worst_s:.1f}"
+    )
+    rows = [cells.format_map(row) for run in mine for row in run["outages"]]
+    calm = "none |  |  | {gap_p50_ms} | {gap_worst_ms} |  |  | ".format_map(spans)
+    header = "service | fault | times | gap p50, ms | worst | later, worst | back p50, s | worst"
+    return f"{setup} {watchdog} ms at most.\n\n{markdown_table(header, [calm, *rows])}"
+
+
+def _span(values: Iterable[float]) -> str:
+    """The least and the greatest value."""
+    found = sorted(values)
+    return " to ".join(dict.fromkeys(f"{value:,.0f}" for value in (found[0], found[-1])))
+
+
+def _swaps(name: str) -> str:
+    swaps = load(name)["swaps"]
+    for row in swaps:
+        row["undone"] = " (taken off again)" if row["rolled_back"] else ""
+        row["tokens"] = "–" if row["recovery_tokens"] is None else row["recovery_tokens"]
+    return table_of(
+        "swap | gap p50, ms | worst | before, worst | accept length | step, ms | tokens to 95 %",
+        "{before} → {after}{undone} | {gap_p50_ms:.0f} | {gap_worst_ms:.0f} | {calm_gap_worst_ms:.0f} | "
+        "{accept_length_before:.2f} → {accept_length_after:.2f} | {step_ms_before:.2f} → {step_ms_after:.2f} | "
+        "{tokens}",
+        swaps,
+    )
+
+
+def _growths() -> str:
+    return table_of(
+        "process | in use | seconds | gained | 95 % | at most",
+        "{service} | {in_use} | {seconds:.0f} | {gained:+.2f} | {low:+.2f} to {high:+.2f} | {bound:.2f}",
+        [row | {"in_use": row["quantity"].replace("_mib", ", MiB")} for row in load("soak_cpu")["growths"]],
+    )
+
+
+def _probes() -> str:
+    loads = {name_of(probe): (probe.__doc__ or "").rstrip(".") for probe in PROBES}
+    probes = load("probes_cpu")["probes"]
+    for row in probes:
+        row |= {"load": loads[row["name"]], "answers": ", ".join(f"{n:,} {code}" for code, n in row["codes"].items())}
+    return table_of(
+        "load | answers | loop held, ms | health p50, ms | p99, ms",
+        "{load} | {answers} | {stall_ms:.1f} | {health_p50_ms:.1f} | {health_p99_ms:.1f}",
+        probes,
+    )
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    "readme": _readme,
+    "overlap": _overlap,
+    "decode": _decode,
+    "fp8": _fp8,
+    "accept_length": _accept_length,
+    "drafters": _drafters,
+    "drafter_steps": _drafter_steps,
+    "load": _load,
+    "capacity": _capacity,
+    "delivery": _delivery,
+    "peers": _peers,
+    "near_ties": _near_ties,
+    "prices": _prices,
+    "serving": _serving,
+    "long_prompt": _long_prompt,
+    "outages": _outages,
+    "swaps": _swaps,
+    "growths": _growths,
+    "probes": _probes,
+}
+"""Makes a marked table from the words after its name."""
+
+
+def _outage_cell(runs: Sequence[Row], service: str, fault: str, model: str = "bundled", mps: str = "off") -> str:
+    cell = "faults: {times}; longest gap {gap_p50_ms:.0f} ms (p50), {gap_worst_ms:.0f} ms (worst); back after "
+    (row,) = (
+        row
+        for run in runs
+        if (run["plan"]["model"], run["plan"]["mps"]) == (model, mps)
+        for row in run["outages"]
+        if (row["service"], row["fault"]) == (service, fault)
+    )
+    return f"{cell}{{back_p50_s:.1f}} s".format_map(row)
+
+
+def _swap_cell(found: Row, before: str = "", after: str = "") -> str:
+    """A swap; without names, the return of a killed draft."""
+    if not before:
+        return f"accept length at 95 % after {found['return']['tokens']} tokens of a stream"
+    (row,) = (row for row in found["swaps"] if (row["before"], row["after"]) == (before, after))
+    undone = "taken off again by itself; " if row["rolled_back"] else ""
+    cell = "longest gap {gap_worst_ms:.0f} ms, accept length {accept_length_before:.2f} → {accept_length_after:.2f}"
+    return undone + cell.format_map(row)
+
+
+def _soak_cell(found: Row) -> str:
+    num_growing = sum(row["is_slope"] for row in found["growths"])
+    num_others = len(found["problems"]) - num_growing
+    outcome = f"{num_others} problems" if num_others else "one end each, nothing left in use"
+    if num_growing:
+        outcome += f"; {num_growing} of {len(found['growths'])} quantities grow by more than their bounds"
+    elif found["growths"]:
+        outcome += ", no growth above a bound"
+    return f"{sum(found['outcomes'].values()):,} jobs in {60 * found['plan']['minutes']:.0f} s: {outcome}"
+
+
+def _probes_cell(found: Row) -> str:
+    held, health = (max(row[key] for row in found["probes"]) for key in ("stall_ms", "health_p99_ms"))
+    return f"event loop held for {held:.0f} ms, health checks answered in {health:.0f} ms (p99), at most"
+
+
+CELLS: dict[str, Callable[..., str]] = {
+    "outages": _outage_cell,
+    "swap": _swap_cell,
+    "soak": _soak_cell,
+    "probes": _probes_cell,
+}
+"""Makes a marked figure from a benchmark's result and the words after its file."""
 
 
 def main(write: Annotated[bool, typer.Option(help="Write them into README.md and docs/.")] = False) -> None:
-    """Prints the table, or writes it and the pages."""
+    """Prints the README's table, or fills the pages."""
     if not write:
-        print(table())
+        print(_readme())
         return
-    for page, figures in ((README, table()), (CAPACITY_PAGE, sections.capacity_section())):
-        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-        page.write_text(f"{before}{BEGIN}\n{figures}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
-    CPU_PAGE.write_text(cpu_page(), encoding="utf-8")
-    GPU_PAGE.write_text(gpu_page(), encoding="utf-8")
-    RELIABILITY_PAGE.write_text(reliability.filled(RELIABILITY_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,79 +37,18 @@ DRAFT_TITLES = {
     NGRAM_SUFFIX: "n-grams, and outputs",
 }
 """Names of drafts in tables."""
+THREE, ONE = MODES = ("three processes", "one process")
+"""Ways of serving with a draft."""
+PLAIN = "plain"
+"""Serving without a draft, in two processes."""
 BUNDLED = "bundled"
 NUM_DRAFT_TOKENS = 4
 ACCEPT_LENGTH = 3.5
 """Tokens of a step where drafts are accepted by chance."""
 SHAPES_DIR = Path("build/shapes")
-_LLAMA3: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-05,
-    "max_position_embeddings": 131072,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
-    "dtype": "bfloat16",
-}
-_ROPE: dict[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-_LLAMA_8B: dict[str, Any] = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "tie_word_embeddings": False,
-    "rope_parameters": _ROPE,
-}
-_LLAMA_1B: dict[str, Any] = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "intermediate_size": 8192,
-    "tie_word_embeddings": True,
-    "rope_parameters": _ROPE | {"factor": 32.0},
-}
-_FP8: dict[str, Any] = {
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    }
-}
-_HEAD: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "num_hidden_layers": 1,
-    "draft_vocab_size": 32000,
-    "tie_word_embeddings": False,
-}
-_MODULES: dict[str, Any] = {"num_nextn_predict_layers": 3}
-
+_DATA = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": _LLAMA3 | _LLAMA_8B,
-    "llama-3.1-8b-fp8": _LLAMA3 | _LLAMA_8B | _FP8,
-    "llama-3.2-1b": _LLAMA3 | _LLAMA_1B,
-    "eagle3-llama-3.1-8b": _LLAMA3 | _LLAMA_8B | _HEAD,
-    "eagle3-llama-3.1-8b-fp8": _LLAMA3 | _LLAMA_8B | _HEAD,
-    "eagle3-llama-3.2-1b": _LLAMA3 | _LLAMA_1B | _HEAD,
-    "eagle-llama-3.1-8b": _LLAMA3 | _LLAMA_8B | {"num_hidden_layers": 1},
-    "standalone-llama-3.1-8b": _LLAMA3 | _LLAMA_1B,
-    "mtp-llama-3.1-8b": _LLAMA3 | _LLAMA_8B | _MODULES,
-    "mtp-llama-3.2-1b": _LLAMA3 | _LLAMA_1B | _MODULES,
+    name: reduce(or_, (_DATA["parts"][part] for part in parts)) for name, parts in _DATA["shapes"].items()
 }
 """`config.json` by the name of the directory. The EAGLE-3 heads are of the shape that the paper's authors publish."""
 # Prompts and outputs are short, so a match of one token counts, too.

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from slipstream.benchmarks.stack import Served, Stack
 
 P = TypeVar("P", bound=Settings)
+RESULTS = Path(__file__).resolve().parent / "results"
 Row = dict[str, Any]
 """A row of results, as the JSON file has it."""
 
@@ -186,6 +188,24 @@ def read_rows(path: Path | None, *key: str) -> list[Row]:
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} does not hold results of this benchmark: {error}") from error
     return rows
+
+
+def load(name: str) -> Any:
+    """Reads a result file of the repository."""
+    return read_json(RESULTS / f"{name}.json")
+
+
+def median_of(rows: Iterable[Row], name: str) -> float:
+    """The median of a figure."""
+    return float(median(row[name] for row in rows))
+
+
+def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows by the values of some fields, in their order."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups
 
 
 def _gpu() -> str:

@@ -9,18 +9,8 @@ import pytest
 import typer.main
 from smg_grpc_proto import vllm_engine_pb2
 
-from slipstream.benchmarks.figures import (
-    BEGIN,
-    CAPACITY_PAGE,
-    CPU_PAGE,
-    GPU_PAGE,
-    RELIABILITY_PAGE,
-    cpu_page,
-    gpu_page,
-    table,
-)
-from slipstream.benchmarks.reliability import filled
-from slipstream.benchmarks.sections import capacity_section
+from slipstream.benchmarks.figures import MARK, filled
+from slipstream.benchmarks.figures import PAGES as FIGURES
 from slipstream.cli.main import app
 
 ROOT = Path(__file__).parent.parent
@@ -125,16 +115,14 @@ def test_following_a_job_takes_eight_lines_with_links() -> None:
 
 
 def test_the_readme_has_one_table_of_at_most_eight_figures() -> None:
-    section = README.read_text(encoding="utf-8").split(BEGIN)[1].split("\n## ")[0]
+    section = README.read_text(encoding="utf-8").split("<!-- table: readme -->")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     assert 2 < len(rows) <= 2 + 8
 
 
-def test_the_figures_are_those_of_the_committed_results() -> None:
-    assert table() in README.read_text(encoding="utf-8")
-    assert capacity_section() in CAPACITY_PAGE.read_text(encoding="utf-8")
-    assert cpu_page() == CPU_PAGE.read_text(encoding="utf-8")
-    assert gpu_page() == GPU_PAGE.read_text(encoding="utf-8")
-    reliability = RELIABILITY_PAGE.read_text(encoding="utf-8")
-    assert filled(reliability) == reliability
-    assert filled(re.sub(r"( -->).*?(<!-- end -->)", r"\1\2", reliability)) == reliability
+@pytest.mark.parametrize("page", FIGURES, ids=lambda page: page.stem)
+def test_the_figures_are_those_of_the_committed_results(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert MARK.search(text)
+    assert filled(text) == text
+    assert filled(MARK.sub(r"\1\6", text)) == text

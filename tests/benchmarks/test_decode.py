@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.benchmarks.decode import ONE, PLAIN, THREE, Plan, StepBytes, measure
-from slipstream.benchmarks.models import EAGLE, EAGLE3, MTP, NGRAM, SHAPES, STANDALONE, Setup
+from slipstream.benchmarks.decode import Plan, StepBytes, measure
+from slipstream.benchmarks.figures import decode_medians
+from slipstream.benchmarks.models import EAGLE, EAGLE3, MTP, NGRAM, ONE, PLAIN, SHAPES, STANDALONE, THREE, Setup
 from slipstream.benchmarks.runner import Row, Table
-from slipstream.benchmarks.sections import decode_medians
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -105,9 +105,8 @@ ONE_ROW = THREE_ROW | {"mode": ONE, "step_ms": 4.0}
 
 def test_medians_compare_both_modes() -> None:
     others = [THREE_ROW | {"shape": "other", "mode": mode} for mode in (PLAIN, THREE)]
-    (found,) = decode_medians([THREE_ROW, ONE_ROW, *others])
-    assert {name: found[name] for name in ("shape", "batch", "repeats", "step_ms", "one_process_ms", "ratio")} == {
-        "shape": "small",
+    (found,) = decode_medians([THREE_ROW, ONE_ROW, *others], "small")
+    assert {name: found[name] for name in ("batch", "repeats", "step_ms", "one_process_ms", "ratio")} == {
         "batch": 1,
         "repeats": 1,
         "step_ms": 5.0,
@@ -120,7 +119,7 @@ def test_medians_compare_both_modes() -> None:
 
 def test_medians_of_what_some_repeats_lack_are_those_of_the_others() -> None:
     without = THREE_ROW | {"cpu_ms": {"verify": 0.9}, "draft_floor_ms": None, "verify_floor_ms": None}
-    (found,) = decode_medians([without, THREE_ROW, ONE_ROW])
+    (found,) = decode_medians([without, THREE_ROW, ONE_ROW], "small")
     assert (found["cpu_draft"], found["draft_over_floor"]) == ("0.60", "2.00")
-    (found,) = decode_medians([without, ONE_ROW])
+    (found,) = decode_medians([without, ONE_ROW], "small")
     assert (found["cpu_draft"], found["cpu_verify"], found["draft_over_floor"]) == ("", "0.90", "")

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.benchmarks import load, sections
-from slipstream.benchmarks.charts import draw_capacity, draw_load
+from slipstream.benchmarks import load, runner
+from slipstream.benchmarks.charts import PEER_RESULTS, draw_capacity, draw_load, throughput
+from slipstream.benchmarks.figures import TABLES
 from slipstream.benchmarks.load import (
     InvalidRunError,
     Plan,
@@ -226,9 +227,9 @@ async def test_a_lost_draft_or_a_death_ends_a_search(
 
 def test_a_workload_of_prompts_counts_all_tokens() -> None:
     both = {"tokens_per_second": 1.0, "all_tokens_per_second": 9.0}
-    assert sections.throughput({"workload": "chat", **both}) == 1.0
-    assert sections.throughput({"workload": "prefill", **both}) == 9.0
-    assert sections.throughput({"workload": "prefill", "tokens_per_second": 1.0}) is None
+    assert throughput({"workload": "chat", **both}) == 1.0
+    assert throughput({"workload": "prefill", **both}) == 9.0
+    assert throughput({"workload": "prefill", "tokens_per_second": 1.0}) is None
 
 
 def test_pictures_of_results_with_and_without_those_of_a_peer(tmp_path: Path) -> None:
@@ -242,38 +243,31 @@ def test_pictures_of_results_with_and_without_those_of_a_peer(tmp_path: Path) ->
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for results in place of the repository's, with those of the peer."""
-    write_json(sections.load(sections.PEER_RESULTS), tmp_path / f"{sections.PEER_RESULTS}.json")
-    monkeypatch.setattr(sections, "RESULTS", tmp_path)
+    write_json(runner.load(PEER_RESULTS), tmp_path / f"{PEER_RESULTS}.json")
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
     return tmp_path
-
-
-def test_without_results_there_are_no_figures(results: Path) -> None:
-    assert (sections.load_sections("load_h200"), sections.load_rows()) == ([], [])
-    assert "Nothing was measured yet." in sections.capacity_section()
-    write_json([result(model=MODEL, draft=NONE)], results / "load_h200.json")
-    assert sections.load_rows() == []
 
 
 def test_figures_stand_beside_those_of_the_peer(results: Path) -> None:
     rows = [result(model=MODEL, draft=draft, workload=name) for draft in (EAGLE3, NONE) for name in ("chat", "prefill")]
     write_json([*rows, result()], results / "load_h200.json")
-    page = "\n\n".join(sections.load_sections("load_h200"))
-    assert "| chat | EAGLE-3 | 1 (5,986) | 250.0 (78.0) | 250.0 (405.0) | 750.0 (6.0) | 750.0 | 750.0 | 0 % |" in page
-    assert "| prefill | none | 1 (41,070) | 250.0 | 250.0 | 750.0 | 750.0 | 750.0 | 0 % |" in page
-    assert "| chat | none | 1 | 250.0 | 250.0 | 750.0 | 750.0 | 750.0 | 0 % |" in page
-    (row,) = sections.load_rows()
-    assert row.endswith("| 1 tokens/s | 5,986 tokens/s | 0.00")
+    table = TABLES["load"]("load_h200", MODEL)
+    assert "| chat | EAGLE-3 | 1 (5,986) | 250.0 (78.0) | 250.0 (405.0) | 750.0 (6.0) | 750.0 | 750.0 | 0 % |" in table
+    assert "| prefill | none | 1 (41,070) | 250.0 | 250.0 | 750.0 | 750.0 | 750.0 | 0 % |" in table
+    assert TABLES["load"]("load_h200", "bundled").endswith(
+        "| chat | none | 1 | 250.0 | 250.0 | 750.0 | 750.0 | 750.0 | 0 % |"
+    )
 
 
-def test_the_page_of_the_capacity(results: Path) -> None:
+def test_the_table_of_the_capacity(results: Path) -> None:
     write_json([CAPACITY, CAPACITY | {"draft": EAGLE3, "rate": 0.0}], results / "capacity_h200.json")
-    page = sections.capacity_section()
-    assert "| bundled | none | 4.0 | 1,000 | 90 | 5.0 |" in page
-    assert "| bundled | EAGLE-3 | 0 |  |  |  |" in page
+    table = TABLES["capacity"]()
+    assert "| bundled | none | 4.0 | 1,000 | 90 | 5.0 |" in table
+    assert "| bundled | EAGLE-3 | 0 |  |  |  |" in table
 
 
 def test_peers_were_measured_with_workloads_that_there_are() -> None:
-    keys = [(row["model"], row["draft"], row["workload"]) for row in sections.load(sections.PEER_RESULTS)["results"]]
+    keys = [(row["model"], row["draft"], row["workload"]) for row in runner.load(PEER_RESULTS)["results"]]
     assert sorted(keys) == sorted(product((MODEL,), (EAGLE3, NONE), NAMES))
 
 

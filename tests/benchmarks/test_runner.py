@@ -114,7 +114,7 @@ def test_settings_arrive_and_problems_are_the_status(problems: list[str], status
     given: list[Any] = []
 
     @benchmark(Plan)
-    def main(plan: Plan, file: Path | None) -> list[str]:
+    async def main(plan: Plan, file: Path | None) -> list[str]:
         given.extend((plan.names, plan.times, file))
         return problems
 
