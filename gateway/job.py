@@ -48,7 +48,7 @@ class Job:
     ) -> None:
         """`sequences`: one for each sample. `number` grows from job to job, `attempt` with each of the same name.
 
-        `created_at` is now if it is not given. `owner` is the name of the API key that it was made with.
+        `created_at` is now if it is not given. `owner` is the API key that it was made with.
         """
         self.request = request
         self.job_id = request.job_id

@@ -40,12 +40,15 @@ MIN_TOKEN_CHARACTERS = 16
 _ACCEPTED = f"lines NAME:TOKEN, a name of letters, digits or ._-, a token of {MIN_TOKEN_CHARACTERS} characters or more"
 _LINE = re.compile(rf"([A-Za-z0-9._-]{{1,64}}):([!-~]{{{MIN_TOKEN_CHARACTERS},1024}})")
 
+_DIGEST_DIGITS = 32
+"""Hexadecimal digits of a token's SHA-256 in the name of its key."""
+
 _owner: ContextVar[str] = ContextVar("owner", default=NO_OWNER)
 _client: ContextVar[str | None] = ContextVar("client", default=None)
 
 
 def current_owner() -> str:
-    """Returns the name of the key with which the present call was made; `NO_OWNER` where none is asked for."""
+    """Returns the key of the present call, as `KeyFile.find` names it; `NO_OWNER` where none is asked for."""
     return _owner.get()
 
 
@@ -87,7 +90,10 @@ class KeyFile:
             raise ConfigError("api_keys", str(path), f"a file with keys: {_ACCEPTED}")
 
     def find(self, token: str) -> str | None:
-        """Returns the name of the key with this token, in a time that does not depend on how much of one is right."""
+        """Returns the key with this token, in a time that does not depend on how much of one is right.
+
+        As NAME:DIGEST, so that another token under the same name has nothing of this one.
+        """
         self._look()
         digest, found = _digest(token), None
         for known, name in self._names:
@@ -121,7 +127,7 @@ class KeyFile:
         return found.st_mtime_ns, found.st_size, found.st_ino
 
     def _read(self) -> tuple[tuple[bytes, str], ...]:
-        names: dict[bytes, str] = {}
+        names: dict[str, bytes] = {}
         try:
             with self._path.open(encoding="utf-8", errors="replace") as file:
                 mode = stat.S_IMODE(self._path.stat().st_mode)
@@ -137,10 +143,10 @@ class KeyFile:
             if match is None:
                 raise ConfigError("api_keys", f"{self._path}, line {number}", _ACCEPTED)
             name, digest = match[1], _digest(match[2])
-            if digest in names or name in names.values():
+            if name in names or digest in names.values():
                 raise ConfigError("api_keys", f"{self._path}, line {number}", "each name and each token once")
-            names[digest] = name
-        return tuple(names.items())
+            names[name] = digest
+        return tuple((digest, f"{name}:{digest.hex()[:_DIGEST_DIGITS]}") for name, digest in names.items())
 
 
 class KeyInterceptor(ServerInterceptor):

@@ -18,6 +18,7 @@ from slipstream.common.host import yield_to_streams
 from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.rpc.address import UnixAddress, parse_address
 from slipstream.common.rpc.keepalive import SAME_HOST
+from slipstream.common.rpc.logs import escaped
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
@@ -167,7 +168,7 @@ class _Serving:
 
     def report(self) -> int:
         """Prints the failure and returns the exit status."""
-        print(f"slipstream-scheduler: {self.failure}", file=sys.stderr)
+        print(f"slipstream-scheduler: {escaped(str(self.failure))}", file=sys.stderr)
         return 2 if isinstance(self.failure, ConfigError) else 1
 
     def describe(self) -> SchedulerDescription:

@@ -1,6 +1,7 @@
 """The log of a service: lines on standard error, for people or as JSON.
 
-Code logs with the standard library and passes a line's context in `extra`: `job`, `step`, `epoch`.
+Code logs with the standard library and passes a line's context in `extra`: `job`, `step`, `epoch`. Whatever a message
+or an exception says, a record is one line, and below it an indented traceback; no character acts on a terminal.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import os
 import sys
 import time
 from logging.handlers import RotatingFileHandler
-from typing import TYPE_CHECKING
+from textwrap import indent
+from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import ConfigError
 
@@ -49,6 +51,20 @@ def configure_logging(
     )
     handler.setFormatter(_json_formatter(service) if log_format == JSON else _ConsoleFormatter(service))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def escaped(text: str) -> str:
+    """Returns text on one line, with backslashes in place of all characters that do not print."""
+    return text if text.isprintable() else "".join(map(_escaped_character, text))
+
+
+def escaped_lines(text: str) -> str:
+    """The same, but for the ends of its lines."""
+    return "\n".join(map(escaped, text.split("\n")))
+
+
+def _escaped_character(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 class RateLimitedLog:
@@ -110,7 +126,10 @@ class _ConsoleFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base class's name
         context = "".join(f" {name}={record.__dict__[name]}" for name in CONTEXT if name in record.__dict__)
-        return super().formatMessage(record) + context
+        return escaped(super().formatMessage(record) + context)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - the base class's name
+        return indent(escaped_lines(super().formatException(ei)), "  ")
 
 
 def _json_formatter(service: str) -> logging.Formatter:

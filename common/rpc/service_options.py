@@ -14,7 +14,7 @@ import typer
 from slipstream.common.errors import AddressInUseError, CheckpointError, ConfigError, SlipstreamError
 from slipstream.common.rpc.access import AccessSettings, check_internal
 from slipstream.common.rpc.listener import Listener
-from slipstream.common.rpc.logs import CONSOLE, FORMATS, LEVELS, configure_logging
+from slipstream.common.rpc.logs import CONSOLE, FORMATS, LEVELS, configure_logging, escaped
 from slipstream.common.settings import HELP_WIDTH, GroupedCommand, Settings, setting, shared
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def serve(
 def report(name: str, error: Exception) -> int:
     """Prints the error that ends a service. Returns the exit status: `WRONG_SETTINGS`, or 1 for what may pass."""
     with suppress(OSError):  # the disk that the log is on may be full
-        print(f"slipstream-{name}: {error}", file=sys.stderr)
+        print(f"slipstream-{name}: {escaped(str(error))}", file=sys.stderr)
     is_wrong = isinstance(error, (ConfigError, CheckpointError)) and not isinstance(error, AddressInUseError)
     return WRONG_SETTINGS if is_wrong else 1
 

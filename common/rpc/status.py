@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from slipstream.common import errors
+from slipstream.common.rpc.logs import escaped_lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,10 +67,13 @@ def status_from_error(error: errors.SlipstreamError) -> status_pb2.Status:
 
 
 def error_from_rpc(error: grpc.RpcError) -> errors.SlipstreamError:
-    """Returns the exception that the server raised, or the nearest one to the status of a failed call."""
+    """Returns the exception that the server raised, or the nearest one to the status of a failed call.
+
+    Whatever the server says, the text of the error has no characters that act on a terminal.
+    """
     call: Any = error
     code: grpc.StatusCode = call.code()
-    message: str = call.details() or code.name
+    message = escaped_lines(call.details() or code.name)
     status = _status_in(call.trailing_metadata())
     info = error_details_pb2.ErrorInfo()
     is_ours = _unpack(status, info) and info.domain == DOMAIN
@@ -129,7 +133,8 @@ def _build(kind: type[errors.SlipstreamError], message: str, status: status_pb2.
         _unpack(status, request)
         if not request.field_violations:
             return kind.described("request", message)
-        return kind.described(request.field_violations[0].field, request.field_violations[0].description)
+        violation = request.field_violations[0]
+        return kind.described(escaped_lines(violation.field), escaped_lines(violation.description))
     if issubclass(kind, errors.ResourceExhaustedError | errors.UnavailableError):
         retry = error_details_pb2.RetryInfo()
         has_time = _unpack(status, retry)
@@ -137,7 +142,7 @@ def _build(kind: type[errors.SlipstreamError], message: str, status: status_pb2.
     if issubclass(kind, errors.MismatchError):
         failure = error_details_pb2.PreconditionFailure()
         _unpack(status, failure)
-        return kind([violation.description for violation in failure.violations] or [message])
+        return kind([escaped_lines(violation.description) for violation in failure.violations] or [message])
     return kind(message)
 
 
@@ -160,6 +165,9 @@ def _unpack(status: status_pb2.Status, target: Message) -> bool:
 
 
 def _reason(kind: type[errors.SlipstreamError]) -> str:
+    if issubclass(kind, errors.ConnectionLostError):
+        # The server's own connection to another, not the caller's to it.
+        kind = errors.UnavailableError
     name = kind.__name__.removesuffix("Error")
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper()
 
@@ -174,8 +182,8 @@ def _clip(text: str, limit_bytes: int = MAX_TEXT_BYTES) -> str:
 # A ConfigError cannot be put together from a message, and is about the server's settings, not the client's.
 _REBUILT = (
     *(kind for kind in CODES if not issubclass(kind, errors.ConfigError)),
-    *(errors.ConnectionLostError, errors.DeviceError, errors.MismatchError, errors.StaleEpochError),
-    *(errors.OutOfMemoryError, errors.PendingLengthError, errors.FutureMapError),
+    *(errors.DeviceError, errors.MismatchError, errors.StaleEpochError, errors.OutOfMemoryError),
+    *(errors.PendingLengthError, errors.FutureMapError),
 )
 _FROM_REASON = {_reason(kind): kind for kind in _REBUILT}
 _NOT_TOLD_APART = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)

@@ -15,13 +15,14 @@ import time
 from concurrent.futures import CancelledError as FutureCancelledError
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import grpc
 import uvloop
 
 from slipstream.common.errors import (
     CancelledError,
+    ConnectionLostError,
     DeadlineExceededError,
     InvalidArgumentError,
     SlipstreamError,
@@ -29,6 +30,7 @@ from slipstream.common.errors import (
 )
 from slipstream.common.rpc.address import UnixAddress, parse_address
 from slipstream.common.rpc.keepalive import CONNECT_TIMEOUT_S, SAME_HOST
+from slipstream.common.rpc.logs import escaped
 from slipstream.common.rpc.shutdown import end_at_once, on_failure
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.worker.command_socket import CommandSender
@@ -177,10 +179,16 @@ class WorkerLink:
 
     def describe(self) -> WorkerDescription:
         # Decoded on this thread, as other answers are: the links' thread has the other worker's, too.
-        description = description_from_pb(self._thread.call(self._describe()))
+        try:
+            answer = self._thread.call(self._describe())
+        except ConnectionLostError as error:
+            raise UnavailableError(f"no {self.role.value} service answers at {self.address}: {error}") from None
+        description = description_from_pb(answer)
         if description.role is not self.role:
             raise UnavailableError(f"{self.address} is a {description.role.value} service, not {self.role.value}")
-        return replace(description, pid=_listening_pid(self.address) or description.pid)
+        names = ("device", "dtype", "model", "algorithm")
+        printable: dict[str, Any] = {name: escaped(getattr(description, name)) for name in names}
+        return replace(description, pid=_listening_pid(self.address) or description.pid, **printable)
 
     def attach(self, attachment: Attachment) -> StepTokens | None:
         return step_tokens_from_pb(self._thread.call(self._attach(attachment)))

@@ -48,8 +48,29 @@ def test_an_exception_comes_below() -> None:
     text = logged("try:\n    1 / 0\nexcept ZeroDivisionError:\n    log.exception('oh')", log_format="console")
     first, *rest = text.splitlines()
     assert first.endswith("ERROR   draft a.b: oh")
-    assert rest[0] == "Traceback (most recent call last):"
-    assert rest[-1] == "ZeroDivisionError: division by zero"
+    assert rest[0] == "  Traceback (most recent call last):"
+    assert rest[-1] == "  ZeroDivisionError: division by zero"
+
+
+HOSTILE = "a\n2026-01-01T00:00:00.000Z ERROR   verify x: forged\x1b[31m\u202e\x9b\u2028\r\u00e9"
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+@pytest.mark.parametrize("line", ["log.info('%s', {0!r})", "log.info('x', extra={{'job': {0!r}}})"])
+def test_nothing_from_outside_acts_or_forges_a_line(line: str, log_format: str) -> None:
+    text = logged(line.format(HOSTILE), log_format=log_format)
+    assert text.count("\n") == 1
+    assert text.rstrip("\n").isprintable()
+    assert r"\x1b[31m" in text or r"\u001b[31m" in text
+
+
+def test_an_exceptions_text_stays_below_its_line() -> None:
+    raises = f"try:\n    raise ValueError({HOSTILE!r})\nexcept ValueError:\n    log.exception('oh')"
+    text = logged(raises, log_format="console")
+    first, *rest = text.splitlines()
+    assert first.endswith("ERROR   draft a.b: oh")
+    assert all(line.startswith("  ") and line.isprintable() for line in rest)
+    assert rest[-1].endswith(r"forged\x1b[31m\u202e\x9b\u2028\ré")
 
 
 def test_as_json_everything_is_a_field() -> None:

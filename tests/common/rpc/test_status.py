@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -15,6 +15,9 @@ from google.rpc import error_details_pb2, status_pb2
 from slipstream.common import errors
 from slipstream.common.rpc.status import CODES, DETAILS_KEY, code_of, error_from_rpc, status_from_error
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 EXAMPLES: list[errors.SlipstreamError] = [
     errors.InvalidArgumentError("sampling_params.top_p", 2.0, "above 0 to 1"),
     errors.UnauthenticatedError("no key"),
@@ -23,7 +26,6 @@ EXAMPLES: list[errors.SlipstreamError] = [
     errors.ResourceExhaustedError("the queue is full", retry_after_ms=1234),
     errors.UnavailableError("gone"),
     errors.UnavailableError("the workers are lost", retry_after_ms=500),
-    errors.ConnectionLostError("the connection broke"),
     errors.DeadlineExceededError("too long"),
     errors.CancelledError("on the way down"),
     errors.FailedPreconditionError("not attached"),
@@ -57,6 +59,25 @@ def detail(status: status_pb2.Status, kind: Any) -> Any:
     return message
 
 
+def test_a_connection_that_a_server_lost_is_not_the_callers() -> None:
+    arrived = error_from_rpc(failed_call(status_from_error(errors.ConnectionLostError("no draft"))))
+    assert type(arrived) is errors.UnavailableError
+    assert str(arrived) == "no draft"
+
+
+@pytest.mark.parametrize(
+    "error", [errors.InternalError, errors.UnavailableError, lambda text: errors.MismatchError([text])]
+)
+def test_what_a_server_says_does_not_act_on_a_terminal(error: Callable[[str], errors.SlipstreamError]) -> None:
+    arrived = error_from_rpc(failed_call(status_from_error(error("red\x1b[31m\r\nand more"))))
+    assert str(arrived).endswith("red\\x1b[31m\\r\nand more")
+
+
+def test_a_field_does_not_act_on_a_terminal_either() -> None:
+    arrived = error_from_rpc(failed_call(status_from_error(errors.InvalidArgumentError("a\x07", "b", "c"))))
+    assert str(arrived) == "a\\x07: got 'b', accepted: c"
+
+
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
 def test_an_error_arrives_as_it_was_raised(error: errors.SlipstreamError) -> None:
     arrived = error_from_rpc(failed_call(status_from_error(error)))
@@ -70,7 +91,8 @@ def test_every_exception_of_ours_has_a_code() -> None:
         return {kind}.union(*(tree(child) for child in kind.__subclasses__()))
 
     ours = {kind for kind in tree(errors.SlipstreamError) if kind.__module__ == errors.__name__}
-    tried = {type(error) for error in EXAMPLES} | {errors.ConfigError, errors.AddressInUseError}
+    tried = {type(error) for error in EXAMPLES}
+    tried |= {errors.ConfigError, errors.AddressInUseError, errors.ConnectionLostError}
     assert ours == tried
     assert set(CODES) <= ours
 

@@ -234,9 +234,31 @@ async def test_nothing_is_left_of_links_that_come_and_go(tmp_path: Path, arena: 
 
 async def test_a_worker_that_is_not_there_is_unavailable(tmp_path: Path, thread: LinkThread) -> None:
     link = WorkerLink(Role.DRAFT, f"unix:{tmp_path}/nobody.sock", thread, on_failure=ignore)
-    with pytest.raises(UnavailableError):
+    with pytest.raises(UnavailableError, match=f"^no draft service answers at unix:{tmp_path}/nobody.sock: "):
         await asyncio.to_thread(link.describe)
     await asyncio.to_thread(link.detach, drain=True)
+
+
+async def test_a_worker_that_speaks_no_grpc_is_named(tmp_path: Path, thread: LinkThread) -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\0garbage" * 1000)
+        writer.close()
+
+    async with await asyncio.start_unix_server(answer, tmp_path / "garbage.sock"):
+        link = WorkerLink(Role.DRAFT, f"unix:{tmp_path}/garbage.sock", thread, on_failure=ignore)
+        with pytest.raises(UnavailableError, match=r"^no draft service answers at unix:"):
+            await asyncio.to_thread(link.describe)
+        await asyncio.to_thread(link.detach, drain=False)
+
+
+async def test_what_a_worker_says_of_itself_does_not_act_on_a_terminal(tmp_path: Path, thread: LinkThread) -> None:
+    async with served(tmp_path, Role.DRAFT) as draft:
+        engine = draft.worker.engine
+        engine.description = replace(engine.description, model="a\n\x1b[31mb", algorithm="\r")
+        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+        description = await asyncio.to_thread(link.describe)
+        assert (description.model, description.algorithm) == ("a\\n\\x1b[31mb", "\\r")
+        await asyncio.to_thread(link.detach, drain=False)
 
 
 async def test_a_worker_of_the_other_role_is_not_taken(tmp_path: Path, thread: LinkThread) -> None:
