@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.errors import ResourceExhaustedError, SlipstreamError, UnavailableError
+from slipstream.common.rpc.shutdown import raise_failure
 from slipstream.gateway.journal_codec import add_rows, job_of, output_of, record_of, rows_of
 from slipstream.gateway.journal_file import Accepted, Forgotten, Saved
 from slipstream.gateway.request_metrics import DISCONNECTED
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 RETRY_AFTER_MS = 1000
 """For clients whose job failed because the disk is full."""
+LOOK_FOR_ROOM_S = 1.0
+"""Between two looks at whether the disk has room again."""
 _RESTORED_AT_ONCE = 32
 
 logger = logging.getLogger(__name__)
@@ -44,15 +47,20 @@ class Journal:
         file: JournalFile | None,
         *,
         on_failure: Callable[[SlipstreamError], None],
+        on_writable: Callable[[bool], None] = lambda _: None,
         save: Callable[[Sequence[int]], None],
     ) -> None:
-        """Made on the event loop. `on_failure` and `save` are called there.
+        """Made on the event loop. The other three are called there.
 
         `on_failure`: a commit failed, and all that was given until then is lost; it must end every job that goes on.
-        `save` must call `saved` or `forget` for each of these jobs.
+        `on_writable`: False from then on, True when there is room again, or a commit succeeds. `save` must call `saved`
+        or `forget` for each of these jobs.
         """
         self._file = file
         self._on_failure = on_failure
+        self._on_writable = on_writable
+        self._until_room: asyncio.Task[None] | None = None
+        """While the last commit failed and there is no room."""
         self._save = save
         self._loop = asyncio.get_running_loop()
         self._flushes: set[asyncio.Future[None]] = set()
@@ -106,6 +114,7 @@ class Journal:
 
     async def close(self) -> None:
         """Commits everything given so far, and closes the file. What comes later is lost."""
+        self._set_writable()
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -154,6 +163,7 @@ class Journal:
             assert self._loop.is_closed(), "an event loop that runs takes calls"
 
     def _commit_is_done(self, items: list[_Item], step: int, to_save: list[int]) -> None:
+        self._set_writable()
         for item in items:
             if item.then is not None:
                 item.then()
@@ -176,7 +186,26 @@ class Journal:
         for future in self._flushes:
             if not future.done():
                 future.set_exception(error)
+        if self._until_room is None:
+            self._until_room = self._loop.create_task(self._wait_for_room())
+            self._until_room.add_done_callback(raise_failure)
+            self._on_writable(False)
         self._on_failure(error)
+
+    async def _wait_for_room(self) -> None:
+        assert self._file is not None, "a journal without a file never fails"
+        has_room = False
+        while not has_room:
+            await asyncio.sleep(LOOK_FOR_ROOM_S)
+            has_room = await asyncio.to_thread(self._file.has_room)
+        self._until_room = None
+        self._on_writable(True)
+
+    def _set_writable(self) -> None:
+        if self._until_room is not None:
+            self._until_room.cancel()
+            self._until_room = None
+            self._on_writable(True)
 
 
 class _Item(NamedTuple):
@@ -201,13 +230,14 @@ class JobJournal(Journal):
         *,
         jobs: Callable[[], Iterable[Job]],
         on_failure: Callable[[SlipstreamError], None],
+        on_writable: Callable[[bool], None] = lambda _: None,
     ) -> None:
         """`jobs` returns all that are kept; `on_failure` must end all that are alive: see `Journal`."""
         self._jobs = jobs
         self._stored = [] if file is None else list(file.jobs())
         self._rows = [] if file is None else list(file.rows())
         self._is_on = file is not None
-        super().__init__(file, on_failure=on_failure, save=self._save_all)
+        super().__init__(file, on_failure=on_failure, on_writable=on_writable, save=self._save_all)
         self.last_number = max((stored.number for stored in self._stored), default=0)
         """The largest number of a job in it."""
 

@@ -8,13 +8,14 @@ import sqlite3
 import stat
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import ConfigError, FailedPreconditionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
 
 VERSION = 1
 """Version of the tables; a file with another one is refused."""
@@ -24,6 +25,8 @@ _COLLECT_EVERY = 64
 """Commits between two looks for rows that no job needs."""
 _MOST_COLLECTED = 256
 """Rows deleted at once: a few hundred microseconds, in which no other commit is made."""
+ROOM_BYTES = 2**20
+"""Free bytes from which on a disk that was full takes jobs again."""
 _WAL_BYTES = 16 * 2**20
 
 _TABLES = f"""
@@ -104,6 +107,7 @@ class JournalFile:
     def __init__(self, database: sqlite3.Connection, *, max_log_bytes: int) -> None:
         """Use `open`."""
         self._database = database
+        self._directory = Path(database.execute("PRAGMA database_list").fetchone()[2]).parent
         self._max_log_bytes = max_log_bytes
         self._log: deque[tuple[int, int]] = deque()
         """Number and size of each row of steps."""
@@ -169,6 +173,15 @@ class JournalFile:
             self._log_bytes += len(joined)
         self.next_step = step + 1
         return step
+
+    def has_room(self) -> bool:
+        """True if the disk takes `ROOM_BYTES`. Called on any thread."""
+        try:
+            with TemporaryFile(dir=self._directory) as file:
+                os.posix_fallocate(file.fileno(), 0, ROOM_BYTES)
+        except OSError:
+            return False
+        return True
 
     def collect(self) -> None:
         """Deletes rows that no job needs, now and then. Called after each commit. Raises sqlite3.Error."""

@@ -65,18 +65,20 @@ class JobManager:
         journal_file: JournalFile | None = None,
         return_s: float = RETURN_S,
         quota: TokenQuota | None = None,
+        on_writable: Callable[[bool], None] = lambda _: None,
     ) -> None:
         """`stream_interval_s` returns the least time between two messages of a stream; `home` numbers the jobs.
 
         Jobs are kept in the journal's file, if there is one. Those in it are back after `begin`; a caller may then take
-        `return_s` to come back to its job. `quota` bounds each owner's tokens in flight.
+        `return_s` to come back to its job. `quota` bounds each owner's tokens in flight. `on_writable`: see
+        `Journal`.
         """
         self._link = link
         self._store = store
         self._metrics = metrics
         self._stream_interval_s = stream_interval_s
         self._alive: dict[RunningSequence, tuple[Job, Sample]] = {}
-        self.journal = JobJournal(journal_file, jobs=store.jobs, on_failure=self._fail_all)
+        self.journal = JobJournal(journal_file, jobs=store.jobs, on_failure=self._fail_all, on_writable=on_writable)
         self._return_s = return_s
         self._quota = quota or TokenQuota(None)
         self.turns = LoopTurns()

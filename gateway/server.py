@@ -59,13 +59,14 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         if config.private_listen is not None:
             private = held.enter_context(Listener.claim(config.private_listen, field="private_listen"))
         metrics = RequestMetrics(registry, num_running=lambda: link.num_running, num_waiting=lambda: link.num_waiting)
-        link = _make_link(config, metrics, servers)
+        health = _Health(servers)
+        link = _make_link(config, metrics, health)
         ServerInfo(
             registry,
             queue_capacity=config.own_queue,
             state=lambda: None if link.description is None else link.description.server,
         )
-        jobs = _make_jobs(config, metrics, link)
+        jobs = _make_jobs(config, metrics, link, health)
         own_state = partial(_own_state, config, listener.address, port, link)
         peers = await held.enter_async_context(Peers(config.home, config.private_addresses, jobs, own_state))
         state = partial(_server_state, link, peers, config.queue)
@@ -98,25 +99,41 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         return await _serve(link, jobs, servers, forwarding, signals, config.grace_s)
 
 
-def _make_link(config: GatewayConfig, metrics: RequestMetrics, servers: Sequence[GrpcServer]) -> SchedulerLink:
-    """Makes the link to the scheduler, whose state is the answer of `servers` to health checks."""
+class _Health:
+    """The answer of servers to health checks: whether there is a scheduler, and the journal takes jobs."""
 
-    def set_serving(is_serving: bool) -> None:
-        for server in servers:
-            server.set_serving(is_serving)
+    def __init__(self, servers: Sequence[GrpcServer]) -> None:
+        self._servers = servers
+        self._has_scheduler, self._is_writable = False, True
 
+    def set_serving(self, is_serving: bool) -> None:
+        """Called by the link to the scheduler."""
+        self._has_scheduler = is_serving
+        self._tell()
+
+    def set_writable(self, is_writable: bool) -> None:
+        """Called by the journal."""
+        self._is_writable = is_writable
+        self._tell()
+
+    def _tell(self) -> None:
+        for server in self._servers:
+            server.set_serving(self._has_scheduler and self._is_writable)
+
+
+def _make_link(config: GatewayConfig, metrics: RequestMetrics, health: _Health) -> SchedulerLink:
     return SchedulerLink(
         config.scheduler,
         partial(load_model, max_samples=min(MAX_SAMPLES, config.own_queue)),
         capacity=config.own_queue,
         outage_timeout_s=config.outage_timeout_s,
         max_lost_epochs=config.max_lost_epochs,
-        on_serving=set_serving,
+        on_serving=health.set_serving,
         on_given_up=metrics.given_up.inc,
     )
 
 
-def _make_jobs(config: GatewayConfig, metrics: RequestMetrics, link: SchedulerLink) -> JobManager:
+def _make_jobs(config: GatewayConfig, metrics: RequestMetrics, link: SchedulerLink, health: _Health) -> JobManager:
     """Raises ConfigError or FailedPreconditionError for a journal that cannot be used."""
     path, mode, interval_ms = config.journal_path, JournalMode(config.journal), config.stream_interval_ms
     return JobManager(
@@ -126,6 +143,7 @@ def _make_jobs(config: GatewayConfig, metrics: RequestMetrics, link: SchedulerLi
         home=config.home,
         stream_interval_s=link.stream_interval_s if interval_ms is None else lambda: interval_ms / 1000,
         quota=TokenQuota(config.key_tokens),
+        on_writable=health.set_writable,
         journal_file=None if path is None or mode is JournalMode.OFF else JournalFile.open(path, mode),
     )
 

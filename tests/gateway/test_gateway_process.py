@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import grpc
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slipstream.bundled import target_dir
 from slipstream.client import Client
-from slipstream.common.errors import ConfigError, ConnectionLostError
+from slipstream.common.errors import ConfigError, ConnectionLostError, ResourceExhaustedError, UnavailableError
 from slipstream.gateway.config import GatewayConfig
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.gateway_processes import gateway_processes
 from tests.harness.leaks import check_it_holds_no_more_than, held_by
 from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler, serving
 from tests.harness.tokenizers_by_kind import make_tokenizer
+from tests.harness.waiting import block_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,6 +77,28 @@ def test_it_serves_soon_and_ends_with_a_signal(tmp_path: Path) -> None:
         finally:
             gateway.kill()
             gateway.wait()
+
+
+def test_health_fails_while_jobs_cannot_be_kept(tmp_path: Path) -> None:
+    """In a process that may write no larger file, as on a disk that is full."""
+    tmp_path.chmod(0o700)
+    with gateway_processes(tmp_path, 1, "--state-dir", str(tmp_path)) as gateways:
+        address, pid = gateways.addresses[0], gateways.pid(0)
+        with Client(address) as client, grpc.insecure_channel(address) as channel:
+
+            def health() -> int:
+                answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+                return int(answer.status)
+
+            client.create_job([5, 6], job_id="before", max_new_tokens=6)
+            limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, limits[1]))
+            with pytest.raises((UnavailableError, ResourceExhaustedError)):
+                client.create_job([5, 6], job_id="refused", max_new_tokens=6)
+            assert health() == health_pb2.HealthCheckResponse.NOT_SERVING
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+            block_until(lambda: health() == health_pb2.HealthCheckResponse.SERVING)
+            assert client.create_job([5, 6], job_id="after", max_new_tokens=6).job_id == "after"
 
 
 @pytest.mark.slow

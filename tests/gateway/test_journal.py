@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
+import resource
 import sqlite3
 import stat
 import subprocess
@@ -21,8 +23,9 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.gateway.journal import Journal
-from slipstream.gateway.journal_file import VERSION, Accepted, Forgotten, JournalFile, JournalMode, Saved
+from slipstream.gateway.journal_file import ROOM_BYTES, VERSION, Accepted, Forgotten, JournalFile, JournalMode, Saved
 from tests.harness import journal_writer
+from tests.harness.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -47,10 +50,11 @@ async def journal_on(
     file: JournalFile | None,
     *,
     on_failure: Callable[[SlipstreamError], None] = never,
+    on_writable: Callable[[bool], None] = never,
     save: Callable[[Sequence[int]], None] = never,
 ) -> AsyncIterator[Journal]:
     """A journal that is closed at the end."""
-    journal = Journal(file, on_failure=on_failure, save=save)
+    journal = Journal(file, on_failure=on_failure, on_writable=on_writable, save=save)
     try:
         yield journal
     finally:
@@ -210,7 +214,7 @@ async def test_a_full_disk_ends_the_jobs_and_not_the_journal(path: Path) -> None
     file._database.execute(f"PRAGMA max_page_count = {pages + 8}").fetchall()
     failures: list[SlipstreamError] = []
     told: list[bytes] = []
-    async with journal_on(file, on_failure=failures.append) as journal:
+    async with journal_on(file, on_failure=failures.append, on_writable=lambda _: None) as journal:
         journal.accepted(1, b"record")
         for _ in range(8):
             journal.outputs(row := os.urandom(5000), lambda row=row: told.append(row))
@@ -227,10 +231,51 @@ async def test_a_full_disk_ends_the_jobs_and_not_the_journal(path: Path) -> None
     file.close()
 
 
+async def test_it_says_that_it_cannot_be_written_until_there_is_room(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_room, told = False, list[bool]()
+    monkeypatch.setattr("slipstream.gateway.journal.LOOK_FOR_ROOM_S", 0.01)
+    monkeypatch.setattr(JournalFile, "has_room", lambda _: has_room)
+    file = JournalFile.open(path, JournalMode.PROCESS)
+
+    async def fails(journal: Journal) -> None:
+        file._database.execute("PRAGMA query_only = ON")
+        for _ in range(2):
+            journal.outputs(b"lost")
+            with pytest.raises(UnavailableError):
+                await journal.flush()
+        file._database.execute("PRAGMA query_only = OFF")
+
+    async with journal_on(file, on_failure=lambda _: None, on_writable=told.append) as journal:
+        await fails(journal)
+        await asyncio.sleep(0.05)
+        assert told == [False]
+        has_room = True
+        await until(lambda: told == [False, True])
+        has_room = False
+        await fails(journal)
+        journal.outputs(b"kept")
+        await journal.flush()
+        assert told == [False, True, False, True]
+
+
+def test_room_is_looked_for_where_the_file_is(path: Path) -> None:
+    file = JournalFile.open(path, JournalMode.PROCESS)
+    assert file.has_room()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM_BYTES - 1, limits[1]))
+    try:
+        assert not file.has_room()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    file.close()
+
+
 async def test_output_given_before_the_failure_is_known_is_not_kept(path: Path) -> None:
     file = JournalFile.open(path, JournalMode.PROCESS)
     failures: list[SlipstreamError] = []
-    async with journal_on(file, on_failure=failures.append) as journal:
+    async with journal_on(file, on_failure=failures.append, on_writable=lambda _: None) as journal:
         journal.outputs(b"first")
         await journal.flush()
         file._database.execute("PRAGMA query_only = ON")
