@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from slipstream.benchmarks.runner import Row
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = ("measured", "measured-on-a-gpu", "capacity", "reliability")
+DOCS = ("measured", "measured-on-a-gpu", "capacity", "operations", "reliability")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
 MARK = re.compile(r"(<!-- (figure|table): (\w+)([^\n]*?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 BATCHES = (1, 8, 32, 64)
@@ -466,7 +466,13 @@ def _probes_cell(found: Row) -> str:
     return f"event loop held for {held:.0f} ms, health checks answered in {health:.0f} ms (p99), at most"
 
 
+def _start_cell(rows: Sequence[Row], start: str) -> str:
+    (row,) = (row for row in rows if row["start"] == start)
+    return f"{row['served_s']:.0f} s, and with the draft after {row['drafted_s']:.0f} s"
+
+
 CELLS: dict[str, Callable[..., str]] = {
+    "cold_start": _start_cell,
     "outages": _outage_cell,
     "swap": _swap_cell,
     "soak": _soak_cell,

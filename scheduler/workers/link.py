@@ -249,6 +249,7 @@ class WorkerLink:
 
     async def _attach(self, attachment: Attachment) -> pb.AttachResponse:
         stub = await self._connect()
+        logger.info("the %s service prepares: memory, kernels, graphs", self.role.value)
         answer: pb.AttachResponse = await stub.Attach(attachment_to_pb(attachment), timeout=ATTACH_TIMEOUT_S)
         self._epoch = attachment.epoch
         self._outbox = asyncio.Queue()
