@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from slipstream.benchmarks.models import ALGORITHMS, NONE, NUM_DRAFT_TOKENS, draft_of, draft_options
 from slipstream.benchmarks.runner import DevicePlan, Row, benchmark, host, write_json
@@ -31,8 +32,6 @@ from slipstream.bundled import prompts, target_dir
 from slipstream.client import AsyncClient
 from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.settings import setting
-from slipstream.services.models.attention import ForwardBatch, PagedKV
-from slipstream.services.models.checkpoint import load_decoder
 from slipstream.services.models.sampler import gumbel_noise
 
 if TYPE_CHECKING:
@@ -49,8 +48,6 @@ SAMPLINGS = {
 }
 BOUND = 0.25
 """The largest gap of a near tie, in units of the noise: bfloat16 logits are off by 0.1, and the temperature is 0.8."""
-CPU = torch.device("cpu")
-PAGE_TOKENS = 16
 TOGETHER = 8
 KV_MIB = 256
 NUM_DETERMINISTIC_PROMPTS = 16
@@ -92,11 +89,13 @@ class Scores:
     """The target's scores in float32."""
 
     def __init__(self, target: Path) -> None:
-        self._decoder = load_decoder(target, device=CPU, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        self._model = model.eval()
 
     def at_end(self, tokens: Sequence[int], sampling: SamplingParams) -> torch.Tensor:
         """[vocab_size]: the score of each token after these; the greatest is chosen. Without filters."""
-        logits = self._logits(tokens)
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(torch.tensor([[*tokens]])).logits[0, -1]
         if sampling.is_greedy:
             return logits
         seed = torch.tensor([sampling.seed - 2**64 if sampling.seed >= 2**63 else sampling.seed])
@@ -111,22 +110,6 @@ class Scores:
                 scores = self.at_end([*prompt, *one[:index]], sampling)
                 return Parting(index, float(scores.max() - scores[list(pair)].min()))
         return None
-
-    def _logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        num_pages = 1 + -(-len(tokens) // PAGE_TOKENS)
-        cache = PagedKV(
-            self._decoder.config, num_pages=num_pages, page_size=PAGE_TOKENS, device=CPU, dtype=torch.float32
-        )
-        positions = torch.arange(len(tokens))[None]
-        batch = ForwardBatch(
-            tokens=torch.tensor([tokens]),
-            positions=positions,
-            is_valid=torch.ones_like(positions, dtype=torch.bool),
-            page_table=torch.arange(1, num_pages)[None],
-            limits=torch.tensor([len(tokens)]),
-        )
-        hidden = self._decoder.forward(batch, cache).hidden
-        return self._decoder.logits(hidden[:, -1:])[0, 0]
 
 
 class NearTies:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from statistics import harmonic_mean, median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, StaticCache
@@ -63,15 +64,14 @@ class Plan(DevicePlan):
     case: Names = Names.of((BUNDLED, SHAPE_8B), help="By commas; the file keeps other cases.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(NamedTuple):
     """A target, a draft for this system, and an assistant for `transformers`."""
 
     name: str
     target: Path
     draft: Path
-    algorithm: str
     assistant: Path
+    algorithm: str
     mean_accept_length: float | None
     """Drawn by chance, with random weights; None: what real weights give."""
 
@@ -79,18 +79,9 @@ class Case:
     def named(cls, name: str, folder: Path) -> Case:
         """Returns the case; shapes are written into the folder."""
         if name == BUNDLED:
-            target, draft, assistant = target_dir(), standalone_dir(), standalone_dir()
-        else:
-            shapes = (name, f"eagle3-{name}", "llama-3.2-1b")
-            target, draft, assistant = (write_shape(folder, shape) for shape in shapes)
-        return cls(
-            name=name,
-            target=target,
-            draft=draft,
-            algorithm=STANDALONE if name == BUNDLED else EAGLE3,
-            assistant=assistant,
-            mean_accept_length=None if name == BUNDLED else ACCEPT_LENGTH,
-        )
+            return cls(name, target_dir(), standalone_dir(), standalone_dir(), STANDALONE, None)
+        target, draft, other = (write_shape(folder, one) for one in (name, f"eagle3-{name}", "llama-3.2-1b"))
+        return cls(name, target, draft, other, EAGLE3, ACCEPT_LENGTH)
 
 
 @benchmark(Plan)
@@ -109,8 +100,7 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
 
 async def measure(case: Case, device: str, table: Table) -> None:
     """Measures all ways, one after the other; only ways with the same models are in memory together."""
-    tokenizer = AutoTokenizer.from_pretrained(case.target)
-    prompt = tokenizer.encode(prompts()[0].text)
+    prompt = AutoTokenizer.from_pretrained(case.target).encode(prompts()[0].text)
     prompt = (prompt * -(-PROMPT_TOKENS // len(prompt)))[:PROMPT_TOKENS]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     about = {
@@ -124,15 +114,11 @@ async def measure(case: Case, device: str, table: Table) -> None:
         "hardware": host(device).partition(",")[0] if device == "cuda" else "no GPU",
     }
     await _slipstream(case, device, prompt, about, table)
-    is_dummy, mean = case.mean_accept_length is not None, case.mean_accept_length
-    target, assistant = (
-        load(directory, device=torch.device(device), dtype=dtype, is_dummy=is_dummy)
-        for directory in (case.target, case.assistant)
-    )
-    peer = TransformersPeer(target, num_new_tokens=NUM_NEW_TOKENS)
-    assisted = peer.assisted(prompt, assistant, num_draft_tokens=NUM_DRAFT_TOKENS, mean_accept_length=mean)
-    table.add(about | assisted)
-    table.add(about | peer.compiled(prompt))
+    mean = case.mean_accept_length
+    target, assistant = (load(path, device, dtype, is_dummy=mean is not None) for path in (case.target, case.assistant))
+    peer = TransformersPeer(target, prompt, NUM_NEW_TOKENS)
+    table.add(about | peer.assisted(assistant, num_draft_tokens=NUM_DRAFT_TOKENS, mean_accept_length=mean))
+    table.add(about | peer.compiled())
 
 
 async def _slipstream(case: Case, device: str, prompt: list[int], about: Row, table: Table) -> None:
@@ -160,7 +146,7 @@ async def _sample(prompt: list[int], served: Served, _: Scenario) -> AsyncIterat
 
 
 def _row(rates: Sequence[float], mean_accept_length: float) -> Row:
-    """The first token, which belongs to the prompt, is not counted; the accept length is tokens a target's forward."""
+    """Sums up a way: without the first token, which belongs to the prompt; tokens of a target's forward."""
     return {"tokens_per_second": median(rates), "repeats": rates, "mean_accept_length": mean_accept_length}
 
 
@@ -176,42 +162,29 @@ async def _generate(client: AsyncClient, prompt: Sequence[int]) -> tuple[float, 
     return (num_tokens - num_first) / (time.perf_counter() - started), accept_length
 
 
-def load(directory: Path, *, device: torch.device, dtype: torch.dtype, is_dummy: bool) -> Any:
+def load(directory: Path, device: str, dtype: torch.dtype, *, is_dummy: bool) -> Any:
     """Loads a causal model, or makes one with random weights."""
+    auto: Any = AutoModelForCausalLM
     if not is_dummy:
-        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-        return model.to(device).eval()
+        return auto.from_pretrained(directory, dtype=dtype).to(device).eval()
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            AutoConfig.from_pretrained(directory), dtype=dtype
-        )
-    return model.eval()
+        return auto.from_config(AutoConfig.from_pretrained(directory), dtype=dtype).eval()
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
-    """The target's token at each position, and the assistant's guess.
+def draw_script(num_positions: int, rate: float, *, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws the target's token at each position, and the assistant's guess, right with probability `rate`.
 
     Random weights never agree, and two systems are compared fairly only if their drafts are accepted alike. So both
     models compute, and then the logits that the next tokens are taken from are replaced by those of a script.
     """
-
-    tokens: torch.Tensor
-    """[positions] int64: the target's."""
-    guesses: torch.Tensor
-    """[positions] int64: the assistant's."""
-
-    @classmethod
-    def draw(cls, num_positions: int, rate: float, *, seed: int, device: torch.device) -> Script:
-        """Draws guesses that are right with probability `rate`, each by itself."""
-        generator = torch.Generator().manual_seed(seed)
-        tokens = FIRST_TOKEN + torch.arange(num_positions) % NUM_TOKENS
-        is_right = torch.rand(num_positions, generator=generator) < rate
-        return cls(tokens.to(device), torch.where(is_right, tokens, WRONG_TOKEN).to(device))
+    tokens = FIRST_TOKEN + torch.arange(num_positions) % NUM_TOKENS
+    is_right = torch.rand(num_positions, generator=torch.Generator().manual_seed(seed)) < rate
+    return tokens, torch.where(is_right, tokens, WRONG_TOKEN)
 
 
 def follow(model: Any, tokens: torch.Tensor) -> Callable[[], None]:
     """Replaces the logits of a causal model so that its token at position p is `tokens[p]`; returns the undo."""
+    tokens = tokens.to(model.device)
 
     def force(_model: Any, _args: Any, arguments: dict[str, Any], output: Any) -> None:
         num_seen, width = arguments["attention_mask"].shape[1], output.logits.shape[1]
@@ -220,97 +193,87 @@ def follow(model: Any, tokens: torch.Tensor) -> Callable[[], None]:
         output.logits.fill_(0.0)
         output.logits.scatter_(2, said[None, :, None], 100.0)
 
-    handle = model.register_forward_hook(force, with_kwargs=True)
-    removed: Callable[[], None] = handle.remove
+    removed: Callable[[], None] = model.register_forward_hook(force, with_kwargs=True).remove
     return removed
 
 
 class TransformersPeer:
     """Greedy generation of a fixed length, one request at a time."""
 
-    def __init__(self, target: Any, *, num_new_tokens: int) -> None:
+    def __init__(self, target: Any, prompt: Sequence[int], num_new_tokens: int) -> None:
         self._target = target
+        self._prompt = torch.tensor([[*prompt]], device=target.device)
         self._num_new_tokens = num_new_tokens
         self._num_forwards = 0
 
-    def compiled(self, prompt: Sequence[int]) -> Row:
-        """Plain decoding with a static cache, which `transformers` compiles by itself on a GPU.
+    @property
+    def _longest(self) -> int:
+        return self._prompt.shape[1] + self._num_new_tokens
+
+    def compiled(self) -> Row:
+        """Decodes plainly with a static cache, which `transformers` compiles by itself on a GPU.
 
         One cache for all runs: with one for each, graphs would be recorded again where it lies elsewhere.
         """
-        cache = StaticCache(config=self._target.config, max_cache_len=len(prompt) + self._num_new_tokens)
-        settings = {"past_key_values": cache}
+        cache = StaticCache(config=self._target.config, max_cache_len=self._longest)
         # The second run uses what the first one compiled. Forwards are not counted: a hook would have the model
         # compiled again, and each forward is a token.
-        warm_up = (self._num_new_tokens, self._num_new_tokens)
-        return self._measure(COMPILED, prompt, settings, warm_up, is_counted=False)
+        rates, _ = self._measure((self._num_new_tokens,) * 2, past_key_values=cache)
+        return {"way": COMPILED, **_row(rates, 1.0)}
 
-    def assisted(
-        self, prompt: Sequence[int], assistant: Any, *, num_draft_tokens: int, mean_accept_length: float | None
-    ) -> Row:
-        """Assisted generation; with `mean_accept_length` both models follow a script that agrees as often."""
-        assistant.generation_config.num_assistant_tokens = num_draft_tokens
-        assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        assistant.generation_config.assistant_confidence_threshold = 0.0
-        undo = [self._target.register_forward_hook(self._count).remove]
-        if mean_accept_length is not None:
-            num_positions = len(prompt) + self._num_new_tokens + num_draft_tokens + 2
-            rate = acceptance_rate(mean_accept_length, num_draft_tokens)
-            script = Script.draw(num_positions, rate, seed=0, device=self._target.device)
-            undo += [follow(self._target, script.tokens), follow(assistant, script.guesses)]
-        try:
-            settings = {"assistant_model": assistant}
-            warm_up = (min(WARM_UP_TOKENS, self._num_new_tokens),)
-            return self._measure(ASSISTED, prompt, settings, warm_up, is_counted=True)
-        finally:
-            for remove in undo:
-                remove()
+    def assisted(self, assistant: Any, *, num_draft_tokens: int, mean_accept_length: float | None) -> Row:
+        """Generates with an assistant; with `mean_accept_length` both models follow a script that agrees as often."""
+        assistant.generation_config.update(
+            num_assistant_tokens=num_draft_tokens,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0,
+        )
+        with ExitStack() as held:
+            held.callback(self._target.register_forward_hook(self._count).remove)
+            if mean_accept_length is not None:
+                rate = acceptance_rate(mean_accept_length, num_draft_tokens)
+                script = draw_script(self._longest + num_draft_tokens + 2, rate, seed=0)
+                for model, tokens in zip((self._target, assistant), script, strict=True):
+                    held.callback(follow(model, tokens))
+            warm_up = min(WARM_UP_TOKENS, self._num_new_tokens)
+            rates, num_forwards = self._measure((warm_up,), assistant_model=assistant)
+        return {"way": ASSISTED, **_row(rates, REPEATS * (self._num_new_tokens - 1) / num_forwards)}
 
-    def _measure(
-        self, way: str, prompt: Sequence[int], settings: dict[str, Any], warm_up: Sequence[int], *, is_counted: bool
-    ) -> Row:
-        """`warm_up`: tokens of each run before those that count."""
-        rates = []
-        num_forwards = 0
+    def _measure(self, warm_up: Sequence[int], **settings: Any) -> tuple[list[float], int]:
+        """Returns rates after the first token, and forwards. `warm_up`: tokens of each run before those that count."""
+        rates, num_forwards = [], 0
         for num_new_tokens in warm_up:
-            self._run(prompt, num_new_tokens, settings)
+            self._run(num_new_tokens, settings)
         for _ in range(REPEATS):
-            first, num_first = self._run(prompt, 1, settings)
-            whole, num_whole = self._run(prompt, self._num_new_tokens, settings)
+            first, num_first = self._run(1, settings)
+            whole, num_whole = self._run(self._num_new_tokens, settings)
             rates.append((self._num_new_tokens - 1) / (whole - first))
             num_forwards += num_whole - num_first
-        mean_accept_length = REPEATS * (self._num_new_tokens - 1) / num_forwards if is_counted else 1.0
-        return {"way": way, **_row(rates, mean_accept_length)}
+        return rates, num_forwards
 
-    def _run(self, prompt: Sequence[int], num_new_tokens: int, settings: dict[str, Any]) -> tuple[float, int]:
+    def _run(self, num_new_tokens: int, settings: dict[str, Any]) -> tuple[float, int]:
         """Returns seconds, and forwards of the target."""
         self._num_forwards = 0
         if "past_key_values" in settings:
             settings["past_key_values"].reset()
-        _synchronize(self._target.device)
+        lengths = {"max_new_tokens": num_new_tokens, "min_new_tokens": num_new_tokens}
+        mask = torch.ones_like(self._prompt)
+        self._synchronize()
         started = time.perf_counter()
-        ids = torch.tensor([list(prompt)], device=self._target.device)
         output = self._target.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=num_new_tokens,
-            min_new_tokens=num_new_tokens,
-            pad_token_id=0,
-            **settings,
+            self._prompt, attention_mask=mask, do_sample=False, pad_token_id=0, **lengths, **settings
         )
-        _synchronize(self._target.device)
+        self._synchronize()
         seconds = time.perf_counter() - started
-        assert output.shape[1] == len(prompt) + num_new_tokens, "the length is fixed"
+        assert output.shape[1] == self._prompt.shape[1] + num_new_tokens, "the length is fixed"
         return seconds, self._num_forwards
 
     def _count(self, *_: object) -> None:
         self._num_forwards += 1
 
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    def _synchronize(self) -> None:
+        if self._prompt.is_cuda:
+            torch.cuda.synchronize(self._prompt.device)
 
 
 if __name__ == "__main__":

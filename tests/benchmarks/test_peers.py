@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slipstream.benchmarks.peers import FIRST_TOKEN, REPEATS, Script, TransformersPeer, follow
+from slipstream.benchmarks.peers import FIRST_TOKEN, REPEATS, TransformersPeer, draw_script, follow
 
 PROMPT = [5, 6, 7]
 NUM_NEW_TOKENS = 40
@@ -39,7 +39,7 @@ def test_each_run_with_the_one_static_cache_is_as_with_a_new_one(target: Any) ->
     expected = whole[0, len(PROMPT) :].tolist()
     assert len(set(expected)) > 5, "tokens that tell runs apart"
     hook = target.register_forward_hook(listen)
-    measured = TransformersPeer(target, num_new_tokens=NUM_NEW_TOKENS).compiled(PROMPT)
+    measured = TransformersPeer(target, PROMPT, NUM_NEW_TOKENS).compiled()
     hook.remove()
     timed = [expected[0], *expected]
     assert said == [*expected, *expected, *(REPEATS * timed)]
@@ -59,15 +59,15 @@ def test_assisted_generation_is_warmed_up_with_few_tokens(target: Any, monkeypat
 
     monkeypatch.setattr(target, "generate", counted)
     assistant = LlamaForCausalLM(target.config).eval()
-    peer = TransformersPeer(target, num_new_tokens=NUM_NEW_TOKENS)
-    peer.assisted(PROMPT, assistant, num_draft_tokens=4, mean_accept_length=None)
+    peer = TransformersPeer(target, PROMPT, NUM_NEW_TOKENS)
+    peer.assisted(assistant, num_draft_tokens=4, mean_accept_length=None)
     assert lengths == [32, *(REPEATS * [1, NUM_NEW_TOKENS])]
 
 
 def test_a_model_says_what_its_script_says() -> None:
     target = model()
-    script = Script.draw(64, 1.0, seed=0, device=torch.device("cpu"))
-    undo = follow(target, script.tokens)
+    tokens, _ = draw_script(64, 1.0, seed=0)
+    undo = follow(target, tokens)
     prompt = torch.tensor([[5, 6, 7]])
     settings = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0}
     said = target.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
@@ -82,6 +82,6 @@ def test_a_model_says_what_its_script_says() -> None:
     ("mean", "low", "high"), [(5.0, 4.9, 5.1), pytest.param(1.0, 0.9, 1.1, marks=pytest.mark.slow), (3.0, 2.2, 3.8)]
 )
 def test_assisted_generation_accepts_as_often_as_its_script_says(mean: float, low: float, high: float) -> None:
-    peer = TransformersPeer(model(), num_new_tokens=101)
-    measured = peer.assisted([5, 6, 7], model(), num_draft_tokens=4, mean_accept_length=mean)
+    peer = TransformersPeer(model(), [5, 6, 7], 101)
+    measured = peer.assisted(model(), num_draft_tokens=4, mean_accept_length=mean)
     assert low <= measured["mean_accept_length"] <= high
