@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
 from multiprocessing import get_context
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -148,10 +148,8 @@ def percentiles(seconds: Iterable[float]) -> Row:
     """Percentiles of latencies in milliseconds; all 0 without latencies."""
     found = 1e3 * np.fromiter(seconds, dtype=np.float64)
     values = [*np.percentile(found, (50, 90, 99)), found.max()] if found.size else [0.0] * 4
-    return {
-        "count": found.size,
-        **dict(zip(("p50", "p90", "p99", "most"), (round(float(v), 3) for v in values), strict=True)),
-    }
+    names = ("p50", "p90", "p99", "most")
+    return {"count": found.size, **{name: round(float(value), 3) for name, value in zip(names, values, strict=True)}}
 
 
 async def open_loop(
@@ -159,43 +157,32 @@ async def open_loop(
 ) -> LoadRun:
     """Makes each request at its time, and at the end waits `drain_s` at most for those that still run."""
     shares = [(arrivals[number::num_processes], seconds, drain_s) for number in range(num_processes)]
-    return await _in_processes(_open_loop, address, shares)
+    return await _in_processes(Generator.open_loop, address, shares)
 
 
 async def closed_loop(
-    address: str,
-    sessions: Sequence[Session],
-    num_clients: int,
-    seconds: float | None = None,
-    *,
-    num_processes: int = 1,
+    address: str, sessions: Sequence[Session], num_clients: int, seconds: float = inf, *, num_processes: int = 1
 ) -> LoadRun:
     """Keeps clients busy, each with one session at a time, until every session was made once.
 
     With `seconds` the sessions are repeated as needed until the time is over, when the clients leave.
     """
     num_processes = min(num_processes, num_clients)
-    shares = [
-        (sessions, len(range(number, num_clients, num_processes)), inf if seconds is None else seconds)
-        for number in range(num_processes)
-    ]
-    return await _in_processes(_closed_loop, address, shares)
+    counts = [len(range(number, num_clients, num_processes)) for number in range(num_processes)]
+    return await _in_processes(Generator.closed_loop, address, [(sessions, count, seconds) for count in counts])
 
 
 async def _in_processes(run: object, address: str, shares: Sequence[tuple[object, ...]]) -> LoadRun:
     context, loop = get_context("spawn"), asyncio.get_running_loop()
     num_taken = context.Value("L", 0)
     with ExitStack() as held:
-        pools = [
-            held.enter_context(ProcessPoolExecutor(1, context, initializer=_set_up, initargs=(num_taken,)))
-            for _ in shares
-        ]
+        pools = [ProcessPoolExecutor(1, context, initializer=_set_up, initargs=(num_taken,)) for _ in shares]
+        for pool in pools:
+            held.enter_context(pool)
         await asyncio.gather(*(loop.run_in_executor(pool, gc.freeze) for pool in pools))
         start_at = time.monotonic() + LEAD_S
-        parts = (
-            loop.run_in_executor(pool, _in_this_process, run, address, start_at, share)
-            for pool, share in zip(pools, shares, strict=True)
-        )
+        calls = zip(pools, shares, strict=True)
+        parts = [loop.run_in_executor(pool, _in_this_process, run, address, start_at, share) for pool, share in calls]
         made = await asyncio.gather(*parts)
     records = [record for part in made for record in part.records]
     return LoadRun(records, *(max(getattr(part, name) for part in made) for name in ("seconds", "cpu_s", "wall_s")))
@@ -216,120 +203,94 @@ def _in_this_process(run: object, address: str, start_at: float, share: tuple[ob
     async def made() -> LoadRun:
         async with AsyncClient(address) as client:
             await client.server_info()
-            clock = _Clock(start_at)
-            await asyncio.sleep(max(0.0, -clock.now()))
-            result: LoadRun = await run(client, clock, *share)  # type: ignore[operator]
+            generator = Generator(client, start_at)
+            await asyncio.sleep(max(0.0, -generator.now()))
+            result: LoadRun = await run(generator, *share)  # type: ignore[operator]
             return result
 
     return asyncio.run(made())
 
 
-async def _open_loop(
-    client: AsyncClient, clock: _Clock, arrivals: Sequence[Arrival], seconds: float, drain_s: float
-) -> LoadRun:
-    calls: list[asyncio.Task[None]] = []
-    records: list[RequestRecord] = []
-    for arrival in arrivals:
-        await asyncio.sleep(max(0.0, arrival.at_s - clock.now()))
-        record = RequestRecord(arrival.at_s, clock.now(), arrival.request.max_new_tokens)
-        records.append(record)
-        calls.append(asyncio.create_task(_make(client, clock, arrival.request, record)))
-    await asyncio.sleep(max(0.0, seconds - clock.now()))
-    if calls:
-        await asyncio.wait(calls, timeout=drain_s)
-    await _leave(calls)
-    return clock.run(records, seconds)
+class Generator:
+    """Makes the requests of one process, and records them."""
 
-
-async def _closed_loop(
-    client: AsyncClient, clock: _Clock, sessions: Sequence[Session], num_clients: int, seconds: float
-) -> LoadRun:
-    records: list[RequestRecord] = []
-    remaining = _sessions(sessions, repeats=seconds < inf)
-    clients = [asyncio.create_task(_client(client, clock, remaining, records, seconds)) for _ in range(num_clients)]
-    await asyncio.wait(clients, timeout=None if seconds == inf else max(0.0, seconds - clock.now()))
-    await _leave(clients)
-    return clock.run(records, min(seconds, clock.now()))
-
-
-def _sessions(sessions: Sequence[Session], *, repeats: bool) -> Iterator[Session]:
-    """Takes the next session that none of the processes has begun."""
-    (num_taken,) = _num_taken
-    while True:
-        with num_taken.get_lock():
-            number = num_taken.value
-            num_taken.value += 1
-        if number >= len(sessions) and not repeats:
-            return
-        yield sessions[number % len(sessions)]
-
-
-async def _client(
-    client: AsyncClient, clock: _Clock, sessions: Iterator[Session], records: list[RequestRecord], seconds: float
-) -> None:
-    for session in sessions:
-        for request in session:
-            if (now := clock.now()) >= seconds:
-                return
-            record = RequestRecord(now, now, request.max_new_tokens)
-            records.append(record)
-            await _make(client, clock, request, record)
-            if record.outcome == REJECTED:
-                await asyncio.sleep((record.retry_after_ms or 0) / 1000)
-
-
-async def _make(client: AsyncClient, clock: _Clock, request: PlannedRequest, record: RequestRecord) -> None:
-    ends: list[FinishReason] = []
-    chunks = client.generate(
-        request.prompt,
-        timeout_s=TIMEOUT_S,
-        max_new_tokens=request.max_new_tokens,
-        temperature=request.temperature,
-        seed=request.seed,
-        ignore_eos=True,
-    )
-    try:
-        async for chunk in chunks:
-            if chunk.token_ids:
-                record.times_s.append(clock.now())
-                record.counts.append(len(chunk.token_ids))
-            ends += [] if chunk.finish_reason is None else [chunk.finish_reason]
-            record.usage = chunk.job_usage
-        is_right = record.num_tokens == record.wanted_tokens and ends == [FinishReason.LENGTH]
-        record.outcome, record.error = (COMPLETED, "") if is_right else (FAILED, _told(record, ends))
-    except ResourceExhaustedError as error:
-        record.outcome = REJECTED
-        # A rejection without a RetryInfo reads as 0.
-        record.retry_after_ms = error.retry_after_ms or None
-    except SlipstreamError as error:
-        record.outcome, record.error = FAILED, repr(error)
-    finally:
-        record.ended_s = clock.now()
-
-
-def _told(record: RequestRecord, ends: Sequence[FinishReason]) -> str:
-    return f"{record.num_tokens} of {record.wanted_tokens} tokens, ends: {', '.join(ends) or 'none'}"
-
-
-async def _leave(calls: list[asyncio.Task[None]]) -> None:
-    for call in calls:
-        call.cancel()
-    for result in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(result, Exception):
-            raise result
-
-
-class _Clock:
-    """Seconds since the start of a run."""
-
-    def __init__(self, start_at: float) -> None:
+    def __init__(self, client: AsyncClient, start_at: float) -> None:
+        self._client = client
         self._start_at = start_at
         self._cpu_s = time.process_time()
+        self._records: list[RequestRecord] = []
 
     def now(self) -> float:
-        """Below 0 before the start."""
+        """Seconds since the start of the run; below 0 before."""
         return time.monotonic() - self._start_at
 
-    def run(self, records: list[RequestRecord], seconds: float) -> LoadRun:
-        """The run that ends now."""
-        return LoadRun(records, seconds, time.process_time() - self._cpu_s, self.now())
+    async def open_loop(self, arrivals: Sequence[Arrival], seconds: float, drain_s: float) -> LoadRun:
+        """Makes each request at its time."""
+        calls: list[asyncio.Task[RequestRecord]] = []
+        for arrival in arrivals:
+            await asyncio.sleep(max(0.0, arrival.at_s - self.now()))
+            calls.append(asyncio.create_task(self._make(arrival.request, arrival.at_s)))
+        await asyncio.sleep(max(0.0, seconds - self.now()))
+        if calls:
+            await asyncio.wait(calls, timeout=drain_s)
+        return await self._end(calls, seconds)
+
+    async def closed_loop(self, sessions: Sequence[Session], num_clients: int, seconds: float) -> LoadRun:
+        """Keeps clients busy."""
+        remaining = self._remaining(sessions, repeats=seconds < inf)
+        clients = [asyncio.create_task(self._follow(remaining, seconds)) for _ in range(num_clients)]
+        await asyncio.wait(clients, timeout=None if seconds == inf else max(0.0, seconds - self.now()))
+        return await self._end(clients, min(seconds, self.now()))
+
+    def _remaining(self, sessions: Sequence[Session], *, repeats: bool) -> Iterator[Session]:
+        """Takes the next session that none of the processes has begun."""
+        (num_taken,) = _num_taken
+        while True:
+            with num_taken.get_lock():
+                number = num_taken.value
+                num_taken.value += 1
+            if number >= len(sessions) and not repeats:
+                return
+            yield sessions[number % len(sessions)]
+
+    async def _follow(self, sessions: Iterator[Session], seconds: float) -> None:
+        for session in sessions:
+            for request in session:
+                if (now := self.now()) >= seconds:
+                    return
+                record = await self._make(request, now)
+                if record.outcome == REJECTED:
+                    await asyncio.sleep((record.retry_after_ms or 0) / 1000)
+
+    async def _make(self, request: PlannedRequest, intended_s: float) -> RequestRecord:
+        record, ends = RequestRecord(intended_s, self.now(), request.max_new_tokens), []
+        self._records.append(record)
+        try:
+            async for chunk in self._client.generate(request.prompt, timeout_s=TIMEOUT_S, **request.options):
+                if chunk.token_ids:
+                    record.times_s.append(self.now())
+                    record.counts.append(len(chunk.token_ids))
+                ends += [] if chunk.finish_reason is None else [chunk.finish_reason]
+                record.usage = chunk.job_usage
+            record.outcome = COMPLETED
+            if record.num_tokens != record.wanted_tokens or ends != [FinishReason.LENGTH]:
+                told = f"{record.num_tokens} of {record.wanted_tokens} tokens, ends: {', '.join(ends) or 'none'}"
+                record.outcome, record.error = FAILED, told
+        except ResourceExhaustedError as error:
+            record.outcome = REJECTED
+            # A rejection without a RetryInfo reads as 0.
+            record.retry_after_ms = error.retry_after_ms or None
+        except SlipstreamError as error:
+            record.outcome, record.error = FAILED, repr(error)
+        finally:
+            record.ended_s = self.now()
+        return record
+
+    async def _end(self, calls: Sequence[asyncio.Task[Any]], seconds: float) -> LoadRun:
+        """Cancels what still runs, and returns the run."""
+        for call in calls:
+            call.cancel()
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
+        return LoadRun(self._records, seconds, time.process_time() - self._cpu_s, self.now())

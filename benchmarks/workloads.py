@@ -10,7 +10,7 @@ import math
 import random
 from dataclasses import dataclass
 from itertools import accumulate, count, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -19,6 +19,8 @@ from slipstream.bundled import prompts
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from slipstream.client.requests import RequestOptions
 
 TEMPERATURE = 0.8
 NUM_DRAWS = 20_000
@@ -41,6 +43,12 @@ class PlannedRequest:
     """Exactly as many are generated: the end-of-sequence token is ignored."""
     temperature: float
     seed: int
+
+    @property
+    def options(self) -> RequestOptions:
+        """The options of the client's call."""
+        sampling: RequestOptions = {"temperature": self.temperature, "seed": self.seed}
+        return sampling | {"max_new_tokens": self.max_new_tokens, "ignore_eos": True}
 
 
 Session = tuple[PlannedRequest, ...]
@@ -144,6 +152,13 @@ class TextWorkload:
         return self._text[self._offsets[first][0] : self._offsets[first + num_tokens - 1][1]]
 
 
+class Sizes(NamedTuple):
+    """Sizes of a server; workloads with the same sizes share it."""
+
+    slots: int
+    context_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """The size of workloads, which are defined for a GPU."""
@@ -157,27 +172,36 @@ class Scale:
     longest_context: int
     """Tokens that the model allows."""
 
-    def tokens(self, count: int) -> int:
+    def length(self, num_tokens: int) -> int:
         """A length; at least 2, since a time per token takes two."""
-        return max(2, count // self.divisor)
+        return max(2, num_tokens // self.divisor)
 
-    def number(self, count: int) -> int:
+    def number(self, number: int) -> int:
         """A number of requests, clients or slots."""
-        return max(1, count // self.divisor)
+        return max(1, number // self.divisor)
 
     def sizes(self, slots: int, context_tokens: int) -> Sizes:
         """The sizes of a server."""
         return Sizes(self.number(slots), min(context_tokens // self.divisor, self.longest_context))
 
+    def tokens(self, num_tokens: int, rng: random.Random) -> list[int]:
+        """As many ids, scaled."""
+        ids = self.token_ids
+        return [rng.randrange(ids.start, ids.stop) for _ in range(self.length(num_tokens))]
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes of a server; workloads with the same ones share it."""
+    def requests(self, number: int, seed: int, mark: int, lengths: _Lengths = None) -> tuple[PlannedRequest, ...]:
+        """Requests whose first token is the `mark`."""
+        rng, made = random.Random(seed), []
+        for index in range(number):
+            prompt_tokens, output_tokens = lengths or _chat_lengths(rng)
+            prompt = self.tokens(prompt_tokens, rng)
+            prompt[0] = self.token_ids[mark]
+            made.append(PlannedRequest(tuple(prompt), self.length(output_tokens), 0.0, index))
+        return tuple(made)
 
-    slots: int
-    context_tokens: int
 
-
+_Lengths = tuple[int, int] | None
+"""Tokens of a prompt and of its output; None: those of chats."""
 GPU_SCALE = Scale(divisor=1, rate_divisor=1, token_ids=range(1000, 30_000), longest_context=131_072)
 CPU_SCALE = Scale(divisor=8, rate_divisor=2, token_ids=range(256, 4096), longest_context=1024)
 """For the bundled model on two cores."""
@@ -208,14 +232,14 @@ def workloads(scale: Scale) -> tuple[Workload, ...]:
     """Makes all workloads, in the order of NAMES."""
     small, large = scale.sizes(64, 4096), scale.sizes(256, 10_240)
 
-    def closed(name: str, sizes: Sizes, clients: int, count: int, seed: int, fixed: _Lengths = None) -> Workload:
-        made = _requests(scale, scale.number(count), seed, NAMES.index(name), fixed)
+    def closed(name: str, sizes: Sizes, clients: int, number: int, seed: int, fixed: _Lengths = None) -> Workload:
+        made = scale.requests(scale.number(number), seed, NAMES.index(name), fixed)
         sessions = tuple((request,) for request in made)
         return Workload(name=name, sizes=sizes, sessions=sessions, num_clients=scale.number(clients))
 
     def opened(rate: int, seconds: int, sizes: Sizes) -> Workload:
-        name, count = f"open{rate}", scale.number(rate * seconds)
-        arrivals = poisson(scale, rate / scale.rate_divisor, count, NAMES.index(name))
+        name, number = f"open{rate}", scale.number(rate * seconds)
+        arrivals = poisson(scale, rate / scale.rate_divisor, number, NAMES.index(name))
         return Workload(name=name, sizes=sizes, arrivals=arrivals)
 
     conversations = tuple(_conversation(scale, number, 6) for number in range(scale.number(32)))
@@ -235,10 +259,9 @@ def workloads(scale: Scale) -> tuple[Workload, ...]:
 def warm_up(scale: Scale, sizes: Sizes) -> Workload:
     """Makes a request for every slot of a server, and a few with long prompts."""
     mark = len(NAMES)
-    requests = _requests(scale, sizes.slots, 99, mark, (300, 40)) + _requests(scale, 8, 98, mark, (1500, 8))
-    return Workload(
-        name="warm-up", sizes=sizes, sessions=tuple((request,) for request in requests), num_clients=sizes.slots
-    )
+    requests = scale.requests(sizes.slots, 99, mark, (300, 40)) + scale.requests(8, 98, mark, (1500, 8))
+    sessions = tuple((request,) for request in requests)
+    return Workload(name="warm-up", sizes=sizes, sessions=sessions, num_clients=sizes.slots)
 
 
 def poisson(scale: Scale, rate: float, number: int, mark: int) -> tuple[Arrival, ...]:
@@ -247,48 +270,29 @@ def poisson(scale: Scale, rate: float, number: int, mark: int) -> tuple[Arrival,
     At every rate the chats are the same but for the first token, which says the `mark`.
     """
     times = poisson_times(rate, random.Random(ARRIVALS_SEED))
-    return tuple(map(Arrival, times, _requests(scale, number, OPEN_SEED, mark)))
-
-
-_Lengths = tuple[int, int] | None
-"""Tokens of a prompt and of its output; None for those of chats."""
-
-
-def _requests(scale: Scale, count: int, seed: int, mark: int, lengths: _Lengths = None) -> tuple[PlannedRequest, ...]:
-    rng, made = random.Random(seed), []
-    for number in range(count):
-        prompt_tokens, output_tokens = lengths or _chat_lengths(rng)
-        prompt = _tokens(scale, scale.tokens(prompt_tokens), rng)
-        prompt[0] = scale.token_ids[mark]
-        made.append(PlannedRequest(tuple(prompt), scale.tokens(output_tokens), 0.0, number))
-    return tuple(made)
+    return tuple(map(Arrival, times, scale.requests(number, OPEN_SEED, mark)))
 
 
 def _chat_lengths(rng: random.Random) -> tuple[int, int]:
     """Lognormal lengths: medians of 134 tokens, means of 220 and 200, but for the bounds."""
-    drawn = (rng.lognormvariate(4.9, sigma) for sigma in (1.0, 0.9))
     prompt, output = (
-        min(longest, max(SHORTEST_CHAT, int(length))) for longest, length in zip(LONGEST_CHAT, drawn, strict=True)
+        min(longest, max(SHORTEST_CHAT, int(rng.lognormvariate(4.9, sigma))))
+        for longest, sigma in zip(LONGEST_CHAT, (1.0, 0.9), strict=True)
     )
     return prompt, output
 
 
 def _conversation(scale: Scale, number: int, num_turns: int) -> Session:
-    """Turns of 100 to 200 tokens in and out behind a system prompt of 1,000 tokens, which all conversations share.
+    """Turns of 100 to 200 tokens in and out after a system prompt of 1,000 tokens, which all conversations share.
 
     The replies in the history are drawn, too: what a request costs does not depend on the outputs.
     """
-    rng = random.Random(TURNS_SEED + number)
-    history = _tokens(scale, scale.tokens(1000), random.Random(SYSTEM_SEED))
+    rng, turns = random.Random(TURNS_SEED + number), []
+    history = scale.tokens(1000, random.Random(SYSTEM_SEED))
     history[0] = scale.token_ids[NAMES.index("turns")]
-    turns = []
     for turn in range(num_turns):
-        history += _tokens(scale, scale.tokens(rng.randrange(100, 200)), rng)
-        output_tokens = scale.tokens(rng.randrange(100, 200))
-        turns.append(PlannedRequest(tuple(history), output_tokens, 0.0, turn))
-        history += _tokens(scale, output_tokens, rng)
+        history += scale.tokens(rng.randrange(100, 200), rng)
+        output_tokens = rng.randrange(100, 200)
+        turns.append(PlannedRequest(tuple(history), scale.length(output_tokens), 0.0, turn))
+        history += scale.tokens(output_tokens, rng)
     return tuple(turns)
-
-
-def _tokens(scale: Scale, count: int, rng: random.Random) -> list[int]:
-    return [rng.randrange(scale.token_ids.start, scale.token_ids.stop) for _ in range(count)]
