@@ -1,19 +1,4 @@
-"""Mean accept length of the bundled drafts and of prompt lookup, through the real services.
-
-K = 4, for the heads K = 3 as well: at T = 0.8 with three seeds over the first 128 tokens after each held-out prompt,
-and greedy over the first 16. Small models repeat themselves, which makes drafting easy: the share of tokens in a
-repeated 5-gram is beside it.
-
-Edits of a given text, greedy over 48 tokens: the prompt is a held-out one, the same with another name in it, and the
-first third of one with a third name. Prompt lookup has them asked again as well: three requests for each, one after the
-other and with other names, so that it can draft from the answers before where it remembers outputs.
-
-Each setting has an attachment of its own, since a draft that remembers would know more in the next one.
-
-    python benchmarks/accept_length.py --device cuda --json benchmarks/results/accept_length_h200.json
-
-measures tokens per second on a GPU, in bfloat16, with the first seed.
-"""
+"""Mean accept length of the bundled drafts and of prompt lookup, through the real services."""
 
 from __future__ import annotations
 

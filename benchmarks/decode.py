@@ -1,23 +1,4 @@
-"""Decode steps of real models, and where their time goes: three processes against one process on one stream.
-
-Shapes of Llama-3.1-8B and Llama-3.2-1B with random weights, EAGLE-3 heads of the published shape or the draft that a
-shape's name ends with, acceptance by chance (3.5 tokens a step, K = 4), prompts of 1024 tokens that grow to 1400. Three
-processes and one take turns, so that noise of the machine hits both. Counts and sums of a window come from the same two
-scrapes; a window whose sums do not belong to the same steps is refused. A step's floor is the time of reading its bytes
-at the bandwidth of a copy.
-
-    python benchmarks/decode.py --device cpu --shapes bundled --batches 1,4 --repeats 2
-
-runs the bundled models on a CPU, as a test of the script. The JSON file keeps the shapes that a run leaves out.
-
-    python benchmarks/decode.py --plain --shapes llama-3.1-8b,llama-3.1-8b-fp8 --json build/plain_h200.json
-
-measures decoding without a draft, all shapes in turns, and
-
-    python benchmarks/decode.py --alone --shapes llama-3.1-8b-standalone,llama-3.1-8b-eagle,llama-3.1-8b-ngram
-
-drafting in three processes alone, all shapes in turns.
-"""
+"""Decode steps of real models, and where their time goes: three processes against one process on one stream."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""From publish to client: how late tokens arrive, and the CPU time that scheduler and gateway take for them.
-
-An 8B shape with random weights, an EAGLE-3 head, acceptance by chance (3.5 tokens a step, K = 4). Clients are processes
-of their own on the same host; each message names the time when its newest token was on the server's host.
-
-    python benchmarks/delivery.py --device cpu --shape bundled --batches 8 --gateways 1 --seconds 1
-
-runs the bundled models on a CPU, as a test of the script: jobs of their context do not last for longer windows.
-"""
+"""From publish to client: how late tokens arrive, and the CPU time that scheduler and gateway take for them."""
 
 from __future__ import annotations
 

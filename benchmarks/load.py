@@ -1,29 +1,4 @@
-"""Whole requests through `slipstream up` and the Python client, with a draft and without.
-
-Workloads, and their seconds on an H200 with the 8B shape. Those up to open32 have a server with 64 slots and a context
-of 4,096 tokens, the others one with 256 slots and 10,240 tokens; with the starts of both, all take 5 minutes with each
-draft setting.
-
-- chat (11): 256 requests, 64 in flight, lengths of chats, about 190 tokens in and out
-- long (6): 128 requests, 64 in flight, 1,024 tokens in and 128 out
-- prefill (5): 64 requests, 16 in flight, 2,000 tokens in and 2 out
-- open16 (20), open32 (17), open48 (18): chats as a Poisson process, 16, 32 or 48 a second, for 15, 12 or 10 s
-- chat256 (14): 512 chats, 256 in flight
-- turns (16): 32 conversations of 6 turns, 100 to 200 tokens in and out, behind a common system prompt of 1,000
-- ctx8k (7): 24 requests, 8 in flight, 8,000 tokens in and 64 out
-
-Latencies of open workloads count from the planned arrivals. `--capacity` instead searches for the highest rate of chats
-that keeps limits of the latencies, which takes another 5 minutes with each draft setting.
-
-    python benchmarks/load.py --device cuda --model llama-3.1-8b --json benchmarks/results/load_h200.json
-    python benchmarks/load.py --device cuda --model llama-3.1-8b --capacity --json benchmarks/results/capacity_h200.json
-
-With `--drafts yes`, `auto` or `no`, and `--workloads`, a run is made in pieces: a file keeps what a run leaves out, and
-is drawn anew. Without options the bundled model serves on a CPU, and lengths, requests, clients and slots are an
-eighth: a minute or two. Status 1 if a request had not one end and the tokens that it asked for, a service died, a draft
-was lost or did not take part, or the clients were the limit, which the CPU time of the busiest of their processes
-shows. The environment variable SLIPSTREAM_BENCHMARK_LOG_DIR names a folder for the logs of the services.
-"""
+"""Whole requests through `slipstream up` and the Python client, with a draft and without."""
 
 from __future__ import annotations
 

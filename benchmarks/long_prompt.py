@@ -1,10 +1,4 @@
-"""The effect of a long prompt on others' tokens: a running stream while a prompt of 4,000 tokens is taken in.
-
-A prompt is taken in by chunks, in steps that decode beside. For each size of these steps, that which verify measures
-first, a stream runs alone for a while, then together with the long prompt until that has its first token; the last size
-takes the whole prompt at once. The bundled models were trained for 1,024 tokens: copies with a larger
-`max_position_embeddings` take as long for a step as any model of their sizes.
-"""
+"""The effect of a long prompt on others' tokens: a running stream while a prompt of 4,000 tokens is taken in."""
 
 from __future__ import annotations
 

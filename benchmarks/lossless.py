@@ -1,10 +1,4 @@
-"""Compares the tokens of requests that are served in many ways: they must be the same in all of them.
-
-Held-out prompts, each greedy and sampled, with and without penalties, bias and a least length; without a draft, with
-the bundled drafts and prompt lookup; alone and in batches of eight, prompts in one piece and in chunks,
-run-ahead 0, 1 and 2, and with drafts off for every other request of a batch. Everything is compared with plain
-decoding, alone, in one piece, run-ahead 0. Status 1 if any differs.
-"""
+"""Compares the tokens of requests that are served in many ways: they must be the same in all of them."""
 
 from __future__ import annotations
 

@@ -1,16 +1,4 @@
-"""Measures how often two ways of serving part in bfloat16, how near a tie that is, and the price of avoiding it.
-
-In bfloat16 rounding depends on how work is batched, so the tokens of a request may differ between ways of serving it:
-but only where the two best tokens, noise included, were almost equally good. Held-out prompts, each greedy and at
-T = 0.8 with two seeds; without a draft and with the bundled ones; alone and eight at a time. Each output is compared
-with that of plain decoding, alone. Where the two part, the target's scores in float32 tell how far the worse of both
-tokens is from the best: rounding explains a near tie and nothing else. Then the same with `--deterministic-width`,
-where no output may part, and the time of a step with it and without, in turns.
-
-On a CPU it computes in float32, in which no output may part either; there it takes half an hour, and a few minutes
-with `--prompts 2`. Status 1 if a parting is no near tie, if there is one where none may be, or if a part failed; the
-results so far are in the JSON.
-"""
+"""Measures how often two ways of serving part in bfloat16, how near a tie that is, and the price of avoiding it."""
 
 from __future__ import annotations
 

@@ -1,22 +1,4 @@
-"""Kills, stops and ends services under streaming clients: every job must end with its tokens, and none may fail.
-
-`slipstream up` serves, and starts again what dies or hangs; its bound on deaths in a minute is lifted. Clients of the
-Python library stream jobs without a pause. The services get a fault in turns, each time when all streams flow, all
-services are back and a random time has passed:
-
-- kill: SIGKILL
-- term: SIGTERM, so a service may finish its work
-- stop: SIGSTOP for good, as a process that hangs: `up` has to find it
-- pause: SIGSTOP, and SIGCONT after 2 s
-
-Measured are the longest gap between two tokens of a stream around the fault, the longest one later, until the service
-is back, and the time until then. Status 1 if a client saw an error, a gap or a repetition in its tokens, or other
-tokens than those of a run without faults.
-
-    python benchmarks/outages.py --services draft --faults kill,stop --json benchmarks/results/outages_cpu.json
-
-The file keeps what it has of other services, faults, models and devices.
-"""
+"""Kills, stops and ends services under streaming clients: every job must end with its tokens, and none may fail."""
 
 from __future__ import annotations
 

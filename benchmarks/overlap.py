@@ -1,10 +1,4 @@
-"""The cost of a step beyond its kernels: the real services, with dummy kernels of a known length.
-
-Eight clients stream while metrics are on. The orders of steps take turns within each repeat, so that noise of the
-machine hits all of them. On a GPU both kinds of fences are measured, and workers with and without MPS. The figure is
-what a step loses (step - busy) under run-ahead 1 as a share of what it loses when the host blocks on each call, in the
-same repeat.
-"""
+"""The cost of a step beyond its kernels: the real services, with dummy kernels of a known length."""
 
 from __future__ import annotations
 

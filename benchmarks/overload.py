@@ -1,11 +1,4 @@
-"""Ten times the requests that the server can serve, for a minute: the goodput must stay, and refusals be quick.
-
-The capacity is found by saturation before and after, in the same run; in between, requests come as a Poisson process
-at ten times its rate, with the workload of `serving.py`. Goodput is the output tokens per second of requests that
-complete. Status 1 if it falls below 90 % of the capacity, a rejection takes 50 ms (at the 99th percentile, from the
-due time of the request) or carries no RetryInfo, health is ever anything but SERVING, an accepted request fails, or
-the memory of a service grows.
-"""
+"""Ten times the requests that the server can serve, for a minute: the goodput must stay, and refusals be quick."""
 
 from __future__ import annotations
 

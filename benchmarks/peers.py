@@ -1,11 +1,4 @@
-"""One request at a time: this system, and `transformers` with the same target, prompt and machine.
-
-Two cases. The bundled models, with their weights: both sides run the same target and the same standalone draft. The
-shape of Llama 3.1 8B with random weights, where acceptance is drawn by chance with the same mean on both sides: this
-system drafts with the shape of an EAGLE-3 head, `transformers`, which has none, with the shape of Llama 3.2 1B as its
-assistant. Both count from the first token to the last. Each way of generating is in the file as soon as it is
-measured, and the file keeps the cases that a run with `--case` leaves out.
-"""
+"""One request at a time: this system, and `transformers` with the same target, prompt and machine."""
 
 from __future__ import annotations
 

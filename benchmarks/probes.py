@@ -1,10 +1,4 @@
-"""Probes of a gateway: large, hostile and many requests, while health must answer and the event loop go on.
-
-The workers have dummy kernels in place of models. Each probe runs for some seconds, with health checks from a process
-of its own meanwhile. Status 1 if a request holds the gateway's event loop for more than 20 ms of its thread's time,
-health takes more than 100 ms at the 99th percentile, unfinished messages cost more than 256 MiB of memory, or a request
-ends as it must not: refused without RetryInfo where it could come again, or refused at all where there is room.
-"""
+"""Probes of a gateway: large, hostile and many requests, while health must answer and the event loop go on."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Latency and throughput against load, with and without drafting: the real services and an open-loop load generator.
-
-Requests come as a Poisson process and never wait for answers; latencies count from the due time of a request. Prompts
-and outputs have lengths like ShareGPT's (`workloads.py` has the parameters), times a quarter, which suits the bundled
-model's context of 1,024 tokens and two CPU cores. First the capacity of each algorithm is found by saturation, the
-median of rounds in which they take turns; the rates are fractions of the highest, the same arrivals for all algorithms,
-which take turns at each rate.
-"""
+"""Latency and throughput against load, with and without drafting: the real services and an open-loop load generator."""
 
 from __future__ import annotations
 

@@ -1,20 +1,4 @@
-"""Many clients that come, cancel, leave and return while all services get random faults: one end each, and no leak.
-
-`slipstream up` serves the bundled models. Clients start jobs of random length by Generate and by CreateJob; some cancel
-at a random token, some leave, some lose their stream and go on at their offset. Meanwhile services are killed, ended,
-stopped and paused at random: draft and verify in the first third of the time, gateway and scheduler in the second, all
-four in the last. So each process lives through many deaths of others.
-
-- Every request must have one end, and its tokens must be the first ones of the undisturbed run of its prompt.
-- A few times the clients pause. No job may then be alive, and every slot and page must be free.
-- Memory, threads and descriptors of `up` and of the process of each service that lived longest must not grow after the
-  first third of its life, in which its caches fill. What it gains by the median slope of all pairs of samples must stay
-  below 5 % of the memory, one thread, one descriptor, unless a slope of zero is within its 95 % confidence interval.
-- Workers on a CPU keep a kernel for each number of rows that they meet, at most 56 below 512 rows (`padded_rows`). So
-  that this is no slope, they meet all of them when the clients begin and after each pause: one prompt for each.
-
-Status 1 if anything is off.
-"""
+"""Many clients that come, cancel, leave and return while all services get random faults: one end each, and no leak."""
 
 from __future__ import annotations
 

@@ -1,14 +1,4 @@
-"""Swaps the draft under streaming clients, and kills it: their longest gaps, and when drafts are as good again.
-
-`slipstream up` serves the bundled models to clients that stream jobs without a pause, and swaps the draft: standalone
--> eagle3 -> none -> standalone, then a draft with random weights, which must be taken off again by itself. Then the
-standalone draft is killed some times. Every job must have the tokens of an undisturbed run.
-
-The tokens of a job are always the same, so its steps are compared over the same tokens with those of a job that ran
-with the draft from its beginning. From when a draft takes part, the steps that both took for the next 25 tokens of each
-stream, for the 25 after them and so on, are added up over the streams. Acceptance is back where the draft needs
-at most 1 / 0.95 of the steps, both there and in all that follows together.
-"""
+"""Swaps the draft under streaming clients, and kills it: their longest gaps, and when drafts are as good again."""
 
 from __future__ import annotations
 

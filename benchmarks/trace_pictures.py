@@ -1,8 +1,4 @@
-"""Timelines with and without run-ahead: real services with dummy kernels, traced under streaming load.
-
-Each run-ahead gives a trace as `slipstream trace` writes it, trace_<device>_run_ahead_<n>.json, and a picture of it:
-lanes by process, slices, and arrows along the fences; below, one hand-over. Takes about half a minute.
-"""
+"""Timelines with and without run-ahead: real services with dummy kernels, traced under streaming load."""
 
 from __future__ import annotations
 
