@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from slipstream.benchmarks.load_generator import COMPLETED, REJECTED, open_loop
 from slipstream.benchmarks.models import STANDALONE
 from slipstream.benchmarks.probes import health_checks
-from slipstream.benchmarks.process_usage import Usage, exceeding, in_use, settled
 from slipstream.benchmarks.runner import Row, benchmark, host, write_json
 from slipstream.benchmarks.serving import LENGTHS, find_capacity
 from slipstream.benchmarks.stack import LOG_DIR, Stack
@@ -22,10 +23,12 @@ from slipstream.client import AsyncClient
 from slipstream.common.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 HEALTH_INTERVAL_S = 0.2
+SETTLE_S = 20.0
+POLL_S = 0.1
 LEAST_GOODPUT = 0.9
 """Lowest goodput that passes, as a fraction of the capacity."""
 MOST_REJECTION_MS = 50.0
@@ -64,7 +67,8 @@ async def overload(stack: Stack, lengths: Lengths, plan: Plan) -> Row:
     scheduler = stack.scheduler(STANDALONE, context_tokens=lengths.context_tokens, **options)
     async with scheduler as served, AsyncClient(served.address) as client:
         address = served.address
-        usage = [Usage(service.name, service.pid) for service in (await client.server_info()).services]
+        services = {service.name: psutil.Process(service.pid) for service in (await client.server_info()).services}
+        memory_kib: dict[str, list[float]] = {name: [] for name in services}
         await _touch_everything(workload, address, plan)
         for_capacity = plan.slots, plan.capacity_seconds, plan.capacity_warm_up_s
         capacity_before = await find_capacity(workload, address, *for_capacity, f"{plan.seed} before")
@@ -73,7 +77,7 @@ async def overload(stack: Stack, lengths: Lengths, plan: Plan) -> Row:
         arrivals = workload.arrivals(rate, plan.seconds, str(plan.seed))
         with health_checks(address, interval_s=HEALTH_INTERVAL_S) as health:
             health.begin()
-            async with background(_sample(usage, plan)):
+            async with background(_sample(services, memory_kib, plan)):
                 run = await open_loop(address, arrivals, plan.seconds, plan.drain_s)
             _, statuses = await asyncio.to_thread(health.end)
         after = await settled(client, before)
@@ -92,7 +96,7 @@ async def overload(stack: Stack, lengths: Lengths, plan: Plan) -> Row:
             record.outcome == REJECTED and record.retry_after_ms is None for record in run.records
         ),
         "health_statuses": sorted(statuses),
-        "footprints": {one.service: _footprint(one.memory_mib) for one in usage},
+        "footprints": {name: _footprint(samples) for name, samples in memory_kib.items()},
         "before": before,  # `in_use` before the overload, and after
         "after": after,
         "failures": run.failures,
@@ -101,11 +105,10 @@ async def overload(stack: Stack, lengths: Lengths, plan: Plan) -> Row:
     }
 
 
-def _footprint(memory_mib: Sequence[float]) -> Row:
+def _footprint(memory_kib: Sequence[float]) -> Row:
     """Returns the mean resident memory in the first third of a time and in the last."""
-    third = max(1, len(memory_mib) // 3)
-    first, last = mean(memory_mib[:third]), mean(memory_mib[-third:])
-    return {"first_rss_kib": round(1024 * first), "last_rss_kib": round(1024 * last)}
+    third = max(1, len(memory_kib) // 3)
+    return {"first_rss_kib": round(mean(memory_kib[:third])), "last_rss_kib": round(mean(memory_kib[-third:]))}
 
 
 def faults(found: Row) -> list[str]:
@@ -136,12 +139,38 @@ def shortcomings(found: Row) -> list[str]:
     return problems
 
 
-async def _sample(usage: Sequence[Usage], plan: Plan) -> None:
+async def _sample(services: Mapping[str, psutil.Process], memory_kib: dict[str, list[float]], plan: Plan) -> None:
     await asyncio.sleep(plan.warm_up_s)
     while True:
-        for one in usage:
-            one.sample(time.monotonic())
+        for name, process in services.items():
+            memory_kib[name].append(process.memory_info().rss / 1024)
         await asyncio.sleep(plan.sample_s)
+
+
+async def in_use(client: AsyncClient) -> dict[str, int]:
+    """Requests, KV pages, and the threads and descriptors of each service that are in use now, on this host."""
+    info = await client.server_info()
+    found = {"requests": info.num_running + info.num_waiting, "pages": info.num_pages - info.num_free_pages}
+    for service in info.services:
+        process = psutil.Process(service.pid)
+        found[f"{service.name}, threads"] = process.num_threads()
+        found[f"{service.name}, descriptors"] = process.num_fds()
+    return found
+
+
+async def settled(client: AsyncClient, before: dict[str, int]) -> dict[str, int]:
+    """Waits until no more is in use than before, for SETTLE_S at most; returns what is in use then."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        now = await in_use(client)
+        if not exceeding(now, before) or time.monotonic() > deadline:
+            return now
+        await asyncio.sleep(POLL_S)
+
+
+def exceeding(now: dict[str, int], before: dict[str, int]) -> list[str]:
+    """The quantities of which more is in use than before."""
+    return [f"{name}: {before[name]}, then {now[name]}" for name in before if now[name] > before[name]]
 
 
 async def _touch_everything(workload: TextWorkload, address: str, plan: Plan) -> None:

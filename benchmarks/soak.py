@@ -7,13 +7,14 @@ import random
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from statistics import mean, median
 from typing import TYPE_CHECKING
 
 import psutil
 
 from slipstream.benchmarks.models import STANDALONE
-from slipstream.benchmarks.process_usage import Usage
 from slipstream.benchmarks.runner import DevicePlan, Names, Row, benchmark, host, write_json
 from slipstream.benchmarks.up_server import FAULTS, SERVICES, UpServer, bundled_options, up_server
 from slipstream.bundled import prompts
@@ -25,6 +26,7 @@ from slipstream.common.settings import setting
 from slipstream.services.models.decoder import padded_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from slipstream.client.requests import RequestOptions
@@ -40,6 +42,68 @@ NUM_SAMPLES = 180
 QUIET_TIMEOUT_S = 90.0
 """A gateway that is back cancels jobs of Generate calls that do not come back after 30 s."""
 POLL_S = 0.1
+WARM_UP = 1 / 3
+"""The share of a process's life in which caches fill: a gateway has as many ended jobs as it keeps, allocators have
+met the largest steps."""
+LEAST_FIT_S = 60.0
+"""A process that lived for less is not judged."""
+BOUNDS = {"memory_mib": 0.05, "threads": 1.0, "descriptors": 1.0}
+"""The most that a process may gain: a share of its mean memory; a number of threads and descriptors."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """Samples of the memory, threads and descriptors of one process."""
+
+    service: str
+    pid: int
+    at_s: list[float] = field(default_factory=list)
+    """Since the start of the run."""
+    memory_mib: list[float] = field(default_factory=list)
+    threads: list[int] = field(default_factory=list)
+    descriptors: list[int] = field(default_factory=list)
+
+    def sample(self, at_s: float) -> None:
+        """Adds what the process has now. Raises psutil.NoSuchProcess."""
+        process = psutil.Process(self.pid)
+        with process.oneshot():
+            memory, threads, descriptors = process.memory_info().rss, process.num_threads(), process.num_fds()
+        self.at_s.append(at_s)
+        self.memory_mib.append(round(memory / 2**20, 1))
+        self.threads.append(threads)
+        self.descriptors.append(descriptors)
+
+    def growths(self) -> list[Row]:
+        """Returns the growth of each quantity after the warm-up; none for a process that lived too briefly."""
+        first = int(WARM_UP * len(self.at_s))
+        times = self.at_s[first:]
+        if not times or times[-1] - times[0] < LEAST_FIT_S:
+            return []
+        found = []
+        for name, bound in BOUNDS.items():
+            values = getattr(self, name)[first:]
+            seconds = times[-1] - times[0]
+            gained, low, high = (round(slope * seconds, 3) for slope in slopes(times, values))
+            most = round(bound * mean(values) if name == "memory_mib" else bound, 3)
+            row = {"service": self.service, "quantity": name, "seconds": round(seconds), "bound": most}
+            # Gained over these seconds, and the ends of its 95 % confidence interval; a slope is not there by chance.
+            row |= {"gained": gained, "low": low, "high": high, "is_slope": gained > most and low > 0}
+            found.append(row)
+        return found
+
+
+def slopes(times: Sequence[float], values: Sequence[float]) -> tuple[float, float, float]:
+    """The median slope of all pairs of samples (Theil and Sen), and the ends of its 95 % confidence interval.
+
+    Single samples that lie far off, such as those of a moment without an epoch, do not change it.
+    """
+    points = zip(times, values, strict=True)
+    pairs = sorted((after[1] - before[1]) / (after[0] - before[0]) for before, after in combinations(points, 2))
+    count = len(times)
+    # Of Kendall's score, whose deviation says which pair's slope is at the interval's end.
+    deviation = (count * (count - 1) * (2 * count + 5) / 18) ** 0.5
+    low = max(0, int((len(pairs) - 1.96 * deviation) / 2))
+    return median(pairs), pairs[low], pairs[-1 - low]
 
 
 @dataclass(frozen=True, kw_only=True)

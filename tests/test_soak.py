@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from slipstream.benchmarks.process_usage import Usage
-from slipstream.benchmarks.soak import Plan, soak
+from slipstream.benchmarks.soak import Plan, Usage, soak
 
 
 @pytest.mark.slow
