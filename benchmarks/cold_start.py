@@ -1,12 +1,4 @@
-"""Measures how long `slipstream up` takes to start with a draft: first without compiled kernels, then with them.
-
-Each start has the same cache of compiled kernels, an empty folder at the first one. Measured are the time until
-requests are served and the time until the draft takes part; listed are the graphs that verify captured, of which each
-kind must be there once. Status 1 if verify captured a kind of graph again, or if the draft joined after the server was
-ready.
-
-    python benchmarks/cold_start.py --model llama-3.1-8b --json benchmarks/results/cold_start_h200.json
-"""
+"""Measures how long `slipstream up` takes to start with a draft: first without compiled kernels, then with them."""
 
 from __future__ import annotations
 

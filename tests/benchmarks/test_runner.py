@@ -40,7 +40,7 @@ def test_a_command_line(name: str) -> None:
 
 
 def test_scripts_were_found() -> None:
-    assert len(SCRIPTS) == 16
+    assert {"decode", "load", "near_ties", "trace_pictures"} <= set(SCRIPTS)
 
 
 @pytest.mark.parametrize(
