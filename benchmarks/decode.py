@@ -22,9 +22,9 @@ from slipstream.benchmarks.stream_window import stream_window
 from slipstream.common.errors import ConfigError
 from slipstream.common.settings import setting
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.services.models.checkpoint import empty_head
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
-from slipstream.services.models.head_checkpoint import empty_head
 from slipstream.services.models.head_config import HEADS
 from slipstream.services.worker.config import WorkerConfig
 

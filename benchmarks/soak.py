@@ -23,7 +23,7 @@ from slipstream.client import AsyncClient
 from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import SlipstreamError, UnavailableError
 from slipstream.common.settings import setting
-from slipstream.services.models.decoder import padded_rows
+from slipstream.services.models.linear import padded_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

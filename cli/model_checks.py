@@ -27,7 +27,7 @@ def describe_target(models: ModelChoice, *, needs_weights: bool = True) -> str:
     """What the target is, for people. Raises CheckpointError if it cannot be served."""
     # Imported here and below: the gateway's image has the commands, and nothing that loads models.
     from slipstream.services.models.config import ModelConfig
-    from slipstream.services.models.tokenizer_fingerprint import tokenizer_fingerprint
+    from slipstream.services.models.json_files import tokenizer_fingerprint
 
     architecture = ModelConfig.from_directory(models.target).architecture
     tokenizer_fingerprint(models.target)
@@ -40,7 +40,7 @@ def describe_draft(models: ModelChoice, *, needs_weights: bool = True) -> str:
     """What the draft model is, for people. Raises CheckpointError if it cannot draft for the target."""
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.head_config import HEADS, check_target
-    from slipstream.services.models.tokenizer_fingerprint import tokenizer_fingerprint
+    from slipstream.services.models.json_files import tokenizer_fingerprint
 
     path, head = models.draft, HEADS.get(models.algorithm)
     assert path is not None, "there is a draft model"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import CheckpointError
-from slipstream.services.models.config_fields import ConfigFields, is_integer
-from slipstream.services.models.fp8_config import BLOCK, Fp8Weights, Scaling
+from slipstream.services.models.json_files import ConfigFields, is_integer
+from slipstream.services.models.quantization import BLOCK, Fp8Weights, Scaling
 from slipstream.services.models.rope_config import MAX_CONTEXT_TOKENS, RopeConfig, RopeType
 
 if TYPE_CHECKING:

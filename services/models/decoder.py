@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,7 @@ from torch import nn
 
 from slipstream.common.worker.step import FINAL_NORM
 from slipstream.services.models.attention import torch_attention
-from slipstream.services.models.quantization import FP8, PackedFp8, dequantised, keeps_fp8
-from slipstream.services.models.rope import Rotation, rotation_table
+from slipstream.services.models.linear import FP8, Linear, empty_parameter, keeps_fp8, pack_linears
 
 if TYPE_CHECKING:
     from slipstream.services.models.attention import (
@@ -23,96 +23,10 @@ if TYPE_CHECKING:
         TorchAttention,
     )
     from slipstream.services.models.config import ModelConfig
+    from slipstream.services.models.rope_config import RopeConfig
 
     Attend = TorchAttention | SeparateAttention
     """Attention of one forward: takes a layer's number and its queries, keys and values."""
-
-
-_PACKED_FOR_TOKENS = 8
-"""The number of tokens that a packed weight's layout is chosen for; it stays fast for many more."""
-
-
-class Linear(nn.Module):
-    """`x @ weight.T + bias`.
-
-    oneDNN multiplies float32 on CPUs two to three times as fast as PyTorch's default when the weight is in a
-    layout of its own (5 to 512 tokens, AMD with AVX-512), so `pack` replaces it by that after loading.
-    """
-
-    def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None = None, scales: nn.Parameter | None = None
-    ) -> None:
-        """`weight`: [out_features, in_features], which may be another module's. `bias`: [out_features].
-
-        `scales`: of an FP8 weight, see `dequantised`. `forward` then makes the weight anew; the kernels, which need
-        `pack_fp8` before, do not.
-        """
-        super().__init__()
-        self.weight: nn.Parameter | None = weight
-        self.bias = bias
-        self.scales = scales
-        self.packed_fp8: PackedFp8 | None = None
-        self._packed: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features]."""
-        if self._packed is not None:
-            rows = x.reshape(-1, x.shape[-1])
-            num_rows = len(rows)
-            if padding := padded_rows(num_rows) - num_rows:
-                rows = F.pad(rows, (0, 0, 0, padding))
-            packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
-            return packed[:num_rows].view(*x.shape[:-1], packed.shape[-1])
-        assert self.weight is not None, "a weight is only given up once it is packed"
-        weight = self.weight if self.scales is None else dequantised(self.weight, self.scales).to(x.dtype)
-        return F.linear(x, weight, self.bias)
-
-    @property
-    def plain_weight(self) -> torch.Tensor:
-        """The weight, [out_features, in_features]; a copy if it is packed."""
-        if self.weight is not None:
-            return self.weight
-        assert self._packed is not None, "a weight is only given up once it is packed"
-        return self._packed.to_dense()
-
-    def pack(self) -> None:
-        """Rearranges the weight for the fastest product, where oneDNN has one; it cannot be read or set any more."""
-        if self.weight is None or not len(self.weight) or not _can_pack(self.weight):
-            return
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR_TOKENS)
-        self.weight = None
-
-    def pack_fp8(self, dtype: torch.dtype) -> None:
-        """Rearranges an FP8 weight for the kernels and rows of `dtype`; `forward` cannot be called any more."""
-        if self.weight is not None and self.scales is not None:
-            self.packed_fp8, self.weight = PackedFp8.of(self.weight, dtype), None
-
-
-def pack_linears(model: nn.Module) -> None:
-    """Packs every `Linear` of a model."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.pack()
-
-
-def padded_rows(num_rows: int) -> int:
-    """Rounds up to one of eight sizes between a power of two and the next, an eighth more at most.
-
-    oneDNN makes and keeps a kernel of about half a MiB for every number of rows that it meets. Prompts have any number
-    of rows, and a process would grow by gigabytes.
-    """
-    granule = 1 << max(0, num_rows.bit_length() - 4)
-    return -(-num_rows // granule) * granule
-
-
-def _can_pack(weight: torch.Tensor) -> bool:
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +47,6 @@ class DecoderOutput:
         return DecoderOutput(
             hidden=hidden.view(*shape, hidden.shape[-1]), aux=None if aux is None else aux.view(*shape, aux.shape[-1])
         )
-
-
-def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """A weight that a checkpoint fills in and that is not trained."""
-    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
 
 
 class RMSNorm(nn.Module):
@@ -297,3 +206,82 @@ class Decoder(nn.Module):
     def pack(self) -> None:
         """Gives the weights their fastest layout; call it when they are complete."""
         pack_linears(self)
+
+
+def rotation_table(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Radians per position of each pair, and the factor of its cosine and sine: [2, head_dim / 2] float32."""
+    rotary_dim = config.rotary_dim(head_dim)
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
+    frequencies = torch.reciprocal(config.theta**exponents)
+    match config.rope_type:
+        case "linear":
+            frequencies = frequencies / config.factor
+        case "llama3":
+            frequencies = _llama3(config, frequencies)
+        case "yarn":
+            frequencies = _yarn(config, frequencies)
+        case "longrope":
+            frequencies = frequencies / torch.tensor(config.short_factors)
+    factors = torch.full_like(frequencies, config.attention_factor)
+    num_fixed = (head_dim - rotary_dim) // 2
+    return torch.stack((F.pad(frequencies, (0, num_fixed)), F.pad(factors, (0, num_fixed), value=1.0)))
+
+
+def paired_dimensions(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    """The dimension of a checkpoint's head that belongs at each place: [head_dim] int64.
+
+    Checkpoints pair i with i + rotary_dim / 2. Scores do not depend on the order, as queries and keys have the same.
+    """
+    rotary_dim = config.rotary_dim(head_dim)
+    dims = torch.arange(head_dim)
+    return torch.cat((dims[:rotary_dim].view(2, -1), dims[rotary_dim:].view(2, -1)), dim=1).flatten()
+
+
+class Rotation:
+    """The rotation of one forward's tokens, the same for all layers."""
+
+    def __init__(self, table: torch.Tensor, positions: torch.Tensor) -> None:
+        """`table`: of `rotation_table`. `positions`: [N] int64."""
+        frequencies, factors = table
+        angles = positions[:, None].to(torch.float32) * frequencies
+        sine = (angles.sin() * factors)[:, None, None]
+        self._cosine = (angles.cos() * factors)[:, None, None]
+        self._signed_sine = torch.cat((-sine, sine), dim=2)
+
+    def apply_(self, heads: torch.Tensor) -> None:
+        """Rotates [N, heads, head_dim] in place."""
+        halves = heads.view(*heads.shape[:2], 2, heads.shape[2] // 2)
+        swapped = halves.flip(2)
+        halves.mul_(self._cosine).addcmul_(swapped, self._signed_sine)
+
+
+def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    # Long wavelengths are scaled, short ones left alone, and those between interpolated.
+    wavelengths = 2 * math.pi / frequencies
+    low_freq_wavelength = config.original_max_position_embeddings / config.low_freq_factor
+    high_freq_wavelength = config.original_max_position_embeddings / config.high_freq_factor
+    smooth = (config.original_max_position_embeddings / wavelengths - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
+    between = (1 - smooth) * frequencies / config.factor + smooth * frequencies
+    scaled = torch.where(wavelengths > low_freq_wavelength, frequencies / config.factor, between)
+    return torch.where(wavelengths < high_freq_wavelength, frequencies, scaled)
+
+
+def _yarn(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """Peng et al., "YaRN: Efficient context window extension of large language models", 2023."""
+    num_pairs = len(frequencies)
+
+    def pair_that_turns(num_turns: float) -> float:
+        # In the original positions; a fraction lies between two pairs.
+        longest = config.original_max_position_embeddings / (num_turns * 2 * math.pi)
+        return num_pairs * math.log(longest) / math.log(config.theta)
+
+    low, high = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * num_pairs - 1)
+    if low == high:
+        high += 0.001
+    scaled = ((torch.arange(num_pairs, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return frequencies / config.factor * scaled + frequencies * (1 - scaled)

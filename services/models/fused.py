@@ -7,14 +7,22 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.nn.functional as F
 
-from slipstream.services.models.decoder import Decoder, Linear, RMSNorm
+from slipstream.services.models.decoder import Decoder, RMSNorm
 from slipstream.services.models.head_config import Eagle3Config, EagleConfig
 from slipstream.services.models.heads import DraftHead, Eagle3Head, EagleHead, HeadModule
-from slipstream.services.models.kernels.block_ops import add_rms_norm, embed_and_norm, rms_norm, swiglu
+from slipstream.services.models.kernels.block_ops import add_rms_norm, embed_and_norm, rms_norm, rotation_of, swiglu
 from slipstream.services.models.kernels.paged_attention import JoinedAttention, PagedAttention, paged_attention
-from slipstream.services.models.kernels.products import Scaled, add_product, has_few_rows, linear, product
-from slipstream.services.models.kernels.rotation import rotation_of
-from slipstream.services.models.kernels.tiled_products import added_product, gated_product, suits_tiles
+from slipstream.services.models.kernels.products import (
+    Scaled,
+    add_product,
+    added_product,
+    gated_product,
+    has_few_rows,
+    linear,
+    product,
+    suits_tiles,
+)
+from slipstream.services.models.linear import Linear
 
 if TYPE_CHECKING:
     from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV

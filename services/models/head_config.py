@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from slipstream.common.errors import CheckpointError
 from slipstream.common.worker.step import FINAL_NORM
 from slipstream.services.models.config import MAX_HIDDEN_SIZE, MAX_LAYERS, ModelConfig
-from slipstream.services.models.config_fields import ConfigFields, is_integer
+from slipstream.services.models.json_files import ConfigFields, is_integer
 from slipstream.services.models.weight_files import WeightFiles, has_weights
 from slipstream.services.worker.config import EAGLE, EAGLE3, MTP, algorithm_of_head
 

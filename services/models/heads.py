@@ -22,9 +22,9 @@ from torch import nn
 from slipstream.common.errors import MismatchError
 from slipstream.common.worker.layout import BufferName
 from slipstream.services.models.attention import torch_attention
-from slipstream.services.models.decoder import DecoderLayer, Linear, RMSNorm, empty_parameter, pack_linears
+from slipstream.services.models.decoder import DecoderLayer, RMSNorm, Rotation, rotation_table
 from slipstream.services.models.head_config import EMBEDDING, OUTPUT
-from slipstream.services.models.rope import Rotation, rotation_table
+from slipstream.services.models.linear import Linear, empty_parameter, pack_linears
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

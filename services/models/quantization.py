@@ -1,19 +1,93 @@
-"""FP8 weights: what their numbers stand for, and how the kernels read them.
-
-The projections of all layers are e4m3 numbers (Micikevicius et al., "FP8 formats for deep learning", 2022) times
-scales. Embedding, norms, biases and the output's head are not quantised, nor are activations here, whatever
-`activation_scheme` or `input_activations` say.
-"""
+"""The settings of FP8 weights: what `quantization_config` of a checkpoint says."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from slipstream.services.models.fp8_config import BLOCK
+    from slipstream.services.models.json_files import ConfigFields
 
-FP8 = torch.float8_e4m3fn
+BLOCK = 128
+"""Rows and columns of a weight that share a scale, where scales are by block."""
+
+
+class Scaling(Enum):
+    """The numbers of a weight that share a scale, named as in compressed-tensors."""
+
+    TENSOR = "tensor"
+    CHANNEL = "channel"
+    """A row, which makes one output."""
+    BLOCK = "block"
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weights:
+    """How a checkpoint scales the weights of its layers' projections."""
+
+    scaling: Scaling
+    scale_name: str
+    """A weight `NAME.weight` has the scales `NAME.{scale_name}`."""
+
+    @classmethod
+    def from_fields(cls, fields: ConfigFields) -> Fp8Weights | None:
+        """Reads `quantization_config`; None where there is none. Raises `CheckpointError` for one that is not FP8."""
+        if fields.get("quantization_config") is None:
+            return None
+        given = fields.sub("quantization_config")
+        if given.get("quant_method") == "fp8":
+            _check(given, "fmt", "e4m3", None)
+            _check(given, "weight_block_size", [BLOCK, BLOCK])
+            return cls(Scaling.BLOCK, "weight_scale_inv")
+        _check(given, "quant_method", "compressed-tensors", others="fp8, of FP8 weights")
+        return cls(_scaling(given), "weight_scale")
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """The shape of the scales of a weight, [rows, columns], in the checkpoint."""
+        match self.scaling:
+            case Scaling.TENSOR:
+                return (1,)
+            case Scaling.CHANNEL:
+                return (rows, 1)
+            case Scaling.BLOCK:
+                return (-(-rows // BLOCK), -(-columns // BLOCK))
+
+    def by_row(self, scales: torch.Tensor, rows: int) -> torch.Tensor:
+        """Repeats a checkpoint's scales for each of `rows` rows: [rows, blocks of columns] float32."""
+        repeats = {Scaling.TENSOR: rows, Scaling.CHANNEL: 1, Scaling.BLOCK: BLOCK}[self.scaling]
+        by_block = scales.float().reshape(self.shape(rows, BLOCK)[0], -1)
+        return by_block.repeat_interleave(repeats, 0)[:rows]
+
+
+def _scaling(given: ConfigFields) -> Scaling:
+    """Reads compressed-tensors' settings: one scheme for all linear layers."""
+    _check(given, "format", "float-quantized")
+    _check(given, "kv_cache_scheme", None, {})
+    _check(given.sub("sparsity_config"), "format", None, "dense")
+    groups = given.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        raise given.error("config_groups", "one group")
+    group = given.sub("config_groups").sub(next(iter(groups)))
+    _check(group, "targets", ["Linear"])
+    weights = group.sub("weights")
+    _check(weights, "num_bits", 8)
+    _check(weights, "type", "float")
+    _check(weights, "symmetric", True)
+    _check(weights, "dynamic", False, None)
+    _check(weights, "strategy", *(scaling.value for scaling in Scaling))
+    scaling = Scaling(weights.get("strategy"))
+    if scaling is Scaling.BLOCK:
+        _check(weights, "block_structure", [BLOCK, BLOCK])
+    return scaling
+
+
+def _check(fields: ConfigFields, name: str, *accepted: Any, others: str = "") -> None:
+    """Raises `CheckpointError` if the field has none of these values; `others`: what else could have been there."""
+    if fields.get(name) not in accepted:
+        raise fields.error(name, ", ".join([*(str(value) for value in accepted), *([others] if others else [])]))
 
 
 def dequantised(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -24,73 +98,4 @@ def dequantised(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     by_row = scales.repeat_interleave(len(weight) // len(scales), 0)
     if by_row.shape[1] > 1:
         by_row = by_row.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
-    return weight.to(torch.float32) * by_row
-
-
-def keeps_fp8(device: torch.device, dtype: torch.dtype, *, has_whole_blocks: bool) -> bool:
-    """True if a model that computes in `dtype` keeps FP8 weights as they are, else it has them in `dtype`.
-
-    The kernels turn them into bfloat16, with instructions that GPUs have from compute capability 9 on.
-    `has_whole_blocks`: rows and columns of all weights are multiples of BLOCK, as the kernels need them.
-    """
-    has_kernels = device.type != "cuda" or (has_whole_blocks and torch.cuda.get_device_capability(device) >= (9, 0))
-    return dtype == torch.bfloat16 and has_kernels
-
-
-CHUNK = 64
-"""Rows of a weight that are packed together."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedFp8:
-    """A weight, [rows, columns], as the kernels read it: in the order in which the lanes of a warp multiply it."""
-
-    bits: torch.Tensor
-    """[rows / 64, columns / 128, 8192] int8: blocks of 64 x 128 numbers."""
-    arrivals: torch.Tensor
-    """[rows / 64] int32: programs of a running product that have left their part of a sum; zeros otherwise.
-
-    So products with one weight must not run side by side.
-    """
-
-    @classmethod
-    def of(cls, weight: torch.Tensor, dtype: torch.dtype) -> PackedFp8:
-        """Packs e4m3 numbers. `dtype`: of what they will be multiplied with; for bfloat16 their bits are woven."""
-        rows, columns = weight.shape
-        # By a chunk's groups of 16 rows, two of 8, each row; a block's groups of 32 columns, two of 16, of 8, pairs.
-        parts = weight.view(torch.int8).view(rows // CHUNK, 4, 2, 8, columns // BLOCK, 4, 2, 2, 4, 2)
-        bits = parts.permute(0, 4, 5, 1, 3, 8, 6, 7, 2, 9).reshape(rows // CHUNK, columns // BLOCK, CHUNK * BLOCK)
-        if dtype == torch.bfloat16:
-            for first in range(0, len(bits), _CHUNKS_WOVEN):  # which takes several times their memory
-                some = bits[first : first + _CHUNKS_WOVEN]
-                some.copy_(_woven(some))
-        return cls(bits, torch.zeros(rows // CHUNK, dtype=torch.int32, device=weight.device))
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.bits) * CHUNK
-
-    @property
-    def num_columns(self) -> int:
-        return self.bits.shape[1] * BLOCK
-
-
-_CHUNKS_WOVEN = 16
-"""Chunks whose bits are woven at a time."""
-
-
-def _woven(bits: torch.Tensor) -> torch.Tensor:
-    """Rearranges the bits of each four numbers, so that seven instructions make bfloat16 of them (`from_fp8`).
-
-    The first two numbers of a word take the bits 15 and 10 to 4 of its halves, as they do in bfloat16. The others are
-    where those leave room: their exponents in the bits 14 to 11, their last bits in 2 to 0, and their signs in bit 3 of
-    the other one's half.
-    """
-    words = bits.view(torch.int32)
-    first, second, third, fourth = (words >> shift & 0xFF for shift in (0, 8, 16, 24))
-
-    def half(main: torch.Tensor, added: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        placed = (main & 0x80) << 8 | (main & 0x7F) << 4
-        return placed | (added & 0x78) << 8 | (other & 0x80) >> 4 | added & 7
-
-    return (half(first, third, fourth) | half(second, fourth, third) << 16).view(torch.int8)
+    return weight.float() * by_row

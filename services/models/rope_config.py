@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from slipstream.services.models.config_fields import ConfigFields
+    from slipstream.services.models.json_files import ConfigFields
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
 _OLDER_NAMES = {"su": "longrope"}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from slipstream.common.errors import CheckpointError
-from slipstream.services.models.config_fields import MAX_TABLE_BYTES, read_json, shown
+from slipstream.services.models.json_files import MAX_TABLE_BYTES, read_json, shown
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,12 +20,11 @@ from slipstream.services.draft.drafters import HeadDrafter, StandaloneDrafter
 from slipstream.services.draft.engine import DraftEngine
 from slipstream.services.draft.ngram import NgramDrafter
 from slipstream.services.draft.suffix_cache import SuffixCache
-from slipstream.services.models.checkpoint import LoadFormat, load_decoder
+from slipstream.services.models.checkpoint import LoadFormat, empty_head, load_decoder, load_head
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
-from slipstream.services.models.head_checkpoint import empty_head, load_head
 from slipstream.services.models.head_config import HEADS
-from slipstream.services.models.tokenizer_fingerprint import tokenizer_fingerprint
+from slipstream.services.models.json_files import tokenizer_fingerprint
 from slipstream.services.verify.engine import VerifyEngine, fused_layers
 from slipstream.services.worker.config import NGRAM
 from slipstream.services.worker.language_model import LanguageModel

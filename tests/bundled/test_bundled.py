@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from slipstream.bundled import prompts, standalone_dir, target_dir
-from slipstream.services.models.tokenizer_fingerprint import tokenizer_fingerprint
+from slipstream.services.models.json_files import tokenizer_fingerprint
 from slipstream.training.bits_per_byte import measure
 from tests.harness.paged_model import PAGE_SIZE, PagedModel
 

@@ -23,7 +23,7 @@ from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, BufferName
 from slipstream.common.worker.step import FenceName
 from slipstream.common.worker.wire import manifest_to_pb
 from slipstream.protos import worker_pb2 as pb
-from slipstream.services.models import tokenizer_fingerprint as fingerprint
+from slipstream.services.models import json_files as fingerprint
 from slipstream.services.models.sampler import SamplingRows, gumbel_noise_of, sample
 from tests.harness.checkpoints import write_json, write_tokenizer
 from tests.harness.tokenizers_by_kind import KINDS, make_tokenizer

@@ -16,7 +16,7 @@ from slipstream.common.errors import MismatchError
 from slipstream.common.worker.layout import BufferName
 from slipstream.scheduler.workers.sharing import check_fits
 from slipstream.scheduler.workers.sizing import MemoryPlan
-from slipstream.services.models.head_checkpoint import load_head
+from slipstream.services.models.checkpoint import load_head
 from slipstream.services.worker.config import EAGLE, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.checkpoints import LLAMA, VOCAB_SIZE, write_checkpoint

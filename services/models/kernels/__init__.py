@@ -8,8 +8,8 @@ serving.
 
 Up to 64 rows, products are `product` and `add_product` (`products.py`), which leave no kernel between them but
 attention. With more, cuBLAS has them; but where tiles of one size fill a Hopper GPU, as in a step of 2,048 tokens, the
-gated product and the sums are those of `tiled_products.py`, which take less of the power that limits such a step. With
-80 to 128 rows the gated product is, too: one row of tiles reads the weight once.
+gated product and the sums are tiled, which takes less of the power that limits such a step. With 80 to 128 rows the
+gated product is, too: one row of tiles reads the weight once.
 
 Attention of ragged rows, which are those of steps with prompts, reads blocks of 64 keys by the GPU's copy engine where
 a page has whole ones; elsewhere, and in steps that only decode, each key by its page.

@@ -1,4 +1,7 @@
-"""Norms, the gate of the MLP and the entry of a head, each in one kernel: float32 inside, rounded once."""
+"""Norms, the gate of the MLP, the entry of a head, and the rotation, each in one kernel.
+
+Float32 inside, rounded once. The kernel that rotates queries and keys writes the KV cache, too.
+"""
 
 from __future__ import annotations
 
@@ -172,3 +175,158 @@ def embed_and_norm(
             num_warps=min(16, max(1, block // 512)),
         )
     return both
+
+
+@triton.jit(do_not_specialize=["num_tokens", "max_positions"])
+def rotation_kernel(
+    positions: tl.tensor,  # [num_tokens] int64
+    table: tl.tensor,  # [2, HALF] float32: radians per position, then factors of cosine and sine
+    rotation: tl.tensor,  # [num_tokens, 2, HALF] float32: cosines, then sines
+    num_tokens: tl.tensor,
+    max_positions: tl.tensor,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    """Grid: (cdiv(num_tokens, BLOCK_T),). Positions out of range are clamped."""
+    wait_for_previous(OVERLAPS)
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    h = tl.arange(0, BLOCK_H)
+    position = tl.load(positions + token, mask=token < num_tokens, other=0)
+    position = tl.minimum(tl.maximum(position, 0), max_positions - 1).to(tl.float32)
+    frequency = tl.load(table + h, mask=h < HALF, other=0.0)
+    factor = tl.load(table + HALF + h, mask=h < HALF, other=0.0)[None, :]
+    angle = position[:, None] * frequency[None, :]
+    at = rotation + token.to(tl.int64)[:, None] * (2 * HALF) + h[None, :]
+    mask = (token < num_tokens)[:, None] & (h < HALF)[None, :]
+    tl.store(at, tl.cos(angle) * factor, mask=mask)
+    tl.store(at + HALF, tl.sin(angle) * factor, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_pages", "table_width", "width"])
+def keep_kernel(
+    qkv: tl.tensor,  # [B * width, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM]; queries are rotated in place
+    kv: tl.tensor,  # [num_pages * PAGE_SIZE, 2 * KV_HEADS * HEAD_DIM], written
+    rotation: tl.tensor,  # [B * width, 2, HEAD_DIM / 2] float32
+    query_norm: tl.tensor,  # [HEAD_DIM], read if HAS_NORMS
+    key_norm: tl.tensor,  # [HEAD_DIM], read if HAS_NORMS
+    page_table: tl.tensor,  # [B, table_width] int64
+    positions: tl.tensor,  # [B, width] int64
+    is_valid: tl.tensor,  # [B, width] bool
+    limits: tl.tensor,  # [B] int64
+    rows: tl.tensor,  # [N] int64: the row of each token, read if IS_RAGGED
+    num_pages: tl.tensor,
+    table_width: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    IS_RAGGED: tl.constexpr,  # [N] instead of [B, width]
+    OVERLAPS: tl.constexpr,
+) -> None:
+    """Rotates BLOCK_HEADS queries of one token, or rotates and keeps half as many keys with their values.
+
+    Grid: (B * width, cdiv(Q_HEADS, BLOCK_HEADS) + cdiv(KV_HEADS, BLOCK_HEADS / 2)). Heads are numbered through queries,
+    keys and values. A token that is not kept goes to the padding page, page 0.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    pairs: tl.constexpr = BLOCK_HEADS // 2
+    i = tl.arange(0, BLOCK_HEADS)
+    h = tl.arange(0, BLOCK_HALF)
+    half: tl.constexpr = HEAD_DIM // 2
+    first_pair = (tl.program_id(1) - tl.cdiv(Q_HEADS, BLOCK_HEADS)) * pairs
+    keeps = first_pair >= 0
+    if keeps:
+        # Read before the wait, as positions and page tables are there before the first kernel of a forward.
+        row = tl.load(rows + index) if IS_RAGGED else index // width
+        capacity = (table_width * PAGE_SIZE).to(tl.int64)
+        position = tl.load(positions + index)
+        end = tl.minimum(tl.maximum(tl.load(limits + row), 0), capacity)
+        is_kept = (tl.load(is_valid + index) != 0) & (position >= 0) & (position < end)
+        place = tl.minimum(tl.maximum(position, 0), capacity - 1)
+        page = tl.load(page_table + row * table_width + place // PAGE_SIZE)
+        page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
+        kv_row = tl.where(is_kept, page, 0) * PAGE_SIZE + place % PAGE_SIZE
+        pair = first_pair + i % pairs
+        head = Q_HEADS + pair + i // pairs * KV_HEADS
+        is_head = pair < KV_HEADS
+    else:
+        kv_row = index  # of the same type: nothing is kept
+        head = tl.program_id(1) * BLOCK_HEADS + i
+        is_head = head < Q_HEADS
+    wait_for_previous(OVERLAPS)
+
+    is_there = is_head[:, None] & (h < half)[None, :]
+    at = qkv + index * ((Q_HEADS + 2 * KV_HEADS) * HEAD_DIM) + (head * HEAD_DIM)[:, None] + h[None, :]
+    first = tl.load(at, mask=is_there, other=0.0)
+    second = tl.load(at + half, mask=is_there, other=0.0)
+    is_rotated = (head < Q_HEADS + KV_HEADS)[:, None]
+    x = first.to(tl.float32)
+    y = second.to(tl.float32)
+    if HAS_NORMS:
+        squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
+        scale = tl.where(is_rotated, tl.rsqrt(squares / HEAD_DIM + eps)[:, None], 1.0)
+        is_query = (head < Q_HEADS)[:, None]
+        norm_at = tl.zeros_like(head)[:, None] + h[None, :]
+        for part in tl.static_range(2):
+            at_half = norm_at + part * half
+            of_query = tl.load(query_norm + at_half, mask=is_there & is_query, other=1.0)
+            of_key = tl.load(key_norm + at_half, mask=is_there & is_rotated & (is_query == 0), other=1.0)
+            weight = tl.where(is_query, of_query, of_key).to(tl.float32)
+            if part == 0:
+                x = x * scale * weight
+            else:
+                y = y * scale * weight
+    cosine = tl.load(rotation + index * HEAD_DIM + h, mask=h < half, other=0.0)[None, :]
+    sine = tl.load(rotation + index * HEAD_DIM + half + h, mask=h < half, other=0.0)[None, :]
+    first = tl.where(is_rotated, (x * cosine - y * sine).to(first.dtype), first)
+    second = tl.where(is_rotated, (y * cosine + x * sine).to(second.dtype), second)
+    if keeps:
+        # What is not finite is seen in the scores, so that it reaches no query that masks it: zero times NaN is NaN.
+        is_finite = (tl.abs(first) < float("inf")) & (tl.abs(second) < float("inf"))
+        is_broken = (tl.min(is_finite.to(tl.int32), axis=1) == 0) & (i >= pairs)  # of values
+        is_broken = tl.max(tl.reshape(is_broken.to(tl.int32), [2, pairs]), axis=0)[None, :]
+        is_broken = tl.reshape(tl.broadcast_to(is_broken, [2, pairs]), [BLOCK_HEADS])[:, None] > 0  # of keys and values
+        kept_as = tl.where(i < pairs, float("nan"), 0.0)[:, None]
+        first = tl.where(is_broken, kept_as, first).to(kv.dtype.element_ty)
+        second = tl.where(is_broken, kept_as, second).to(kv.dtype.element_ty)
+        kv_at = kv + kv_row * (2 * KV_HEADS * HEAD_DIM) + ((head - Q_HEADS) * HEAD_DIM)[:, None] + h[None, :]
+        tl.store(kv_at, first, mask=is_there)
+        tl.store(kv_at + half, second, mask=is_there)
+    else:
+        tl.store(at, first, mask=is_there)
+        tl.store(at + half, second, mask=is_there)
+
+
+_TOKENS_AT_ONCE = 4
+
+
+def rotation_of(positions: torch.Tensor, table: torch.Tensor, max_positions: int) -> torch.Tensor:
+    """Computes cosines and sines of each token's angles: [N, 2, head_dim / 2] float32.
+
+    `positions`: N int64 in any shape, clamped to 0 .. `max_positions` - 1. `table`: [2, head_dim / 2]
+    float32, of `rotation_table`.
+    """
+    half = table.shape[1]
+    num_tokens = positions.numel()
+    rotation = table.new_empty(num_tokens, 2, half)
+    if num_tokens:
+        rotation_kernel[(-(-num_tokens // _TOKENS_AT_ONCE),)](
+            positions.contiguous(),
+            table,
+            rotation,
+            num_tokens,
+            max_positions,
+            HALF=half,
+            BLOCK_H=1 << (half - 1).bit_length(),
+            BLOCK_T=_TOKENS_AT_ONCE,
+            **overlapping(positions.device),
+            num_warps=4,
+        )
+    return rotation

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.services.draft.drafters import HeadDrafter
-from slipstream.services.models.head_checkpoint import load_head
+from slipstream.services.models.checkpoint import load_head
 from tests.harness.checkpoints import VOCAB_SIZE
 from tests.harness.eagle3_checkpoints import ALGORITHMS, write_head
 

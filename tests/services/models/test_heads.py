@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from slipstream.common.errors import CheckpointError
 from slipstream.common.worker.step import FINAL_NORM
 from slipstream.services.models.attention import ForwardBatch, PagedKV
-from slipstream.services.models.checkpoint import load_decoder
-from slipstream.services.models.head_checkpoint import load_head
+from slipstream.services.models.checkpoint import load_decoder, load_head
 from slipstream.services.models.head_config import Eagle3Config, EagleConfig, MtpConfig
 from slipstream.services.worker.config import EAGLE, EAGLE3, MTP
 from tests.harness.checkpoints import LLAMA, VOCAB_SIZE, write_checkpoint, write_json, write_weights
@@ -333,7 +332,7 @@ def test_an_invalid_head_is_refused_in_one_line(tmp_path: Path, changes: dict[st
 
 def raw_config(path: Path) -> dict[str, Any]:
     """`config.json` as it is."""
-    from slipstream.services.models.config_fields import read_json
+    from slipstream.services.models.json_files import read_json
 
     return read_json(path / "config.json")
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.services.models.decoder import Linear, padded_rows
+from slipstream.services.models.linear import Linear, padded_rows
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 40, 41, 130])

@@ -15,8 +15,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.config import ModelConfig
-from slipstream.services.models.config_fields import ConfigFields
-from slipstream.services.models.rope import paired_dimensions, rotation_table
+from slipstream.services.models.decoder import paired_dimensions, rotation_table
+from slipstream.services.models.json_files import ConfigFields
 from slipstream.services.models.rope_config import RopeConfig
 from tests.harness.checkpoints import FAMILIES
 from tests.harness.sampling import examples

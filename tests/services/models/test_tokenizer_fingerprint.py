@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream.common.errors import CheckpointError
-from slipstream.services.models.tokenizer_fingerprint import tokenizer_fingerprint
+from slipstream.services.models.json_files import tokenizer_fingerprint
 from tests.harness.checkpoints import write_json, write_tokenizer
 
 if TYPE_CHECKING:

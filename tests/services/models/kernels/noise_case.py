@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.services.models.kernels.score_kernels import gumbel, noise_words, noise_words_of, rough_gumbel
+from slipstream.services.models.kernels.token_scores import gumbel, noise_words, noise_words_of, rough_gumbel
 
 
 @triton.jit

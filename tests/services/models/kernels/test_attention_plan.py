@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.services.models.attention import RaggedRows
-from slipstream.services.models.kernels.attention_plan import RaggedPlan
+from slipstream.services.models.kernels.paged_attention import RaggedPlan
 
 TILE, CAPACITY = 32, 40_000
 

@@ -11,13 +11,13 @@ import torch
 from slipstream.common.worker.step import FINAL_NORM
 from slipstream.services.models import decoder
 from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV, RaggedRows
-from slipstream.services.models.checkpoint import load_decoder
-from slipstream.services.models.decoder import Decoder, Linear
+from slipstream.services.models.checkpoint import load_decoder, load_head
+from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.fused import FusedDecoder, fused_head
-from slipstream.services.models.head_checkpoint import load_head
 from slipstream.services.models.heads import Eagle3Head, EagleHead
-from slipstream.services.models.kernels import products, tiled_products
+from slipstream.services.models.kernels import products
 from slipstream.services.models.kernels.paged_attention import paged_attention
+from slipstream.services.models.linear import Linear
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.harness.eagle3_checkpoints import ALGORITHMS, LAYOUTS, MODULES, write_head
 from tests.harness.fp8_checkpoints import quantise
@@ -93,13 +93,13 @@ def _unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["few rows", "many rows", *([] if torch.cuda.is_available() else ["tiles"])])
 def products_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ways of multiplying, in float32, where numbers tell, and FP8 weights stay what they are."""
-    for module in (products, tiled_products):
-        monkeypatch.setattr(module, "_DTYPES", (torch.float32,))
+    for name in ("_DTYPES", "_TILED_DTYPES"):
+        monkeypatch.setattr(products, name, (torch.float32,))
     monkeypatch.setattr(decoder, "keeps_fp8", lambda device, dtype, **_: True)
     if request.param != "few rows":
         monkeypatch.setattr(products, "MOST_ROWS", 0)
-    monkeypatch.setattr(tiled_products, "is_hopper", lambda device: request.param == "tiles")
-    monkeypatch.setattr(tiled_products, "num_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(products, "is_hopper", lambda device: request.param == "tiles")
+    monkeypatch.setattr(products, "num_multiprocessors", lambda device: 1)
 
 
 @pytest.mark.sampled(1)

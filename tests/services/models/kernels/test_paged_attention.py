@@ -11,8 +11,7 @@ import torch
 
 from slipstream.services.models.attention import torch_attention
 from slipstream.services.models.kernels import paged_attention
-from slipstream.services.models.kernels.attention_plan import RaggedPlan
-from slipstream.services.models.kernels.paged_attention import PagedAttention
+from slipstream.services.models.kernels.paged_attention import PagedAttention, RaggedPlan
 from tests.services.models.kernels.attention_case import TOLERANCES, AttentionCase, some_config
 
 FAR = 2**62

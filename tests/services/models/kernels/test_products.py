@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.services.models.decoder import Linear, RMSNorm
+from slipstream.services.models.decoder import RMSNorm
 from slipstream.services.models.kernels.products import MOST_ROWS, add_product, has_few_rows, linear, product
+from slipstream.services.models.linear import Linear
 
 ROUNDING = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Relative: that of the input of the second product, and of its output."""

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.services.models.decoder import Linear
-from slipstream.services.models.kernels.tiled_products import added_product, gated_product, suits_tiles
+from slipstream.services.models.kernels.products import added_product, gated_product, suits_tiles
+from slipstream.services.models.linear import Linear
 from tests.services.models.kernels.test_products import Case, exact
 
 ROUNDING = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -71,7 +71,7 @@ def test_large_gates(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def test_what_tiles_do_not_suit(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "slipstream.services.models.kernels.tiled_products"
+    module = "slipstream.services.models.kernels.products"
     monkeypatch.setattr(f"{module}.is_hopper", lambda device: True)
     monkeypatch.setattr(f"{module}.num_multiprocessors", lambda device: 132)
     rows, weight = torch.zeros(1024, 64, dtype=torch.bfloat16), torch.zeros(2 * 14336, 64, dtype=torch.bfloat16)
