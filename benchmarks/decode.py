@@ -22,10 +22,10 @@ from slipstream.benchmarks.stream_window import stream_window
 from slipstream.common.errors import ConfigError
 from slipstream.common.settings import setting
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.services.models.checkpoint import empty_head
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.head_config import HEADS
+from slipstream.services.models.heads import make_head
 from slipstream.services.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _draft_bytes(setup: Setup, num_draft_tokens: int, dtype: torch.dtype) -> tup
         weights = _weights(Decoder(config, device=META, dtype=dtype), is_tied=config.tie_word_embeddings)
         return num_draft_tokens * weights, num_draft_tokens * config.kv_bytes_per_token(dtype)
     head = HEADS[setup.algorithm].config(setup.draft)
-    model, num_modules = empty_head(head, device=META, dtype=dtype), head.layer.num_layers
+    model, num_modules = make_head(head, device=META, dtype=dtype), head.layer.num_layers
     once = sum(weight.nbytes for name, weight in model.named_parameters() if name == "fc.weight")
     output = sum(weight.nbytes for name, weight in model.named_parameters() if name == "head.weight")
     module = (_weights(model, is_tied=False) - once - output) // num_modules

@@ -10,8 +10,9 @@ from slipstream import bundled
 from slipstream.common.errors import ConfigError
 from slipstream.common.settings import Settings, setting
 from slipstream.scheduler.config import AUTO, DEFAULT_DRAFT_TOKENS, parse_number_or_auto
+from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP, algorithm_of_head
 from slipstream.services.worker.config import ALGORITHMS as WORKER_ALGORITHMS
-from slipstream.services.worker.config import EAGLE, EAGLE3, MTP, NGRAM, STANDALONE, algorithm_of_head
+from slipstream.services.worker.config import NGRAM, STANDALONE
 
 NONE = "none"
 ALGORITHMS = (*WORKER_ALGORITHMS, NONE)

@@ -1,4 +1,8 @@
-"""Loads a Hugging Face checkpoint into a decoder, or that of a draft head into a head."""
+"""Loads a Hugging Face checkpoint into a decoder, or that of a draft head into a head.
+
+A head's layout is that of the papers' authors or of other packages. Nothing takes memory before names, shapes and
+dtypes of all tensors were compared with `config.json`.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +33,17 @@ from slipstream.services.models.head_config import (
     MtpConfig,
     check_target,
 )
-from slipstream.services.models.heads import DraftHead, Eagle3Head, EagleHead
+from slipstream.services.models.heads import DraftHead, make_head
 from slipstream.services.models.linear import FP8
 from slipstream.services.models.quantization import dequantised
 from slipstream.services.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import nn
 
     from slipstream.services.models.quantization import Fp8Weights
-
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,15 @@ PROGRESS = "loading: %.0f %%"
 _DTYPES = ("F32", "F16", "BF16")
 _FP8_DTYPES = ("F8_E4M3",)
 _SHOWN = 3
-"""Tensor names that an error lists."""
+"""Tensor names that an error lists at most."""
+_EMBEDDING = "embed_tokens.weight"
+_TARGET_EMBEDDING = f"model.{_EMBEDDING}"
+_MODULE_OUTPUT = "shared_head.head.weight"
+_LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.", re.ASCII)
+_IDS = "d2t"
+_TABLES = (_IDS, "t2d")
+_FREQUENCIES = ".rotary_emb.inv_freq"
+"""End of the names of RoPE's frequencies, which older checkpoints hold and which are computed here."""
 
 
 class LoadFormat(enum.Enum):
@@ -65,8 +76,8 @@ class Slot:
     """The place of a checkpoint's tensor: rows `[start, start + shape[0])` of a parameter."""
 
     parameter: str
-    start: int
     shape: tuple[int, ...]
+    start: int = 0
     fp8: Fp8Weights | None = None
     """Set for a weight of FP8 numbers, and for its scales."""
     num_rows: int = 0
@@ -78,91 +89,190 @@ class Slot:
         return _FP8_DTYPES if self.fp8 is not None and not self.num_rows else _DTYPES
 
 
+Slots = dict[str, Slot]
+"""The tensors that a checkpoint must have, by name."""
+
+
 def load_decoder(
-    path: str | Path, *, device: torch.device, dtype: torch.dtype, load_format: LoadFormat = LoadFormat.AUTO
+    path: str | Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    load_format: LoadFormat = LoadFormat.AUTO,
+    decoder_class: type[Decoder] = Decoder,
 ) -> Decoder:
     """Reads a checkpoint directory into a decoder that computes in `dtype`, whatever the files hold.
 
-    Everything is checked against `config.json` before memory is taken. On a GPU the decoder works by kernels of its
-    own. Raises `CheckpointError` when the directory is not a whole checkpoint of a supported decoder.
+    `decoder_class`: `FusedDecoder` on a GPU, which works by kernels. Raises `CheckpointError` when the directory is not
+    a whole checkpoint of a supported decoder.
     """
     path = Path(path)
     config = ModelConfig.from_directory(path)
     if load_format is LoadFormat.DUMMY:
-        decoder = _empty_decoder(config, device, dtype)
+        decoder = decoder_class(config, device=device, dtype=dtype)
         fill_with_noise(decoder)
     else:
-        slots = dict(_slots(config))
+        slots = _decoder_slots(config)
         with WeightFiles(path) as files:
-            check_tensors(files, slots, config.architecture, lambda name: _is_ignored(name, config))
-            decoder = _empty_decoder(config, device, dtype)
-            fill(decoder, slots, files)
+            _check_tensors(files, slots, config.architecture, partial(_is_ignored, config))
+            decoder = decoder_class(config, device=device, dtype=dtype)
+            _fill(decoder, slots, files)
             _pair_dimensions(decoder)
             if config.tie_word_embeddings:
-                _check_tied_head(files)
+                _check_tied_output(files)
     decoder.pack()
     return decoder.eval()
 
 
-def _empty_decoder(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
-    if device.type == "cuda":
-        # Imported here, as there is no triton where there is no GPU.
-        from slipstream.services.models.fused import FusedDecoder
+def load_head(
+    algorithm: str,
+    path: str | Path,
+    *,
+    target: Path | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    load_format: LoadFormat = LoadFormat.AUTO,
+    borrows: bool = False,
+    make: Callable[..., DraftHead] = make_head,
+) -> DraftHead:
+    """Reads a head that computes in `dtype`, whatever the files hold.
 
-        return FusedDecoder(config, device=device, dtype=dtype)
-    return Decoder(config, device=device, dtype=dtype)
+    `target` is the target's directory: its embedding and output serve a head that has none of its own. With `borrows`
+    they are not read, where their sizes are the head's: verify lends them. `make`: `make_fused_head` on a GPU. Raises
+    `CheckpointError` when the directory is not a whole head, or not one for this target.
+    """
+    path, kind = Path(path), HEADS[algorithm]
+    config = kind.config(path)
+    if target is not None:
+        check_target(path, config, target)
+    borrows = borrows and (target is None or config.layer.vocab_size == ModelConfig.from_directory(target).vocab_size)
+    if load_format is LoadFormat.DUMMY:
+        if borrows:
+            config = replace(config, borrowed=kind.optional)
+        head = make(config, device=device, dtype=dtype)
+        fill_with_noise(head)
+        head.token_ids.mul_(config.layer.vocab_size // config.draft_vocab_size)  # spread evenly over the target's
+    else:
+        with WeightFiles(path) as files:
+            slots = _head_slots(config)
+            absent = [name for name, slot in slots.items() if slot.parameter in kind.optional]
+            borrowed = {name: slots.pop(name) for name in absent if name not in files.tensors}
+            if borrows:
+                config = replace(config, borrowed=tuple(slot.parameter for slot in borrowed.values()))
+                borrowed = {}
+            _check_tensors(files, slots, kind.name, partial(_is_ignored_in_head, config))
+            _check_copies(files, config)
+            token_ids = _token_ids(files, config)
+            head = make(config, device=device, dtype=dtype)
+            head.token_ids.copy_(token_ids)
+            _fill(head, slots, files)
+        for name, slot in borrowed.items():
+            _copy_from_target(head, slot.parameter, name, path, target)
+    head.pack()
+    return head.eval()
 
 
-def _slots(config: ModelConfig) -> Iterator[tuple[str, Slot]]:
-    """The tensors that a checkpoint must have, by name."""
-    hidden = config.hidden_size
-    vocab = (config.vocab_size, hidden)
-    yield "model.embed_tokens.weight", Slot("embedding", 0, vocab)
-    yield "model.norm.weight", Slot("norm.weight", 0, (hidden,))
+def _decoder_slots(config: ModelConfig) -> Slots:
+    vocab = (config.vocab_size, config.hidden_size)
+    slots = {_TARGET_EMBEDDING: Slot("embedding", vocab), "model.norm.weight": Slot("norm.weight", vocab[1:])}
     if not config.tie_word_embeddings:
-        yield "lm_head.weight", Slot("head.weight", 0, vocab)
+        slots[OUTPUT_TENSOR] = Slot("head.weight", vocab)
     for index in range(config.num_layers):
-        theirs, ours = f"model.layers.{index}", f"layers.{index}"
-        yield f"{theirs}.input_layernorm.weight", Slot(f"{ours}.attention_norm.weight", 0, (hidden,))
-        yield from layer_slots(config, theirs, ours, input_size=hidden)
+        slots |= _layer_slots(config, f"model.layers.{index}", f"layers.{index}")
+    return slots
 
 
-def layer_slots(config: ModelConfig, theirs: str, ours: str, *, input_size: int) -> Iterator[tuple[str, Slot]]:
-    """The tensors of a layer, `theirs` in the checkpoint and `ours` in the model, except the norms of its input."""
+def _head_slots(config: HeadConfig) -> Slots:
+    layer = config.layer
+    hidden = layer.hidden_size
+    if isinstance(config, MtpConfig):
+        return _module_slots(config)
+    slots = {
+        _EMBEDDING: Slot(EMBEDDING, (layer.vocab_size, hidden)),
+        OUTPUT_TENSOR: Slot(OUTPUT, (config.draft_vocab_size, hidden)),
+    }
+    if isinstance(config, EagleConfig):
+        bias = {FC_BIAS: Slot("steps.0.fc.bias", (hidden,))} if config.has_fc_bias else {}
+        slots |= {FC: Slot("steps.0.fc.weight", (hidden, 2 * hidden))} | bias
+        return slots | _layer_slots(layer, "layers.0", "steps.0.layer", has_input_norm=False)
+    assert isinstance(config, Eagle3Config), "there are two kinds"
+    name = config.layer_name
+    slots |= {
+        FC: Slot("fc.weight", (hidden, config.hidden_width)),
+        f"{name}.hidden_norm.weight": Slot("hidden_norm.weight", (hidden,)),
+        "norm.weight": Slot("norm.weight", (hidden,)),
+    }
+    return slots | _layer_slots(layer, name, "layer", input_size=2 * hidden)
+
+
+def _module_slots(config: MtpConfig) -> Slots:
+    """Embedding and output are those of the first module."""
+    layer, first = config.layer, _module_name(config, 0)
+    hidden, vocab = layer.hidden_size, (layer.vocab_size, layer.hidden_size)
+    slots = {f"{first}.{_EMBEDDING}": Slot(EMBEDDING, vocab), f"{first}.{_MODULE_OUTPUT}": Slot(OUTPUT, vocab)}
+    for number in range(layer.num_layers):
+        theirs, ours = _module_name(config, number), f"steps.{number}"
+        slots |= {
+            f"{theirs}.enorm.weight": Slot(f"{ours}.embedding_norm.weight", (hidden,)),
+            f"{theirs}.hnorm.weight": Slot(f"{ours}.state_norm.weight", (hidden,)),
+            f"{theirs}.eh_proj.weight": Slot(f"{ours}.fc.weight", (hidden, 2 * hidden)),
+            f"{theirs}.shared_head.norm.weight": Slot(f"{ours}.norm.weight", (hidden,)),
+        }
+        slots |= _layer_slots(layer, theirs, f"{ours}.layer")
+    return slots
+
+
+def _module_name(config: MtpConfig, number: int) -> str:
+    return f"model.layers.{config.first_layer + number}"
+
+
+def _layer_slots(
+    config: ModelConfig, theirs: str, ours: str, *, input_size: int | None = None, has_input_norm: bool = True
+) -> Slots:
+    """The tensors of a layer, `theirs` in the checkpoint and `ours` in the model.
+
+    `input_size`: width of attention's input; None for the hidden size.
+    """
     hidden, mlp, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    width = hidden if input_size is None else input_size
+    slots: Slots = {}
+    if has_input_norm:
+        slots[f"{theirs}.input_layernorm.weight"] = Slot(f"{ours}.attention_norm.weight", (hidden,))
+    slots[f"{theirs}.post_attention_layernorm.weight"] = Slot(f"{ours}.mlp_norm.weight", (hidden,))
+    if config.has_qk_norms:
+        slots[f"{theirs}.self_attn.q_norm.weight"] = Slot(f"{ours}.query_norm.weight", (config.head_dim,))
+        slots[f"{theirs}.self_attn.k_norm.weight"] = Slot(f"{ours}.key_norm.weight", (config.head_dim,))
     has_qkv_bias, has_mlp_bias, fp8 = config.has_qkv_bias, config.has_mlp_bias, config.fp8
     # name in the checkpoint, ours, first row, rows, columns, bias
     fused = (
-        ("self_attn.qkv_proj", "qkv", 0, q + 2 * kv, input_size, has_qkv_bias),
+        ("self_attn.qkv_proj", "qkv", 0, q + 2 * kv, width, has_qkv_bias),
         ("mlp.gate_up_proj", "gate_up", 0, 2 * mlp, hidden, has_mlp_bias),
     )
     separate = (
-        ("self_attn.q_proj", "qkv", 0, q, input_size, has_qkv_bias),
-        ("self_attn.k_proj", "qkv", q, kv, input_size, has_qkv_bias),
-        ("self_attn.v_proj", "qkv", q + kv, kv, input_size, has_qkv_bias),
+        ("self_attn.q_proj", "qkv", 0, q, width, has_qkv_bias),
+        ("self_attn.k_proj", "qkv", q, kv, width, has_qkv_bias),
+        ("self_attn.v_proj", "qkv", q + kv, kv, width, has_qkv_bias),
         ("mlp.gate_proj", "gate_up", 0, mlp, hidden, has_mlp_bias),
         ("mlp.up_proj", "gate_up", mlp, mlp, hidden, has_mlp_bias),
     )
-    projections = (
+    for name, parameter, start, rows, columns, has_bias in (
         *(fused if FAMILIES[config.architecture].has_fused_projections else separate),
         ("self_attn.o_proj", "output", 0, hidden, q, config.has_output_bias),
         ("mlp.down_proj", "down", 0, hidden, mlp, has_mlp_bias),
-    )
-    yield f"{theirs}.post_attention_layernorm.weight", Slot(f"{ours}.mlp_norm.weight", 0, (hidden,))
-    if config.has_qk_norms:
-        yield f"{theirs}.self_attn.q_norm.weight", Slot(f"{ours}.query_norm.weight", 0, (config.head_dim,))
-        yield f"{theirs}.self_attn.k_norm.weight", Slot(f"{ours}.key_norm.weight", 0, (config.head_dim,))
-    for name, parameter, start, rows, columns, has_bias in projections:
-        yield f"{theirs}.{name}.weight", Slot(f"{ours}.{parameter}.weight", start, (rows, columns), fp8)
+    ):
+        slots[f"{theirs}.{name}.weight"] = Slot(f"{ours}.{parameter}.weight", (rows, columns), start, fp8)
         if fp8 is not None:
-            shape, first = fp8.shape(rows, columns), start // config.rows_per_scale
-            yield f"{theirs}.{name}.{fp8.scale_name}", Slot(f"{ours}.{parameter}.scales", first, shape, fp8, rows)
+            scales = Slot(
+                f"{ours}.{parameter}.scales", fp8.shape(rows, columns), start // config.rows_per_scale, fp8, rows
+            )
+            slots[f"{theirs}.{name}.{fp8.scale_name}"] = scales
         if has_bias:
-            yield f"{theirs}.{name}.bias", Slot(f"{ours}.{parameter}.bias", start, (rows,))
+            slots[f"{theirs}.{name}.bias"] = Slot(f"{ours}.{parameter}.bias", (rows,), start)
+    return slots
 
 
-def fill(module: nn.Module, slots: dict[str, Slot], files: WeightFiles) -> None:
-    """Copies the tensors into the module's parameters; their shapes were checked before. Raises as `copy_finite`."""
+def _fill(module: nn.Module, slots: Slots, files: WeightFiles) -> None:
+    """Copies the tensors into the module's parameters; their shapes were checked before. Raises as `_copy_finite`."""
     total, done = sum(math.prod(slot.shape) for slot in slots.values()), 0
     for name in files.tensors:
         if name not in slots:
@@ -170,7 +280,7 @@ def fill(module: nn.Module, slots: dict[str, Slot], files: WeightFiles) -> None:
         slot = slots[name]
         if slot.fp8 is None:
             target = module.get_parameter(slot.parameter)[slot.start : slot.start + slot.shape[0]]
-            copy_finite(target, files, name)
+            _copy_finite(target, files, name)
         else:
             _fill_fp8(module, slot, files, name)
         done += math.prod(slot.shape)
@@ -178,7 +288,7 @@ def fill(module: nn.Module, slots: dict[str, Slot], files: WeightFiles) -> None:
 
 
 def _fill_fp8(module: nn.Module, slot: Slot, files: WeightFiles, name: str) -> None:
-    """Copies FP8 numbers and scales where the module keeps both, else their product; raises as `copy_finite`."""
+    """Copies FP8 numbers and scales where the module keeps both, else their product; raises as `_copy_finite`."""
     assert slot.fp8 is not None, "the tensor is FP8, or scales FP8"
     weight, values = module.get_parameter(slot.parameter.replace(".scales", ".weight")), files.read(name)
     is_kept = weight.dtype == FP8
@@ -186,12 +296,12 @@ def _fill_fp8(module: nn.Module, slot: Slot, files: WeightFiles, name: str) -> N
         if not is_kept:
             scales = files.read(f"{name.removesuffix('weight')}{slot.fp8.scale_name}")
             values = dequantised(values, slot.fp8.by_row(scales, slot.shape[0]))
-        copy_finite(weight[slot.start : slot.start + slot.shape[0]], files, name, values)
+        _copy_finite(weight[slot.start : slot.start + slot.shape[0]], files, name, values)
     elif is_kept:
         scales = module.get_parameter(slot.parameter)
         group = len(weight) // len(scales)
         values = slot.fp8.by_row(values, slot.num_rows)[::group]
-        copy_finite(scales[slot.start : slot.start + len(values)], files, name, values)
+        _copy_finite(scales[slot.start : slot.start + len(values)], files, name, values)
 
 
 def _pair_dimensions(decoder: Decoder) -> None:
@@ -209,7 +319,7 @@ def _pair_dimensions(decoder: Decoder) -> None:
             heads.copy_(heads[:, order])
 
 
-def copy_finite(target: torch.Tensor, files: WeightFiles, name: str, values: torch.Tensor | None = None) -> None:
+def _copy_finite(target: torch.Tensor, files: WeightFiles, name: str, values: torch.Tensor | None = None) -> None:
     """Copies a tensor of a checkpoint, as many rows as `target` has, or `values`, which were made of it.
 
     Raises `CheckpointError` where a value is NaN or infinite in `target`'s dtype: with such a weight every logit is
@@ -220,52 +330,7 @@ def copy_finite(target: torch.Tensor, files: WeightFiles, name: str, values: tor
     least, greatest = (bound.item() for bound in values.aminmax())  # NaN if any value is
     if not (math.isfinite(least) and math.isfinite(greatest)):
         dtype = str(target.dtype).removeprefix("torch.")
-        message = f"got values from {least} to {greatest} in {dtype}, supported: finite weights"
-        raise CheckpointError(f"{files.path}: {files.tensors[name].file}: tensor {name}: {message}")
-
-
-def check_tensors(files: WeightFiles, slots: dict[str, Slot], what: str, is_ignored: Callable[[str], bool]) -> None:
-    """Raises `CheckpointError` unless the files hold these tensors and no others; `what` is what they make."""
-    for name, info in files.tensors.items():
-        accepted = slots[name].dtypes if name in slots else _DTYPES
-        if info.dtype not in accepted and not is_ignored(name):
-            reason = "no quantised weights" if accepted == _DTYPES else "quantization_config of config.json"
-            message = f"got dtype {info.dtype}, supported: {', '.join(accepted)} ({reason})"
-            raise CheckpointError(f"{files.path}: {info.file}: tensor {name}: {message}")
-    if missing := [name for name in slots if name not in files.tensors]:
-        raise CheckpointError(f"{files.path}: missing tensors: {_some(missing)}; config.json asks for them")
-    if extra := [name for name in files.tensors if name not in slots and not is_ignored(name)]:
-        message = f"the tensors of {what} by config.json"
-        raise CheckpointError(f"{files.path}: unknown tensors: {_some(extra)}; supported: {message}")
-    for name, slot in slots.items():
-        info = files.tensors[name]
-        if (info.shape or (1,)) != slot.shape:
-            message = f"got shape {list(info.shape)}, config.json asks for {list(slot.shape)}"
-            raise CheckpointError(f"{files.path}: {info.file}: tensor {name}: {message}")
-
-
-def _is_ignored(name: str, config: ModelConfig) -> bool:
-    # Older checkpoints hold RoPE's frequencies, which are computed here; a tied head is compared, not loaded.
-    first = config.num_layers
-    is_nextn = any(name.startswith(f"model.layers.{first + number}.") for number in range(config.num_nextn_layers))
-    is_tied = name == "lm_head.weight" and config.tie_word_embeddings
-    is_activations_scale = config.fp8 is not None and name.endswith(".input_scale")
-    return is_nextn or is_tied or is_activations_scale or name.endswith(".rotary_emb.inv_freq")
-
-
-def _check_tied_head(files: WeightFiles) -> None:
-    if "lm_head.weight" not in files.tensors:
-        return
-    if not torch.equal(files.read("lm_head.weight"), files.read("model.embed_tokens.weight")):
-        message = (
-            "config.json: tie_word_embeddings: got true, but lm_head.weight differs from model.embed_tokens.weight"
-        )
-        raise CheckpointError(f"{files.path}: {message}")
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+        raise files.error(name, f"got values from {least} to {greatest} in {dtype}, supported: finite weights")
 
 
 def fill_with_noise(module: nn.Module) -> None:
@@ -287,139 +352,63 @@ def fill_with_noise(module: nn.Module) -> None:
             logger.debug(PROGRESS, 100 * done / total)
 
 
-_EMBEDDING = "embed_tokens.weight"
-_TARGET_EMBEDDING = "model.embed_tokens.weight"
-_MODULE_HEAD = "shared_head.head.weight"
-_LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.", re.ASCII)
-_IDS = "d2t"
-_TABLES = (_IDS, "t2d")
+def _check_tensors(files: WeightFiles, slots: Slots, what: str, is_ignored: Callable[[str], bool]) -> None:
+    """Raises `CheckpointError` unless the files hold these tensors and no others; `what` is what they make."""
+    for name, info in files.tensors.items():
+        accepted = slots[name].dtypes if name in slots else _DTYPES
+        if info.dtype not in accepted and not is_ignored(name):
+            reason = "no quantised weights" if accepted == _DTYPES else "quantization_config of config.json"
+            raise files.error(name, f"got dtype {info.dtype}, supported: {', '.join(accepted)} ({reason})")
+    if missing := [name for name in slots if name not in files.tensors]:
+        raise CheckpointError(f"{files.path}: missing tensors: {_some(missing)}; config.json asks for them")
+    if extra := [name for name in files.tensors if name not in slots and not is_ignored(name)]:
+        message = f"the tensors of {what} by config.json"
+        raise CheckpointError(f"{files.path}: unknown tensors: {_some(extra)}; supported: {message}")
+    for name, slot in slots.items():
+        shape = files.tensors[name].shape
+        if (shape or (1,)) != slot.shape:
+            raise files.error(name, f"got shape {list(shape)}, config.json asks for {list(slot.shape)}")
 
 
-def load_head(
-    algorithm: str,
-    path: str | Path,
-    *,
-    target: Path | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    load_format: LoadFormat = LoadFormat.AUTO,
-    borrows: bool = False,
-) -> DraftHead:
-    """Reads a head that computes in `dtype`, whatever the files hold.
-
-    `target` is the target's directory: its embedding and output serve a head that has none of its own. With `borrows`
-    they are not read, where their sizes are the head's: verify lends them. Raises `CheckpointError` when the directory
-    is not a whole head, or not one for this target.
-    """
-    path, kind = Path(path), HEADS[algorithm]
-    config = kind.config(path)
-    if target is not None:
-        check_target(path, config, target)
-    borrows = borrows and (target is None or config.layer.vocab_size == ModelConfig.from_directory(target).vocab_size)
-    if load_format is LoadFormat.DUMMY:
-        if borrows:
-            config = replace(config, borrowed=kind.optional)
-        head = empty_head(config, device=device, dtype=dtype)
-        fill_with_noise(head)
-        head.token_ids.mul_(config.layer.vocab_size // config.draft_vocab_size)  # spread evenly over the target's
-    else:
-        with WeightFiles(path) as files:
-            slots = dict(_head_slots(config))
-            absent = [name for name, slot in slots.items() if slot.parameter in kind.optional]
-            borrowed = {name: slots.pop(name) for name in absent if name not in files.tensors}
-            if borrows:
-                config = replace(config, borrowed=tuple(slot.parameter for slot in borrowed.values()))
-                borrowed = {}
-            check_tensors(files, slots, kind.name, partial(_is_ignored_in_head, config))
-            _check_copies(files, config)
-            token_ids = _token_ids(files, config)
-            head = empty_head(config, device=device, dtype=dtype)
-            head.token_ids.copy_(token_ids)
-            fill(head, slots, files)
-        for name, slot in borrowed.items():
-            _copy_from_target(head, slot.parameter, name, path, target)
-    head.pack()
-    return head.eval()
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
-def empty_head(config: HeadConfig, *, device: torch.device, dtype: torch.dtype) -> DraftHead:
-    """Makes a head without its weights."""
-    if device.type == "cuda":
-        # Imported here, as there is no triton where there is no GPU.
-        from slipstream.services.models.fused import fused_head
-
-        return fused_head(config, device=device, dtype=dtype)
-    if isinstance(config, EagleConfig):
-        return EagleHead(config, device=device, dtype=dtype)
-    assert isinstance(config, Eagle3Config), "there are two kinds"
-    return Eagle3Head(config, device=device, dtype=dtype)
-
-
-def _head_slots(config: HeadConfig) -> Iterator[tuple[str, Slot]]:
-    layer = config.layer
-    hidden = layer.hidden_size
-    if isinstance(config, MtpConfig):
-        yield from _slots_of_modules(config)
-        return
-    yield _EMBEDDING, Slot(EMBEDDING, 0, (layer.vocab_size, hidden))
-    yield OUTPUT_TENSOR, Slot(OUTPUT, 0, (config.draft_vocab_size, hidden))
-    if isinstance(config, EagleConfig):
-        yield FC, Slot("steps.0.fc.weight", 0, (hidden, 2 * hidden))
-        if config.has_fc_bias:
-            yield FC_BIAS, Slot("steps.0.fc.bias", 0, (hidden,))
-        yield from layer_slots(layer, "layers.0", "steps.0.layer", input_size=hidden)
-        return
-    assert isinstance(config, Eagle3Config), "there are two kinds"
-    name = config.layer_name
-    yield FC, Slot("fc.weight", 0, (hidden, config.hidden_width))
-    yield f"{name}.hidden_norm.weight", Slot("hidden_norm.weight", 0, (hidden,))
-    yield f"{name}.input_layernorm.weight", Slot("layer.attention_norm.weight", 0, (hidden,))
-    yield from layer_slots(layer, name, "layer", input_size=2 * hidden)
-    yield "norm.weight", Slot("norm.weight", 0, (hidden,))
-
-
-def _slots_of_modules(config: MtpConfig) -> Iterator[tuple[str, Slot]]:
-    layer = config.layer
-    hidden = layer.hidden_size
-    first = _module_name(config, 0)
-    yield f"{first}.{_EMBEDDING}", Slot(EMBEDDING, 0, (layer.vocab_size, hidden))
-    yield f"{first}.{_MODULE_HEAD}", Slot(OUTPUT, 0, (layer.vocab_size, hidden))
-    for number in range(layer.num_layers):
-        theirs, ours = _module_name(config, number), f"steps.{number}"
-        yield f"{theirs}.enorm.weight", Slot(f"{ours}.embedding_norm.weight", 0, (hidden,))
-        yield f"{theirs}.hnorm.weight", Slot(f"{ours}.state_norm.weight", 0, (hidden,))
-        yield f"{theirs}.eh_proj.weight", Slot(f"{ours}.fc.weight", 0, (hidden, 2 * hidden))
-        yield f"{theirs}.input_layernorm.weight", Slot(f"{ours}.layer.attention_norm.weight", 0, (hidden,))
-        yield from layer_slots(layer, theirs, f"{ours}.layer", input_size=hidden)
-        yield f"{theirs}.shared_head.norm.weight", Slot(f"{ours}.norm.weight", 0, (hidden,))
-
-
-def _module_name(config: MtpConfig, number: int) -> str:
-    return f"model.layers.{config.first_layer + number}"
+def _is_ignored(config: ModelConfig, name: str) -> bool:
+    layers = range(config.num_layers, config.num_layers + config.num_nextn_layers)
+    is_of_module = name.startswith(tuple(f"model.layers.{number}." for number in layers))
+    is_tied = name == OUTPUT_TENSOR and config.tie_word_embeddings  # compared, not loaded
+    is_activations_scale = config.fp8 is not None and name.endswith(".input_scale")
+    return is_of_module or is_tied or is_activations_scale or name.endswith(_FREQUENCIES)
 
 
 def _is_ignored_in_head(config: HeadConfig, name: str) -> bool:
-    if isinstance(config, MtpConfig):
-        # The modules may lie in the target's own checkpoint, and each may have its copy of what they share.
-        layer = _LAYER_NAME.match(name)
-        if layer is None or int(layer[1]) < config.first_layer:
-            return name.startswith("model.") or name == OUTPUT_TENSOR
-        return name.endswith((f".{_EMBEDDING}", f".{_MODULE_HEAD}", ".rotary_emb.inv_freq"))
-    # Older checkpoints hold RoPE's frequencies, which are computed here.
-    return name in _TABLES or name.endswith(".rotary_emb.inv_freq")
+    if not isinstance(config, MtpConfig):
+        return name in _TABLES or name.endswith(_FREQUENCIES)
+    # The modules may lie in the target's own checkpoint, and each may have its copy of what they share.
+    layer = _LAYER_NAME.match(name)
+    if layer is None or int(layer[1]) < config.first_layer:
+        return name.startswith("model.") or name == OUTPUT_TENSOR
+    return name.endswith((f".{_EMBEDDING}", f".{_MODULE_OUTPUT}", _FREQUENCIES))
+
+
+def _check_tied_output(files: WeightFiles) -> None:
+    if OUTPUT_TENSOR in files.tensors and not torch.equal(files.read(OUTPUT_TENSOR), files.read(_TARGET_EMBEDDING)):
+        reason = f"got true, but {OUTPUT_TENSOR} differs from {_TARGET_EMBEDDING}"
+        raise CheckpointError(f"{files.path}: config.json: tie_word_embeddings: {reason}")
 
 
 def _check_copies(files: WeightFiles, config: HeadConfig) -> None:
     """Raises `CheckpointError` unless all modules share one embedding and one output."""
     if not isinstance(config, MtpConfig):
         return
-    for part in (_EMBEDDING, _MODULE_HEAD):
+    for part in (_EMBEDDING, _MODULE_OUTPUT):
         names = [f"{_module_name(config, number)}.{part}" for number in range(config.layer.num_layers)]
         there = [name for name in names if name in files.tensors]
         for name in there[1:]:
             if not torch.equal(files.read(there[0]), files.read(name)):
-                message = f"it differs from {there[0]}; supported: modules that share them"
-                raise CheckpointError(f"{files.path}: {files.tensors[name].file}: tensor {name}: {message}")
+                raise files.error(name, f"it differs from {there[0]}; supported: modules that share them")
         if there and there[0] != names[0]:
             raise CheckpointError(f"{files.path}: missing tensors: {names[0]}; another module has one")
 
@@ -434,12 +423,11 @@ def _token_ids(files: WeightFiles, config: HeadConfig) -> torch.Tensor:
         raise CheckpointError(f"{files.path}: missing tensors: {_IDS}; draft_vocab_size asks for it")
     info = files.tensors[_IDS]
     if info.shape != (size,) or info.dtype not in ("I64", "I32"):
-        given = f"{info.dtype} {list(info.shape)}"
-        raise CheckpointError(f"{files.path}: {info.file}: tensor {_IDS}: got {given}, supported: I64 [{size}]")
+        raise files.error(_IDS, f"got {info.dtype} {list(info.shape)}, supported: I64 [{size}]")
     ids = own + files.read(_IDS)
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(set(ids.tolist())) < size:
-        message = f"some of its ids are not below {vocab_size}, or there twice; supported: target id - draft id"
-        raise CheckpointError(f"{files.path}: {info.file}: tensor {_IDS}: {message}")
+        accepted = "supported: target id - draft id"
+        raise files.error(_IDS, f"some of its ids are not below {vocab_size}, or there twice; {accepted}")
     return ids
 
 
@@ -451,8 +439,8 @@ def _copy_from_target(head: DraftHead, which: str, name: str, path: Path, target
     config = ModelConfig.from_directory(target)
     theirs = OUTPUT_TENSOR if which == OUTPUT and not config.tie_word_embeddings else _TARGET_EMBEDDING
     with WeightFiles(target) as files:
-        slots = {theirs: Slot("", 0, (config.vocab_size, parameter.shape[1]))}
-        check_tensors(files, slots, "the target", lambda name: name != theirs)
+        slots = {theirs: Slot("", (config.vocab_size, parameter.shape[1]))}
+        _check_tensors(files, slots, "the target", lambda name: name != theirs)
         # The two may be padded differently.
-        copy_finite(parameter[: config.vocab_size], files, theirs)
+        _copy_finite(parameter[: config.vocab_size], files, theirs)
         parameter[config.vocab_size :].zero_()

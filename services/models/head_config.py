@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import CheckpointError
 from slipstream.common.worker.step import FINAL_NORM
 from slipstream.services.models.config import MAX_HIDDEN_SIZE, MAX_LAYERS, ModelConfig
 from slipstream.services.models.json_files import ConfigFields, is_integer
-from slipstream.services.models.weight_files import WeightFiles, has_weights
-from slipstream.services.worker.config import EAGLE, EAGLE3, MTP, algorithm_of_head
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
 
+EAGLE3, EAGLE, MTP = "eagle3", "eagle", "mtp"
+"""Algorithms that draft by a head."""
 EMBEDDING, OUTPUT = "embedding", "head.weight"
 """Parameters of a head for which the target's may serve."""
 NUM_FUSED = 3
 """Hidden states of the target that are fused into one."""
-
-_LAYER_ARCHITECTURE = "LlamaForCausalLM"
-_AUTHORS_LAYER, _PACKAGES_LAYER = "midlayer", "layers.0"
 FC, FC_BIAS, OUTPUT_TENSOR = "fc.weight", "fc.bias", "lm_head.weight"
 """Names of tensors."""
+
+_LAYER_ARCHITECTURE = "LlamaForCausalLM"
+_HIDDEN_NORM = ".hidden_norm.weight"
+_AUTHORS_LAYER, _PACKAGES_LAYER = "midlayer", "layers.0"
 _REFUSED = ("norm_before_fc", "fc_norm", "norm_output")
 """Variants of the head that some packages can write."""
+
+
+def algorithm_of_head(tensors: Iterable[str]) -> str | None:
+    """Returns EAGLE3 or EAGLE for the names of such a head's tensors. None: no such head.
+
+    Names of `architectures` say less: `LlamaForCausalLM` is published for both, and for models.
+    """
+    names = set(tensors)
+    if FC not in names:
+        return None
+    return EAGLE3 if any(name.endswith(_HIDDEN_NORM) for name in names) else EAGLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +70,23 @@ class Eagle3Config(HeadConfig):
     """Whether the layer adds to the fused state after its norm (`norm_before_residual`)."""
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> Eagle3Config:
+    def from_directory(cls, path: Path) -> Eagle3Config:
         """Takes the layout, and the sizes that `config.json` does not have, from the tensors, where there are any.
 
         Raises `CheckpointError` when the directory is no head of a supported layout.
         """
         fields, shapes = _fields(path, "an EAGLE-3 head"), _shapes(path, EAGLE3)
         is_speculators = fields.get("speculators_model_type") is not None
-        _check_layout(fields, is_speculators=is_speculators)
+        if is_speculators:
+            if fields.get("speculators_model_type") != "eagle3":
+                raise fields.error("speculators_model_type", "'eagle3'")
+            if not isinstance(fields.get("transformer_layer_config"), dict):
+                raise fields.error("transformer_layer_config", "the layer's fields")
+        for name in _REFUSED:
+            if fields.get(name):
+                raise fields.error(name, "none, or false")
         layer = _layer(fields.sub("transformer_layer_config") if is_speculators else fields)
-        is_packages = f"{_PACKAGES_LAYER}.hidden_norm.weight" in shapes if shapes else is_speculators
+        is_packages = f"{_PACKAGES_LAYER}{_HIDDEN_NORM}" in shapes if shapes else is_speculators
         vocab_size, hidden_size = layer.vocab_size, layer.hidden_size
         draft_vocab_size = min(shapes.get(OUTPUT_TENSOR, (vocab_size,))[0], vocab_size)
         target_hidden_size = shapes.get(FC, (hidden_size, NUM_FUSED * hidden_size))[-1] // NUM_FUSED
@@ -90,7 +109,7 @@ class EagleConfig(HeadConfig):
     """Whether embedding, state, attention's input and the output are normed; EAGLE norms none of them."""
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> EagleConfig:
+    def from_directory(cls, path: Path) -> EagleConfig:
         """Raises `CheckpointError` when the directory is no head of a supported layout."""
         fields, shapes = _fields(path, "an EAGLE head"), _shapes(path, EAGLE)
         layer = _layer(fields)
@@ -111,17 +130,18 @@ class MtpConfig(EagleConfig):
     """Number of the first module among the target's layers, in the names of tensors."""
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> MtpConfig:
+    def from_directory(cls, path: Path) -> MtpConfig:
         """Raises `CheckpointError` when the directory has no modules, or some of an unsupported kind."""
         fields = _fields(path, "a model with multi-token prediction modules")
         num_modules = fields.count("num_nextn_predict_layers", high=MAX_LAYERS)
         config = ModelConfig.from_directory(path)
-        if config.fp8 is not None:
-            raise fields.error("quantization_config", "none, with multi-token prediction modules")
-        if config.rope.rotary_dim(config.head_dim) != config.head_dim:
-            raise fields.error("partial_rotary_factor", "1, with multi-token prediction modules")
-        if len(set(config.sliding_windows)) > 1:
-            raise fields.error("layer_types", "the same for all layers, with multi-token prediction modules")
+        for name, is_supported, accepted in (
+            ("quantization_config", config.fp8 is None, "none"),
+            ("partial_rotary_factor", config.rope.rotary_dim(config.head_dim) == config.head_dim, "1"),
+            ("layer_types", len(set(config.sliding_windows)) <= 1, "the same for all layers"),
+        ):
+            if not is_supported:
+                raise fields.error(name, f"{accepted}, with multi-token prediction modules")
         windows = config.sliding_windows[:1] * num_modules
         return cls(
             layer=replace(config, num_layers=num_modules, sliding_windows=windows),
@@ -133,21 +153,23 @@ class MtpConfig(EagleConfig):
         )
 
 
-def _fields(path: str | Path, what: str) -> ConfigFields:
-    path = Path(path)
+def _fields(path: Path, what: str) -> ConfigFields:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path}: config.json is missing; supported: {what}'s directory")
     return ConfigFields.of_file(path / "config.json")
 
 
-def _shapes(path: str | Path, algorithm: str) -> Mapping[str, tuple[int, ...]]:
+def _shapes(path: Path, algorithm: str) -> Mapping[str, tuple[int, ...]]:
     """Returns the shapes of a head's tensors, by their names; empty for a directory without weights.
 
     Raises `CheckpointError` where they are those of another kind of head, or cannot be read.
     """
-    if not has_weights(Path(path)):
+    # Imported here: the gateway's image has the command line, and not safetensors.
+    from slipstream.services.models.weight_files import WeightFiles, has_weights
+
+    if not has_weights(path):
         return {}
-    with WeightFiles(Path(path), framework="numpy") as files:  # which is imported sooner than PyTorch
+    with WeightFiles(path, framework="numpy") as files:  # which is imported sooner than PyTorch
         shapes = {name: info.shape or (1,) for name, info in files.tensors.items()}
     found = algorithm_of_head(shapes)
     if found not in (None, algorithm):
@@ -162,17 +184,6 @@ def _layer(fields: ConfigFields) -> ModelConfig:
     if layer.fp8 is not None:
         raise fields.error("quantization_config", "none, with a draft head")
     return layer
-
-
-def _check_layout(fields: ConfigFields, *, is_speculators: bool) -> None:
-    if is_speculators:
-        if fields.get("speculators_model_type") != "eagle3":
-            raise fields.error("speculators_model_type", "'eagle3'")
-        if not isinstance(fields.get("transformer_layer_config"), dict):
-            raise fields.error("transformer_layer_config", "the layer's fields")
-    for name in _REFUSED:
-        if fields.get(name):
-            raise fields.error(name, "none, or false")
 
 
 def _fused_layers(fields: ConfigFields) -> tuple[int, ...]:

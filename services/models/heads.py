@@ -23,7 +23,7 @@ from slipstream.common.errors import MismatchError
 from slipstream.common.worker.layout import BufferName
 from slipstream.services.models.attention import torch_attention
 from slipstream.services.models.decoder import DecoderLayer, RMSNorm, Rotation, rotation_table
-from slipstream.services.models.head_config import EMBEDDING, OUTPUT
+from slipstream.services.models.head_config import EMBEDDING, OUTPUT, Eagle3Config, EagleConfig
 from slipstream.services.models.linear import Linear, empty_parameter, pack_linears
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from slipstream.services.models.attention import ForwardBatch, PagedKV
     from slipstream.services.models.decoder import Attend
-    from slipstream.services.models.head_config import Eagle3Config, EagleConfig, HeadConfig
+    from slipstream.services.models.head_config import HeadConfig
 
 
 class DraftHead(nn.Module):
@@ -205,3 +205,11 @@ class EagleHead(DraftHead):
     ) -> torch.Tensor:
         output: torch.Tensor = self.steps[module](states, embedded, rotation, attend)
         return output
+
+
+def make_head(config: HeadConfig, *, device: torch.device, dtype: torch.dtype) -> DraftHead:
+    """Makes a head without its weights."""
+    if isinstance(config, EagleConfig):
+        return EagleHead(config, device=device, dtype=dtype)
+    assert isinstance(config, Eagle3Config), "there are two kinds"
+    return Eagle3Head(config, device=device, dtype=dtype)

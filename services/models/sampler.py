@@ -25,7 +25,6 @@ import numpy.typing as npt
 import torch
 
 from slipstream.common.api.sequence import SamplingParams
-from slipstream.services.worker.verify_result import Logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -295,6 +294,18 @@ def row_parts(logits: Tensor) -> list[slice]:
     num_rows, *of_row = logits.shape
     size = max(1, _MOST_LOGITS // max(1, math.prod(of_row)))
     return [slice(begin, begin + size) for begin in range(0, num_rows, size)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprobs:
+    """Natural logarithms of the model's own probabilities, for W places in B slots."""
+
+    output: Tensor
+    """[B, W] float32: of the sampled tokens."""
+    top_tokens: Tensor
+    """[B, W, N] int32: the N most likely tokens, likeliest first, of equals the lowest first."""
+    top: Tensor
+    """[B, W, N] float32: their logprobs."""
 
 
 @torch.inference_mode()

@@ -72,6 +72,10 @@ class WeightFiles:
             raise CheckpointError(f"{self.path}: {file}: cannot read tensor {name}: {error}") from error
         return tensor
 
+    def error(self, name: str, message: str) -> CheckpointError:
+        """The error for a tensor that cannot be used."""
+        return CheckpointError(f"{self.path}: {self.tensors[name].file}: tensor {name}: {message}")
+
     def _open(self, name: str) -> None:
         if not (self.path / name).is_file():
             raise CheckpointError(f"{self.path}: {name}, which {INDEX_FILE} names, is missing")

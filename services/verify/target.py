@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from slipstream.common.worker.step import StepKind
-from slipstream.services.models.sampler import accept, logprobs_of, row_parts
+from slipstream.services.models.sampler import Logprobs, accept, logprobs_of, row_parts
 from slipstream.services.worker.forward_sizes import forward_size
-from slipstream.services.worker.verify_result import Logprobs, VerifyResult
+from slipstream.services.worker.verify_result import VerifyResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,29 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import ConfigError
 from slipstream.common.settings import Settings, setting
+from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 STANDALONE = "standalone"
-EAGLE3 = "eagle3"
-EAGLE = "eagle"
-MTP = "mtp"
 NGRAM = "ngram"
 ALGORITHMS = (STANDALONE, EAGLE3, EAGLE, MTP, NGRAM)
-
-
-def algorithm_of_head(tensors: Iterable[str]) -> str | None:
-    """Returns EAGLE3 or EAGLE for the names of such a head's tensors, None for others.
-
-    Names of `architectures` say less: `LlamaForCausalLM` is published for both, and for models.
-    """
-    names = set(tensors)
-    if "fc.weight" not in names:
-        return None
-    return EAGLE3 if any(name.endswith(".hidden_norm.weight") for name in names) else EAGLE
-
-
 DEVICES = ("auto", "cpu", "cuda")
 DUMMY = "dummy"
 LOAD_FORMATS = ("auto", DUMMY)

@@ -20,10 +20,11 @@ from slipstream.services.draft.drafters import HeadDrafter, StandaloneDrafter
 from slipstream.services.draft.engine import DraftEngine
 from slipstream.services.draft.ngram import NgramDrafter
 from slipstream.services.draft.suffix_cache import SuffixCache
-from slipstream.services.models.checkpoint import LoadFormat, empty_head, load_decoder, load_head
+from slipstream.services.models.checkpoint import LoadFormat, load_decoder, load_head
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.head_config import HEADS
+from slipstream.services.models.heads import make_head
 from slipstream.services.models.json_files import tokenizer_fingerprint
 from slipstream.services.verify.engine import VerifyEngine, fused_layers
 from slipstream.services.worker.config import NGRAM
@@ -31,6 +32,8 @@ from slipstream.services.worker.language_model import LanguageModel
 from slipstream.services.worker.memory import WORK_BYTES, loading, needed_for_work, with_hidden_states
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slipstream.common.device.interface import Device
     from slipstream.common.device.manifest import Manifest
     from slipstream.services.draft.engine import Drafter
@@ -113,14 +116,30 @@ def dtype_of(config: WorkerConfig, device: Device) -> torch.dtype:
 def _load(config: WorkerConfig, device: Device) -> LanguageModel:
     path, where, dtype = config.directory, device.torch_device, dtype_of(config, device)
     with loading(path.name, where, lambda meta: Decoder(ModelConfig.from_directory(path), device=meta, dtype=dtype)):
-        decoder = load_decoder(path, device=where, dtype=dtype, load_format=LoadFormat(config.load_format))
+        decoder = load_decoder(
+            path,
+            device=where,
+            dtype=dtype,
+            load_format=LoadFormat(config.load_format),
+            decoder_class=_models_on(where)[0],
+        )
     return LanguageModel(decoder, where, dtype)
+
+
+def _models_on(device: torch.device) -> tuple[type[Decoder], Callable[..., DraftHead]]:
+    """Returns the class of decoders, and what makes draft heads: on a GPU both work by kernels."""
+    if device.type != "cuda":
+        return Decoder, make_head
+    # Imported here, as there is no triton where there is no GPU.
+    from slipstream.services.models.kernels.fused import FusedDecoder, make_fused_head
+
+    return FusedDecoder, make_fused_head
 
 
 def _load_head(config: WorkerConfig, device: Device) -> DraftHead:
     path, where, dtype, algorithm = config.directory, device.torch_device, dtype_of(config, device), config.algorithm
     load_format = LoadFormat(config.load_format)
-    with loading(path.name, where, lambda meta: empty_head(HEADS[algorithm].config(path), device=meta, dtype=dtype)):
+    with loading(path.name, where, lambda meta: make_head(HEADS[algorithm].config(path), device=meta, dtype=dtype)):
         return load_head(
             algorithm,
             path,
@@ -129,6 +148,7 @@ def _load_head(config: WorkerConfig, device: Device) -> DraftHead:
             dtype=dtype,
             load_format=load_format,
             borrows=config.share_weights,
+            make=_models_on(where)[1],
         )
 
 

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.layout import EpochShape
+    from slipstream.services.models.sampler import Logprobs
     from slipstream.services.worker.region import Region
     from slipstream.services.worker.shared_buffers import StepNumber
-    from slipstream.services.worker.verify_result import Logprobs, VerifyResult
+    from slipstream.services.worker.verify_result import VerifyResult
 
 _RING_BUFFERS = (
     BufferName.NEW_SEQ_LENS,

@@ -1,4 +1,4 @@
-"""`VerifyResult`: the lengths, tokens and hidden states of a verify step, and its `Logprobs`."""
+"""`VerifyResult`: the lengths, tokens and hidden states of a verify step."""
 
 from __future__ import annotations
 
@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Logprobs:
-    """Natural logarithms of the model's own probabilities, for W places in B slots."""
-
-    output: torch.Tensor
-    """[B, W] float32: of the sampled tokens."""
-    top_tokens: torch.Tensor
-    """[B, W, N] int32: the N most likely tokens, likeliest first, of equals the lowest first."""
-    top: torch.Tensor
-    """[B, W, N] float32: their logprobs."""
+    from slipstream.services.models.sampler import Logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

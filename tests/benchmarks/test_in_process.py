@@ -16,7 +16,8 @@ from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
 from slipstream.client import AsyncClient
 from slipstream.common.rpc.scrape import scrape
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.services.worker.config import EAGLE3, WorkerConfig
+from slipstream.services.models.head_config import EAGLE3
+from slipstream.services.worker.config import WorkerConfig
 from tests.harness.running import slipstream
 from tests.harness.trace_format import check, slices_by_thread
 

@@ -15,7 +15,8 @@ from slipstream.cli.doctor.checks import Verdict, check_models
 from slipstream.cli.model_checks import check_device
 from slipstream.cli.model_choice import ModelChoice
 from slipstream.common.errors import CheckpointError, ConfigError
-from slipstream.services.worker.config import EAGLE, EAGLE3, MTP, STANDALONE
+from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP
+from slipstream.services.worker.config import STANDALONE
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.eagle3_checkpoints import write_head
 from tests.harness.running import slipstream

@@ -14,7 +14,8 @@ from slipstream.cli.up import control
 from slipstream.common.api.draft_swap import DraftFigures, DraftSwap, SwapOutcome, SwapTerms
 from slipstream.common.errors import ConfigError, UnavailableError
 from slipstream.protos import scheduler_pb2_grpc
-from slipstream.services.worker.config import EAGLE3, STANDALONE
+from slipstream.services.models.head_config import EAGLE3
+from slipstream.services.worker.config import STANDALONE
 from tests.harness.grpc_server import running_server
 
 if TYPE_CHECKING:

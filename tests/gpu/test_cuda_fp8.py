@@ -10,6 +10,7 @@ import torch
 
 from slipstream.services.models.attention import ForwardBatch, PagedKV
 from slipstream.services.models.checkpoint import load_decoder
+from slipstream.services.models.kernels.fused import FusedDecoder
 from slipstream.services.models.kernels.products import MOST_ROWS
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.harness.fp8_checkpoints import FP8_LAYOUTS, quantise
@@ -59,8 +60,8 @@ def test_numbers_are_the_cpus_up_to_bfloat16(device: CudaDevice, tmp_path: Path,
     path = write_checkpoint(tmp_path, **SIZES)
     quantise(path, layout)
     expected = load_decoder(path, device=CPU, dtype=torch.float32)
-    exact = load_decoder(path, device=device.torch_device, dtype=torch.float32)
-    decoder = load_decoder(path, device=device.torch_device, dtype=torch.bfloat16)
+    exact = load_decoder(path, device=device.torch_device, dtype=torch.float32, decoder_class=FusedDecoder)
+    decoder = load_decoder(path, device=device.torch_device, dtype=torch.bfloat16, decoder_class=FusedDecoder)
     assert all(layer.qkv.packed_fp8 is not None for layer in decoder.layers)
     for num_rows in (1, 5):  # many tokens of a prompt, then few
         by_cpu = logits_of(expected, num_rows, CPU, torch.float32)
@@ -75,7 +76,7 @@ def test_a_graph_gives_the_same_bits(device: CudaDevice, tmp_path: Path) -> None
     path = write_checkpoint(tmp_path, **SIZES)
     quantise(path, "fp8")
     where = device.torch_device
-    decoder = load_decoder(path, device=where, dtype=torch.bfloat16)
+    decoder = load_decoder(path, device=where, dtype=torch.bfloat16, decoder_class=FusedDecoder)
     cache = PagedKV(decoder.config, num_pages=NUM_PAGES, page_size=PAGE_SIZE, device=where, dtype=torch.bfloat16)
     for num_rows in (1, 5):
         batch = batch_of(num_rows, where)

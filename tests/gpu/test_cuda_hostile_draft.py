@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 from slipstream.bundled import eagle3_dir, mtp_dir, prompts, standalone_dir, target_dir
 from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.worker.step import Role
-from slipstream.services.worker.config import EAGLE3, MTP, STANDALONE
+from slipstream.services.models.head_config import EAGLE3, MTP
+from slipstream.services.worker.config import STANDALONE
 from tests.harness.counted_jobs import Job
 from tests.harness.hostile_draft import hostile_program
 from tests.harness.waiting import until

@@ -12,7 +12,8 @@ import torch
 from slipstream.bundled import target_dir
 from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.services.worker.config import EAGLE3, WorkerConfig
+from slipstream.services.models.head_config import EAGLE3
+from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from tests.gpu.test_cuda_models import DRAFTS, MODELS
 from tests.harness.counted_jobs import Job

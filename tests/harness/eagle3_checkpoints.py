@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.services.worker.config import EAGLE, EAGLE3, MTP, WorkerConfig
+from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP
+from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft
 from tests.harness.checkpoints import LLAMA, VOCAB_SIZE, write_json, write_tokenizer, write_weights
 

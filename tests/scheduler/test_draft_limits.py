@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from slipstream import bundled
 from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.services.worker.config import EAGLE3, WorkerConfig
+from slipstream.services.models.head_config import EAGLE3
+from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.checkpoints import VOCAB_SIZE, write_json, write_weights
 from tests.harness.counted_jobs import Job

@@ -11,7 +11,8 @@ from slipstream import bundled
 from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import MismatchError
-from slipstream.services.worker.config import EAGLE3, WorkerConfig
+from slipstream.services.models.head_config import EAGLE3
+from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.counted_jobs import Job
 from tests.harness.eagle3_checkpoints import LAYOUTS, MODULES, make_head, write_head

@@ -13,9 +13,10 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import MismatchError
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.head_config import EAGLE3, MTP
 from slipstream.services.verify import graphs as verify_graphs
 from slipstream.services.verify.engine import VerifyEngine
-from slipstream.services.worker.config import EAGLE3, MTP, NGRAM, WorkerConfig
+from slipstream.services.worker.config import NGRAM, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from slipstream.services.worker.language_model import LanguageModel
 from slipstream.services.worker.ragged_graphs import RaggedGraphs

@@ -14,7 +14,8 @@ from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.worker.step import FenceName
 from slipstream.services.draft.drafters import HeadDrafter
-from slipstream.services.worker.config import MTP, WorkerConfig
+from slipstream.services.models.head_config import MTP
+from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft
 from slipstream.training import checkpoint
 from slipstream.training.mtp import MtpModule

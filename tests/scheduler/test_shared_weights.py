@@ -17,7 +17,8 @@ from slipstream.common.worker.layout import BufferName
 from slipstream.scheduler.workers.sharing import check_fits
 from slipstream.scheduler.workers.sizing import MemoryPlan
 from slipstream.services.models.checkpoint import load_head
-from slipstream.services.worker.config import EAGLE, WorkerConfig
+from slipstream.services.models.head_config import EAGLE
+from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.checkpoints import LLAMA, VOCAB_SIZE, write_checkpoint
 from tests.harness.eagle3_checkpoints import ALGORITHMS, EAGLE_AUTHORS, MODULES, make_head, write_head

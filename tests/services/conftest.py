@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.services.worker.config import EAGLE3, WorkerConfig
+from slipstream.services.models.head_config import EAGLE3
+from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.harness.eagle3_checkpoints import write_head

@@ -16,8 +16,9 @@ from slipstream.common.worker.layout import NOT_FINITE, RESULT_FENCES, BufferNam
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.scheduler.core.results import ResultReader
 from slipstream.scheduler.records import SlotLease, Step, StepResult, StepSlots
+from slipstream.services.models.sampler import Logprobs
 from slipstream.services.worker.future_map import FutureMap
-from slipstream.services.worker.verify_result import Logprobs, VerifyResult
+from slipstream.services.worker.verify_result import VerifyResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ import torch
 from slipstream.services.models import checkpoint
 from slipstream.services.models.attention import ForwardBatch, PagedKV
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder, load_head
-from slipstream.services.worker.config import EAGLE3
+from slipstream.services.models.head_config import EAGLE3
 from tests.harness.checkpoints import FAMILIES, LLAMA, VOCAB_SIZE, write_json
 from tests.harness.eagle3_checkpoints import AUTHORS, DRAFT_VOCAB_SIZE, write_head
 

@@ -13,8 +13,7 @@ from slipstream.common.errors import CheckpointError
 from slipstream.common.worker.step import FINAL_NORM
 from slipstream.services.models.attention import ForwardBatch, PagedKV
 from slipstream.services.models.checkpoint import load_decoder, load_head
-from slipstream.services.models.head_config import Eagle3Config, EagleConfig, MtpConfig
-from slipstream.services.worker.config import EAGLE, EAGLE3, MTP
+from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP, Eagle3Config, EagleConfig, MtpConfig
 from tests.harness.checkpoints import LLAMA, VOCAB_SIZE, write_checkpoint, write_json, write_weights
 from tests.harness.eagle3_checkpoints import (
     ALGORITHMS,

@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.checkpoint import load_decoder, load_head
 from slipstream.services.models.config import ModelConfig
-from slipstream.services.models.head_config import Eagle3Config
+from slipstream.services.models.head_config import EAGLE3, Eagle3Config
 from slipstream.services.models.json_files import MAX_CONFIG_BYTES, tokenizer_fingerprint
-from slipstream.services.worker.config import EAGLE3
 from tests.harness.checkpoints import LLAMA, write_checkpoint, write_json, write_weights
 from tests.harness.eagle3_checkpoints import AUTHORS, SPECULATORS, write_head
 from tests.harness.mutations import INFINITY, NAN, is_refused

@@ -21,8 +21,9 @@ from slipstream.common.errors import (
 from slipstream.common.worker.contract import DraftSizes
 from slipstream.common.worker.layout import BufferName, DraftShape
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, PrefillChunk, StepCommand, StepKind
+from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker import epoch, fused_future_map
-from slipstream.services.worker.config import EAGLE3, WorkerConfig
+from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from slipstream.services.worker.fused_future_map import FusedFutureMap, FusedRegion
 from slipstream.services.worker.graphs import HostCapture

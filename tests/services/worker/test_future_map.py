@@ -15,9 +15,10 @@ from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.contract import DraftSizes
 from slipstream.common.worker.layout import LENT_WEIGHTS, BufferName, DraftShape
+from slipstream.services.models.sampler import Logprobs
 from slipstream.services.worker.future_map import FutureMap
 from slipstream.services.worker.region import POISON, Region
-from slipstream.services.worker.verify_result import Logprobs, VerifyResult
+from slipstream.services.worker.verify_result import VerifyResult
 from tests.harness.workers import ATTACHMENT, SharedArenas, epoch_shape
 
 if TYPE_CHECKING:

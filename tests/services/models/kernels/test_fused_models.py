@@ -13,9 +13,9 @@ from slipstream.services.models import decoder
 from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV, RaggedRows
 from slipstream.services.models.checkpoint import load_decoder, load_head
 from slipstream.services.models.decoder import Decoder
-from slipstream.services.models.fused import FusedDecoder, fused_head
 from slipstream.services.models.heads import Eagle3Head, EagleHead
 from slipstream.services.models.kernels import products
+from slipstream.services.models.kernels.fused import FusedDecoder, make_fused_head
 from slipstream.services.models.kernels.paged_attention import paged_attention
 from slipstream.services.models.linear import Linear
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
@@ -134,7 +134,7 @@ def test_a_fused_head_has_the_heads_numbers(layout: str, tmp_path: Path, device:
     path = write_head(tmp_path, layout=layout)
     plain = load_head(ALGORITHMS[layout], path, target=None, device=CPU, dtype=torch.float32)
     assert type(plain) in (Eagle3Head, EagleHead)
-    fused = fused_head(plain.config, device=device, dtype=torch.float32)
+    fused = make_fused_head(plain.config, device=device, dtype=torch.float32)
     fused.load_state_dict(plain.state_dict())
     fused.token_ids.copy_(plain.token_ids)
     layer = plain.config.layer
@@ -221,7 +221,7 @@ def test_padding_among_the_outputs_attends_to_nothing(is_joined: bool, tmp_path:
 def test_a_head_may_make_keys_alone(layout: str, tmp_path: Path, device: torch.device) -> None:
     path = write_head(tmp_path, layout=layout)
     plain = load_head(ALGORITHMS[layout], path, target=None, device=CPU, dtype=torch.float32)
-    fused = fused_head(plain.config, device=device, dtype=torch.float32)
+    fused = make_fused_head(plain.config, device=device, dtype=torch.float32)
     fused.load_state_dict(plain.state_dict())
     layer = plain.config.layer
     last = layer.num_layers - 1

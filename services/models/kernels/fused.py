@@ -194,7 +194,7 @@ class FusedEagleHead(FusedHead, EagleHead):
         return linear(states, self.head)
 
 
-def fused_head(config: HeadConfig, *, device: torch.device, dtype: torch.dtype) -> FusedHead:
+def make_fused_head(config: HeadConfig, *, device: torch.device, dtype: torch.dtype) -> FusedHead:
     """Makes a head without its weights."""
     if isinstance(config, EagleConfig):
         return FusedEagleHead(config, device=device, dtype=dtype)
