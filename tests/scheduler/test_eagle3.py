@@ -91,9 +91,9 @@ def test_requests_with_penalties_masks_logprobs_and_bounds(
     assert "top_logprobs" in accesses, "they were published, and read behind the same fence"
 
 
-def test_layers_that_the_target_does_not_have_are_refused(verify: RoleEngine, tmp_path: Path, target: Path) -> None:
+def test_layers_that_the_target_does_not_have_are_refused(verify: RoleEngine, tmp_path: Path) -> None:
     path = write_head(tmp_path, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
-    head = make_draft(WorkerConfig(model=path, target=target, algorithm=EAGLE3), HostDevice(), 0)
+    head = make_draft(WorkerConfig(model=path, algorithm=EAGLE3), HostDevice(), 0)
     served = Served(Models(verify, head, head), Way(num_draft_tokens=2))
     with pytest.raises(MismatchError, match="layers to fuse"):
         served.run(make_jobs(1))
