@@ -97,10 +97,6 @@ def make_table(file: Path | None) -> Table:
     return Table(
         file,
         *KEY,
-        line=lambda row: (
-            f"{row['algorithm']}, K = {row['num_draft_tokens']}, {row['workload']}, T = {row['temperature']:g}: "
-            f"mean accept length {row['mean_accept_length']:.3f}, {row['tokens_per_second']:,.0f} tokens/s"
-        ),
         order=lambda row: (
             drafts.index((row["algorithm"], row["num_draft_tokens"])),
             workloads.index(row["workload"]),

@@ -54,13 +54,6 @@ async def _start(plan: Plan, name: str) -> Row:
     }
 
 
-def _line(row: Row) -> str:
-    graphs = ", ".join(f"{graph['kind']} {graph['seconds']:.1f} s" for graph in row["verify_graphs"])
-    return (
-        f"{row['start']} start: served after {row['served_s']} s, drafted after {row['drafted_s']} s; graphs: {graphs}"
-    )
-
-
 def problems_of(rows: Sequence[Row]) -> list[str]:
     """Lists the graphs that verify captured again, and drafts that joined after the server was ready."""
     found = []
@@ -75,7 +68,7 @@ def problems_of(rows: Sequence[Row]) -> list[str]:
 @benchmark(Plan)
 async def main(plan: Plan, file: Path | None) -> list[str]:
     """Measures a start without compiled kernels, and one with them."""
-    table = Table(file, "model", "start", line=_line)
+    table = Table(file, "model", "start")
     with TemporaryDirectory(prefix="slipstream-kernels-") as folder:
         os.environ.update({name: str(Path(folder) / part) for name, part in CACHES.items()})
         for name in STARTS:

@@ -233,7 +233,7 @@ class DecodeBenchmark:
         }
 
     async def measure(self, served: Served, mode: str, batch: int, repeat: int) -> Row:
-        """Measures as many windows as have enough steps, and prints a line; `repeat` is -1 to warm up in one."""
+        """Measures as many windows as have enough steps; `repeat` is -1 to warm up in one."""
         setup, windows = self._setup, [await self._window(served, batch)]
         while sum(window.num_steps for window in windows) < LEAST_STEPS and repeat >= 0:
             windows.append(await self._window(served, batch))
@@ -243,14 +243,12 @@ class DecodeBenchmark:
         draft_floor_ms, verify_floor_ms = (
             None if self._bandwidth is None else 1e3 * count / self._bandwidth for count in num_bytes
         )
-        step_ms = whole.mean_ms(whole.step_s)
-        print(f"{setup.name}, batch {batch}, {mode}, repeat {repeat}: {step_ms:.3f} ms a step", flush=True)
         return {
             "shape": setup.name,
             "mode": mode,
             "batch": batch,
             "repeat": repeat,
-            "step_ms": step_ms,
+            "step_ms": whole.mean_ms(whole.step_s),
             "draft_ms": whole.mean_ms(whole.draft_s),
             "verify_ms": whole.mean_ms(whole.verify_s),
             "bubble_ms": whole.mean_ms(whole.bubble_s),  # in which neither worker worked

@@ -21,7 +21,6 @@ from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import POLL_S, START_TIMEOUT_S, CpuClock, StepSums, with_draft
 from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
-from slipstream.common.host import STEP_LOOP
 from slipstream.common.rpc.keepalive import Keepalive
 from slipstream.common.rpc.scrape import scrape
 from slipstream.common.settings import setting
@@ -166,20 +165,10 @@ async def _sample(plan: Plan, served: Served, scenario: Scenario) -> AsyncIterat
     }
 
 
-def _line(row: Row) -> str:
-    cpu = ", ".join(f"{name} {row['cpu_ms'].get(name, 0.0):.2f}" for name in (STEP_LOOP, "scheduler", "gateway"))
-    late = f"p50 {row['publish_to_client_p50_ms']:.2f}, p99 {row['publish_to_client_p99_ms']:.2f} ms"
-    return (
-        f"{row['shape']}, batch {row['batch']}, {row['gateways']} gateways, journal {row['journal']}: step "
-        f"{row['step_ms']:.2f} ms, publish to client {late}, {row['messages_per_step']:.2f} messages a step and "
-        f"stream, CPU ms a step: {cpu}"
-    )
-
-
 @benchmark(Plan)
 async def main(plan: Plan, file: Path | None) -> list[str]:
     """Measures delivery."""
-    setup, table = Setup.named(plan.shape), Table(file, line=_line)
+    setup, table = Setup.named(plan.shape), Table(file)
     context_tokens = PROMPT_TOKENS + MAX_NEW_TOKENS if plan.device == "cuda" else setup.context_tokens
     async with Stack(device=plan.device) as stack:
         await asyncio.gather(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from slipstream.benchmarks.charts import draw_capacity, draw_load
 from slipstream.benchmarks.load_generator import COMPLETED, closed_loop, open_loop
 from slipstream.benchmarks.models import BUNDLED, EAGLE3, EAGLE3_AUTO, NONE, Setup
-from slipstream.benchmarks.runner import DevicePlan, Names, Row, Table, benchmark, host
+from slipstream.benchmarks.runner import DevicePlan, Names, Row, Table, benchmark, host, told
 from slipstream.benchmarks.stack import words
 from slipstream.benchmarks.up_server import up_server
 from slipstream.benchmarks.workloads import CPU_SCALE, GPU_SCALE, NAMES, poisson, warm_up, workloads
@@ -82,7 +82,6 @@ def make_table(plan: Plan, file: Path | None) -> Table:
     return Table(
         file,
         *key,
-        line="{model}, draft {draft}: {rate:g} requests/s".format_map if plan.capacity else _line,
         order=lambda row: [places[name].index(row[name]) if name in places else row[name] for name in key],
         picture=draw_capacity if plan.capacity else draw_load,
     )
@@ -159,12 +158,6 @@ def draft_faults(gained: Scrape) -> Row:
         "losses": {cause: round(count) for cause, count in losses.items() if count},
         "missing_s": round(gained.total("slipstream_draft_missing_seconds_total"), 3),
     }
-
-
-def told(faults: Row) -> str:
-    """Says what `draft_faults` found."""
-    causes = ", ".join(f"{cause} {count}" for cause, count in faults["losses"].items())
-    return f"draft losses: {causes or 'none'}, {faults['missing_s']:.1f} s without a draft"
 
 
 async def _guarded(server: UpServer, draft: str, work: Callable[[], Awaitable[T]]) -> tuple[T, Row]:
@@ -281,17 +274,6 @@ async def highest_rate(is_held: Callable[[float], Awaitable[bool]], first: float
             broken = rate
         rate = 2 * held if broken == inf else (held + broken) / 2
     return held
-
-
-def _line(row: Row) -> str:
-    return (
-        f"{row['model']}, draft {row['draft']}, {row['workload']}: {row['tokens_per_second']:,.0f} output tokens/s, "
-        f"{row['all_tokens_per_second']:,.0f} of all; first token {row['first_token_p50_ms']:.0f} ms "
-        f"(p99 {row['first_token_p99_ms']:.0f}), per token {row['per_token_p50_ms']:.2f} ms "
-        f"(p99 {row['per_token_p99_ms']:.2f}), messages {row['message_gap_p50_ms']:.1f} ms; accept length "
-        f"{row['mean_accept_length']:.2f}; cached {100 * row['cached_share']:.0f} %; clients' CPU "
-        f"{row['client_cpu_share']:.2f}; {told(row['draft_faults'])}; {row['seconds']:.1f} s"
-    )
 
 
 if __name__ == "__main__":

@@ -95,11 +95,6 @@ async def _first_token_s(client: AsyncClient, prompt: list[int]) -> float:
     return time.monotonic() - sent
 
 
-def _line(row: Row) -> str:
-    gaps = row["quiet_message_gap_ms"]["p50"], row["message_gap_ms"]["p50"]
-    return f"{row['max_batched_tokens']} tokens a step: {gaps[0]:.1f} ms between messages, then {gaps[1]:.1f}"
-
-
 @benchmark(Plan)
 async def main(plan: Plan, file: Path | None) -> list[str]:
     """Measures the effect of a long prompt on a running stream: starts a scheduler for each size of the steps."""
@@ -107,7 +102,7 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
     options = {"slots": 4, "context_tokens": CONTEXT_TOKENS, "no_prefix_cache": True}
     sizes = [{"max_batched_tokens": tokens} for tokens in STEP_TOKENS]
     scenarios = [Scenario(about=size, draft=STANDALONE, options={**size, **options}) for size in sizes]
-    table = Table(None, line=_line)
+    table = Table(None)
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         target, draft = (with_context(path, CONTEXT_TOKENS, Path(folder)) for path in (target_dir(), standalone_dir()))
         async with Stack(LOG_DIR / "long_prompt") as stack:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from slipstream.benchmarks.models import ALGORITHMS, NONE, NUM_DRAFT_TOKENS, draft_of, draft_options
-from slipstream.benchmarks.runner import DevicePlan, Row, benchmark, host, write_json
+from slipstream.benchmarks.runner import DevicePlan, Row, benchmark, host, told, write_json
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import answers, stream_window
 from slipstream.bundled import prompts, target_dir
@@ -161,7 +161,7 @@ class NearTies:
         about = {"deterministic": is_deterministic, "draft": draft, "at_once": at_once}
         row = {**about, **row_of(outputs, found), "seconds": seconds}
         self.report["problems"] += problems_of(row, self.report["dtype"])
-        self._keep("rows", row, _line(row))
+        self._keep("rows", row)
 
     async def _price(self, servers: dict[bool, Served], draft: str, at_once: int) -> None:
         """Times windows of both modes in turns; the price is the median of the rounds' ratios."""
@@ -178,12 +178,11 @@ class NearTies:
             "deterministic_step_us": median(times_us[True]),
             "ratio": median(with_it / without for without, with_it in zip(*times_us.values(), strict=True)),
         }
-        line = f"draft {draft}, {at_once} at once: a deterministic step takes {price['ratio']:.3f} of another"
-        self._keep("prices", price, line)
+        self._keep("prices", price)
 
-    def _keep(self, name: str, row: Row, line: str) -> None:
+    def _keep(self, name: str, row: Row) -> None:
         self.report[name].append(row)
-        print(line, flush=True)
+        print(told(row), flush=True)
         write_json({**self.report, "seconds": time.monotonic() - self._started}, self._path)
 
 
@@ -225,19 +224,10 @@ def row_of(outputs: Sequence[Sequence[int]], found: Sequence[Parting | None]) ->
 
 def problems_of(row: Row, dtype: str) -> list[str]:
     """Returns partings that rounding does not explain, or that may not be."""
-    problems = [] if row["all_near_ties"] else [f"{_line(row)}: no near tie"]
+    problems = [] if row["all_near_ties"] else [f"{told(row)}: no near tie"]
     if row["partings"] and (row["deterministic"] or dtype == "float32"):
-        problems.append(f"{_line(row)}: none may part")
+        problems.append(f"{told(row)}: none may part")
     return problems
-
-
-def _line(row: Row) -> str:
-    gap = "" if row["largest_gap"] is None else f", gaps up to {row['largest_gap']:.3f}"
-    mode = "deterministic" if row["deterministic"] else "usual"
-    return (
-        f"{mode}, draft {row['draft']}, {row['at_once']} at once: {row['partings']} partings of {row['outputs']} "
-        f"outputs, {row['per_1000_tokens']:.2f} in 1,000 of {row['tokens']} tokens{gap} ({row['seconds']:.1f} s)"
-    )
 
 
 @benchmark(Plan)

@@ -73,15 +73,10 @@ def title_of(row: Row) -> str:
     return name if row["fence"] in ("host", "timeline") else f"{name}, {row['fence']}"
 
 
-def _line(row: Row) -> str:
-    order = f"{row['draft_ms']:g} + {row['verify_ms']:g} ms, {title_of(row)}, MPS {row['mps']}, repeat {row['repeat']}"
-    return f"{order}: {row['step_ms']:.3f} ms a step"
-
-
 @benchmark(DevicePlan)
 async def main(plan: DevicePlan, file: Path | None) -> list[str]:
     """Measures the price of a step in each order."""
-    table = Table(file, line=_line)
+    table = Table(file)
     for draft_ms, verify_ms in KERNELS_MS[plan.device]:
         for mps in ORDERS[plan.device]:
             await _measure(plan.device, draft_ms, verify_ms, mps, table)

@@ -80,8 +80,7 @@ class Case(NamedTuple):
 @benchmark(Plan)
 async def main(plan: Plan, file: Path | None) -> list[str]:
     """Measures both systems, one after the other."""
-    line = "{case}, {way}: {tokens_per_second:.0f} tokens/s".format_map
-    table = Table(file, "case", "way", line=line, order=itemgetter("case"))
+    table = Table(file, "case", "way", order=itemgetter("case"))
     # Without progress bars and warnings, such as of arguments that assisted generation itself passes on.
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

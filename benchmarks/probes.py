@@ -421,11 +421,7 @@ class Plan(Settings):
 @benchmark(Plan)
 async def main(plan: Plan, file: Path | None) -> list[str]:
     """Probes a gateway."""
-    line = (
-        "{name}: loop held {stall_ms:.1f} ms ({stall_wall_ms:.1f} by the clock), health p50 {health_p50_ms:.1f} ms, "
-        "p99 {health_p99_ms:.1f} ms, {memory_mib:.0f} MiB, answers {codes}"
-    )
-    table = Table(None, line=line.format_map)
+    table = Table(None)
     with TemporaryDirectory() as directory:
         stalls, key = Path(directory) / "stalls", write_key(Path(directory))
         async with Stack(LOG_DIR / "probes") as stack:

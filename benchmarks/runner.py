@@ -3,7 +3,7 @@
     @benchmark(Plan)
     async def main(plan: Plan, file: Path | None) -> Sequence[str]:
         async with Stack(device=plan.device) as stack:
-            await run(stack, scenarios, sample, Table(file, "run_ahead", line="{step_ms:.2f} ms a step".format_map))
+            await run(stack, scenarios, sample, Table(file, "run_ahead"))
         return []
 
 A benchmark returns its problems: without any its status is 0.
@@ -101,24 +101,26 @@ class Table:
         self,
         path: Path | None,
         *key: str,
-        line: Callable[[Row], str] = "".format_map,
         order: Callable[[Row], Any] | None = None,
         picture: Callable[[list[Row], Path], None] | None = None,
     ) -> None:
         """`key`: the names of a row's key; without any, the old rows go with the first new one.
 
-        `line` says what is printed of a new row; `picture` draws the rows beside the file. Raises
-        BadParameter if the file holds anything else than such rows.
+        `picture` draws the rows beside the file. Raises BadParameter if the file holds anything else than such rows.
         """
-        self._path, self._key, self._line, self._order, self._picture = path, key, line, order, picture
+        self._path, self._key, self._order, self._picture = path, key, order, picture
         self._renewed: set[tuple[Any, ...]] = set()
+        self.rows: list[Row] = []
         try:
-            self.rows = read_rows(path, *key) if key else []
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--json") from error
+            if key:
+                self.rows = read_json(path, [])
+                _ = [self._key_of(row) for row in self.rows]
+        except (ValueError, TypeError, KeyError) as error:
+            told = f"{path} does not hold results of this benchmark: {error}"
+            raise typer.BadParameter(told, param_hint="--json") from error
 
     def add(self, row: Row) -> None:
-        """Adds a row, writes the file, and prints the row's line."""
+        """Adds a row, prints its figures, and writes the file."""
         key = self._key_of(row)
         if key not in self._renewed:
             self._renewed.add(key)
@@ -129,11 +131,19 @@ class Table:
         write_json(self.rows, self._path)
         if self._picture is not None and self._path is not None:
             self._picture(self.rows, self._path.with_suffix(".png"))
-        if line := self._line(row):
-            print(line, flush=True)
+        print(told(row), flush=True)
 
     def _key_of(self, row: Row) -> tuple[Any, ...]:
         return tuple(row[name] for name in self._key)
+
+
+def told(row: Row, *names: str) -> str:
+    """Says some of a row's values, or all that are no lists, in words for people."""
+    values = {name: row[name] for name in names or row if name != "host" and not isinstance(row[name], (list, tuple))}
+    return ", ".join(
+        f"{name.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else value}"
+        for name, value in values.items()
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,17 +187,6 @@ def write_json(content: Any, path: Path | None) -> None:
 def read_json(path: Path | None, default: Any = None) -> Any:
     """Reads a file; without one, returns `default`."""
     return default if path is None or not path.exists() else json.loads(path.read_text(encoding="utf-8"))
-
-
-def read_rows(path: Path | None, *key: str) -> list[Row]:
-    """Reads a list of rows; empty where there is no file. Raises ValueError unless all have the names of the key."""
-    try:
-        rows: list[Row] = read_json(path, [])
-        for row in rows:
-            _ = [row[name] for name in key]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} does not hold results of this benchmark: {error}") from error
-    return rows
 
 
 def load(name: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +100,7 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
     scenarios = [Scenario(about=order, draft="draft", options={**order, **sizes}) for order in orders]
     async with Stack(device=plan.device) as stack:
         await stack.dummies(draft_ms, verify_ms)
-        await run(stack, scenarios, sample, Table(file, line=itemgetter("title")))
+        await run(stack, scenarios, sample, Table(file))
     return []
 
 

@@ -84,7 +84,10 @@ def test_a_run_that_is_broken_off_replaces_only_what_it_measured(
     table.add(new)
     table.add(new | {"algorithm": STANDALONE})
     assert json.loads(path.read_text()) == [new | {"algorithm": STANDALONE}, new, *others]
-    assert "standalone, K = 4, held-out, T = 0.8: mean accept length 3.600, 1,000 tokens/s" in capsys.readouterr().out
+    assert (
+        "algorithm eagle3, num draft tokens 4, workload held-out, temperature 0.8, max new tokens 128, seed 1"
+        in capsys.readouterr().out
+    )
     assert list(tmp_path.iterdir()) == [path]
 
 
