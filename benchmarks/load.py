@@ -91,7 +91,7 @@ def make_table(plan: Plan, file: Path | None) -> Table:
 async def main(plan: Plan, file: Path | None) -> list[str]:
     """Measures whole requests, or searches for the highest rate."""
     table = make_table(plan, file)
-    return await (_search if plan.capacity else measure)(plan, table)
+    return await (search if plan.capacity else measure)(plan, table)
 
 
 async def measure(plan: Plan, table: Table) -> list[str]:
@@ -101,37 +101,27 @@ async def measure(plan: Plan, table: Table) -> list[str]:
         for sizes, group in groupby(chosen, lambda workload: workload.sizes):
             async with _server(plan, draft, sizes) as server:
                 for workload in group:
+                    about = {"model": plan.model, "draft": draft, "workload": workload.name, "options": plan.options}
                     try:
                         report, faults = await _guarded(server, draft, partial(_make, plan, server, workload))
                     except InvalidRunError as error:
                         problems.append(f"{workload.name}, draft {draft}: {error}")
                         print(problems[-1], flush=True)
                         continue
-                    about = {"model": plan.model, "draft": draft, "workload": workload.name, "options": plan.options}
-                    table.add(
-                        {
-                            **about,
-                            **result_of(report),
-                            "num_processes": plan.processes,
-                            "draft_faults": faults,
-                            "host": host(plan.device),
-                        }
-                    )
+                    clients = {"num_processes": plan.processes, "host": host(plan.device)}
+                    table.add({**about, **result_of(report), **clients, "draft_faults": faults})
     return problems
 
 
 def result_of(report: Row) -> Row:
     """Returns the figures of a whole run, until its last request has ended."""
-    first_token, per_token = report["ttft_ms"], report["time_per_token_ms"]
+    latencies = {"first_token": report["ttft_ms"], "per_token": report["time_per_token_ms"]}
     return {
         "num_requests": report["num_requests"],
         "seconds": round(report["seconds"], 2),
         "tokens_per_second": round(report["tokens_per_second"], 1),  # of the output
         "all_tokens_per_second": round(report["all_tokens_per_second"], 1),  # with the prompts
-        "first_token_p50_ms": first_token["p50"],
-        "first_token_p99_ms": first_token["p99"],
-        "per_token_p50_ms": per_token["p50"],
-        "per_token_p99_ms": per_token["p99"],
+        **{f"{name}_{part}_ms": found[part] for name, found in latencies.items() for part in ("p50", "p99")},
         "message_gap_p50_ms": report["message_gap_ms"]["p50"],
         "cached_share": round(report["cached_share"], 4),  # of the prompts' tokens
         "mean_accept_length": round(report["mean_accept_length"], 3),
@@ -142,22 +132,17 @@ def result_of(report: Row) -> Row:
 
 @asynccontextmanager
 async def _server(plan: Plan, draft: str, sizes: Sizes) -> AsyncIterator[UpServer]:
-    lengths = {"slots": sizes.slots, "context_tokens": sizes.context_tokens, "queue": QUEUE}
-    options = words(device=plan.device, **lengths, **Setup.named(plan.model).up_options(draft))
+    options = words(device=plan.device, queue=QUEUE, **sizes._asdict(), **Setup.named(plan.model).up_options(draft))
     async with up_server(*options, *shlex.split(plan.options)) as server:
         await _make(plan, server, warm_up(plan.scale, sizes))
-        if any((faults := draft_faults(await server.metrics())).values()):
-            print(f"warm-up, draft {draft}: {told(faults)}", flush=True)
         yield server
 
 
 def draft_faults(gained: Scrape) -> Row:
     """Returns how often the draft was lost, by cause, and for how long none took part although one was expected."""
     losses = gained.by("cause", "slipstream_draft_losses_total")
-    return {
-        "losses": {cause: round(count) for cause, count in losses.items() if count},
-        "missing_s": round(gained.total("slipstream_draft_missing_seconds_total"), 3),
-    }
+    missing_s = round(gained.total("slipstream_draft_missing_seconds_total"), 3)
+    return {"losses": {cause: round(count) for cause, count in losses.items() if count}, "missing_s": missing_s}
 
 
 async def _guarded(server: UpServer, draft: str, work: Callable[[], Awaitable[T]]) -> tuple[T, Row]:
@@ -168,17 +153,16 @@ async def _guarded(server: UpServer, draft: str, work: Callable[[], Awaitable[T]
     try:
         before = await server.until(lambda now: draft == NONE or now.total(DRAFT_ATTACHED) > 0, DRAFT_TIMEOUT_S)
     except TimeoutError:
-        faults = draft_faults(await server.metrics())
-        wait = f"no draft takes part after {DRAFT_TIMEOUT_S:.0f} s"
-        raise InvalidRunError(f"{wait}; since the start {told(faults)}") from None
+        faults = told(draft_faults(await server.metrics()))
+        raise InvalidRunError(f"no draft takes part in {DRAFT_TIMEOUT_S:.0f} s; since the start {faults}") from None
     services = server.services()
     result = await work()
-    faults = draft_faults((await server.metrics()).since(before))
-    if draft != NONE and any(faults.values()):
-        raise InvalidRunError(told(faults))
+    found = draft_faults((await server.metrics()).since(before))
+    if draft != NONE and any(found.values()):
+        raise InvalidRunError(told(found))
     if server.services() != services:
         raise InvalidRunError("a service died")
-    return result, faults
+    return result, found
 
 
 async def _make(plan: Plan, server: UpServer, workload: Workload) -> Row:
@@ -202,13 +186,13 @@ def checked(run: LoadRun, report: Row, num_requests: int | None = None) -> Row:
     if num_requests is not None and [record.outcome for record in run.records] != [COMPLETED] * num_requests:
         found = f"{len(run.records)} made, {report['num_rejected']} rejected, {report['num_left']} without an end"
         raise InvalidRunError(f"of {num_requests} requests {report['num_completed']} were completed: {found}")
-    if report["generator_cpu_share"] > MOST_CLIENT_SHARE:
-        share = f"{report['generator_cpu_share']:.2f} of a core"
-        raise InvalidRunError(f"the busiest client took {share}: take more --processes")
+    if (share := report["generator_cpu_share"]) > MOST_CLIENT_SHARE:
+        raise InvalidRunError(f"the busiest client took {share:.2f} of a core: take more --processes")
     return report
 
 
-async def _search(plan: Plan, table: Table) -> list[str]:
+async def search(plan: Plan, table: Table) -> list[str]:
+    """Searches for the capacity with each draft setting; returns a line for each search that does not count."""
     problems = []
     for draft in (DRAFTS[name] for name in plan.drafts):
         try:
@@ -231,10 +215,14 @@ async def find_capacity(plan: Plan, draft: str) -> Row:
 
         async def is_held(rate: float) -> bool:
             report, _ = await _guarded(server, draft, partial(make, rate))
-            tried.append({"rate": rate, **tried_of(plan, report)})
-            print(f"draft {draft}: {tried[-1]}", flush=True)
-            held: bool = tried[-1]["is_held"]
-            return held
+            first_token_ms, per_token_ms = report["ttft_ms"]["p99"], report["time_per_token_ms"]["p99"]
+            is_quick = first_token_ms <= plan.first_token_ms and per_token_ms <= plan.per_token_ms
+            is_whole = bool(report["num_completed"] == report["num_requests"] > 0)
+            row = {"rate": rate, "tokens_per_second": round(report["tokens_per_second"], 1)}
+            row |= {"first_token_p99_ms": first_token_ms, "per_token_p99_ms": per_token_ms}
+            tried.append(row | {"is_held": is_quick and is_whole})
+            print(f"draft {draft}: {told(tried[-1])}", flush=True)
+            return is_quick and is_whole
 
         rate = await highest_rate(is_held, plan.first_rate / plan.scale.rate_divisor)
     limits = {name: getattr(plan, name) for name in ("options", "seconds", "first_token_ms", "per_token_ms")}
@@ -246,18 +234,6 @@ async def find_capacity(plan: Plan, draft: str) -> Row:
         "tried": sorted(tried, key=lambda row: row["rate"]),
         "num_processes": plan.processes,
         "host": host(plan.device),
-    }
-
-
-def tried_of(plan: Plan, report: Row) -> Row:
-    """Returns the figures of a rate, which is held if all requests are completed within the limits."""
-    first_token_ms, per_token_ms = report["ttft_ms"]["p99"], report["time_per_token_ms"]["p99"]
-    is_quick = first_token_ms <= plan.first_token_ms and per_token_ms <= plan.per_token_ms
-    return {
-        "tokens_per_second": round(report["tokens_per_second"], 1),
-        "first_token_p99_ms": first_token_ms,
-        "per_token_p99_ms": per_token_ms,
-        "is_held": is_quick and report["num_completed"] == report["num_requests"] > 0,
     }
 
 

@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.models import BUNDLED, EAGLE3, STANDALONE, Setup
-from slipstream.benchmarks.runner import DevicePlan, Names, Row, benchmark, host, read_json, write_json
+from slipstream.benchmarks.runner import DevicePlan, Names, Row, benchmark, host, read_json, told, write_json
 from slipstream.benchmarks.stack import words
 from slipstream.benchmarks.streams import Streams, in_ms
 from slipstream.benchmarks.up_server import FAULTS, SERVICES, UpServer, bundled_options, up_server
@@ -144,13 +144,10 @@ def write_run(run: Row, path: Path | None) -> None:
 async def main(plan: Plan, file: Path | None) -> list[str]:
     """Gives services their faults in turns, and prints how the streams do."""
     run = await measure(plan)
-    print(f"{run['host']}; {plan.model}, {plan.clients} clients, MPS {plan.mps}")
-    print(f"undisturbed: {run['undisturbed']}, watchdog {run['watchdog_ms']:.0f} ms")
-    for row in run["outages"]:
-        print(", ".join(f"{name} {value}" for name, value in row.items()))
-    right = "the tokens of the undisturbed run" if plan.model == BUNDLED else "all of their tokens"
-    print(f"{run['jobs']} jobs with {right}, {len(run['errors'])} errors")
+    for row in (run["undisturbed"], *run["outages"]):
+        print(told(row))
     write_run(run, file)
+    print(told(run, "watchdog_ms", "jobs"))
     errors: list[str] = run["errors"]
     return errors
 

@@ -138,11 +138,13 @@ class Table:
 
 
 def told(row: Row, *names: str) -> str:
-    """Says some of a row's values, or all that are no lists, in words for people."""
-    values = {name: row[name] for name in names or row if name != "host" and not isinstance(row[name], (list, tuple))}
+    """Says some of a row's values, or all but its lists, for people."""
+    values = {name: row[name] for name in names}
+    values = values or {name: value for name, value in row.items() if not isinstance(value, (list, tuple))}
     return ", ".join(
         f"{name.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else value}"
         for name, value in values.items()
+        if name != "host"
     )
 
 

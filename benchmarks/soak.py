@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from slipstream.benchmarks.models import STANDALONE
-from slipstream.benchmarks.runner import DevicePlan, Names, Row, benchmark, host, write_json
+from slipstream.benchmarks.runner import DevicePlan, Names, Row, benchmark, host, told, write_json
 from slipstream.benchmarks.up_server import FAULTS, SERVICES, UpServer, bundled_options, up_server
 from slipstream.bundled import prompts
 from slipstream.cli.cancellation import background
@@ -313,15 +313,9 @@ async def soak(plan: Plan) -> Row:
 async def main(plan: Plan, file: Path | None) -> list[str]:
     """Runs the soak test."""
     found = await soak(plan)
-    by_service = Counter(service for _, service, _ in found["faults"])
-    print(f"{found['outcomes'].total()} jobs, {found['num_tokens']} tokens: {found['outcomes']}")
-    print(f"{len(found['faults'])} faults: {dict(by_service)}; {len(found['quiet'])} moments without clients")
+    print(told(found, "outcomes", "num_tokens"))
     for growth in found["growths"]:
-        print(
-            "{service}: {quantity} {gained:+g} ({low:+g} to {high:+g}) in {seconds:.0f} s, most {bound:g}".format_map(
-                growth
-            )
-        )
+        print(told(growth))
     write_json(found, file)
     problems: list[str] = found["problems"]
     return problems

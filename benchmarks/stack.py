@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,10 +62,7 @@ class Stack:
     """
 
     def __init__(self, log_dir: Path | None = LOG_DIR, *, device: str = "cpu", mps: MpsMode | None = None) -> None:
-        """`log_dir` takes the services' logs; without one they go to this process's stderr.
-
-        `mps`: None is AUTO on a GPU, OFF on a CPU.
-        """
+        """`log_dir` takes the services' logs; None: this process's stderr. `mps`: AUTO on a GPU unless it is given."""
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
         self._log_dir = log_dir
@@ -74,17 +71,13 @@ class Stack:
         self._held = AsyncExitStack()
         self._directory = Path()
         self._worker_environment: Mapping[str, str] = {}
-        self._scheduler_environment: Mapping[str, str] = {}
 
     async def __aenter__(self) -> Stack:
-        self._directory = Path(self._held.enter_context(TemporaryDirectory(prefix="slipstream-")))
-        try:
-            daemon = await self._held.enter_async_context(mps_daemon(self._mps, self._directory))
-        except BaseException:
-            await self._held.aclose()
-            raise
-        self._scheduler_environment = outside_mps(self._directory)
-        self._worker_environment = self._scheduler_environment if daemon is None else daemon.environment
+        async with AsyncExitStack() as held:
+            self._directory = Path(held.enter_context(TemporaryDirectory(prefix="slipstream-")))
+            daemon = await held.enter_async_context(mps_daemon(self._mps, self._directory))
+            self._worker_environment = outside_mps(self._directory) if daemon is None else daemon.environment
+            self._held = held.pop_all()
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -114,11 +107,9 @@ class Stack:
 
     async def models(self, *names: str, target: Path | None = None, drafts: Mapping[str, Path] | None = None) -> None:
         """Starts verify, and the draft services of these names: with the bundled models unless others are given."""
-        starts = [self.worker("verify", model=target or target_dir())]
-        for name in names:
-            options = draft_options(name, target=target, model=(drafts or {}).get(name))
-            starts.append(self.worker("draft", name=name, **options))
-        await asyncio.gather(*starts)
+        options = {name: draft_options(name, target=target, model=(drafts or {}).get(name)) for name in names}
+        starts = [self.worker("draft", name=name, **options[name]) for name in names]
+        await asyncio.gather(self.worker("verify", model=target or target_dir()), *starts)
 
     async def process(self, name: str, *command: str) -> None:
         """Starts any program that serves at the address of `name`; returns when it serves."""
@@ -145,19 +136,11 @@ class Stack:
         """
         address, port = self.socket(name), metrics_port or free_ports(1)[0]
         of_gateway = {name: options.pop(name) for name in _GATEWAY_OPTIONS & options.keys()}
-        command = (
-            *(sys.executable, "-m", "slipstream.scheduler.main"),
-            *words(listen=address, metrics_port=port, verify=self.socket(verify)),
-            *words(
-                draft=draft and self.socket(draft), device=self._device, num_draft_tokens=num_draft_tokens, **options
-            ),
-        )
-        gateway = self.gateway(
-            address, port, gateway_metrics_port=gateway_metrics_port, program=gateway_program, **of_gateway
-        )
+        workers = words(verify=self.socket(verify), draft=draft and self.socket(draft), device=self._device)
+        given = words(listen=address, metrics_port=port, num_draft_tokens=num_draft_tokens, **options)
         async with (
-            self._service(name, address, *command, environment=self._scheduler_environment),
-            gateway as served,
+            self._service(name, address, sys.executable, "-m", "slipstream.scheduler.main", *workers, *given),
+            self.gateway(address, port, gateway_metrics_port, program=gateway_program, **of_gateway) as served,
         ):
             yield served
 
@@ -166,8 +149,8 @@ class Stack:
         self,
         scheduler: str,
         metrics_port: int,
-        *,
         gateway_metrics_port: int | None = None,
+        *,
         program: tuple[str, ...] = GATEWAY,
         **options: Option,
     ) -> AsyncIterator[Served]:
@@ -177,43 +160,64 @@ class Stack:
         several on one port; the metrics are then those of the first. `program`: another one with the same options.
         """
         count = int(str(options.get("gateways", 1)))
-        metrics = [gateway_metrics_port or free_ports(1)[0], *free_ports(count - 1)]
-        environment = self._scheduler_environment
+        ports = [gateway_metrics_port or free_ports(1)[0], *free_ports(count - 1)]
         async with AsyncExitStack() as held:
-            state_dir = held.enter_context(TemporaryDirectory(dir=self._directory))
             address = f"127.0.0.1:{free_ports(1)[0]}"
             if count > 1:
                 address = held.enter_context(Listener.claim("127.0.0.1:0", is_shared=True)).address
+            shared = words(listen=address, scheduler=scheduler, **options)
+            shared += words(state_dir=held.enter_context(TemporaryDirectory(dir=self._directory)))
             starts = []
-            for index, port in enumerate(metrics):
-                name = "gateway" if count == 1 else gateway_name(index)
-                private: dict[str, Option] = (
-                    {} if count == 1 else {"private_listen": self.socket(name), "gateway_index": index}
-                )
-                command = (
-                    *(*program, *words(listen=address, scheduler=scheduler)),
-                    *words(metrics_port=port, **{"state_dir": state_dir, **private, **options}),
-                )
-                health = address if count == 1 else self.socket(name)
-                starts.append(self._service(name, health, *command, environment=environment))
-            await asyncio.gather(*(held.enter_async_context(start) for start in starts))
-            yield Served(address, scheduler, metrics_port, metrics[0])
+            for index, port in enumerate(ports):
+                name, health, own = "gateway", address, words(metrics_port=port)
+                if count > 1:
+                    name = gateway_name(index)
+                    health = self.socket(name)
+                    own += words(private_listen=health, gateway_index=index)
+                starts.append(self._service(name, health, *program, *shared, *own))
+            await asyncio.gather(*map(held.enter_async_context, starts))
+            yield Served(address, scheduler, metrics_port, ports[0])
 
     @asynccontextmanager
     async def _service(
-        self, name: str, address: str, *command: str, environment: Mapping[str, str]
+        self, name: str, address: str, *command: str, environment: Mapping[str, str] | None = None
     ) -> AsyncIterator[None]:
-        log = None if self._log_dir is None else (self._log_dir / f"{name}.log").open("ab")
-        process = await asyncio.create_subprocess_exec(
-            *bound(command), stdout=log, stderr=log, env={**os.environ, **environment}
-        )
-        try:
-            await until_serving(name, process, address)
+        environment = outside_mps(self._directory) if environment is None else environment
+        log = None if self._log_dir is None else self._log_dir / f"{name}.log"
+        async with running(name, address, *command, log=log, environment=environment):
             yield
-        finally:
-            await end(process)
-            if log is not None:
-                log.close()
+
+
+@asynccontextmanager
+async def running(
+    name: str,
+    address: str,
+    *command: str,
+    log: Path | None,
+    environment: Mapping[str, str],
+    timeout_s: float = START_TIMEOUT_S,
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Runs a command that serves at an address, with its output at the end of `log`. Begins when it serves.
+
+    Raises RuntimeError if it ends first, or takes longer. Ends it by SIGTERM, or by SIGKILL if that takes too long.
+    """
+    output = None if log is None else log.open("ab")
+    process = await asyncio.create_subprocess_exec(
+        *bound(command), stdout=output, stderr=output, env={**os.environ, **environment}
+    )
+    try:
+        async with background(process.wait(), wait_until_serving(address)) as (ended, serving):
+            await asyncio.wait((ended, serving), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise RuntimeError(f"{name} ended with status {ended.result()} before it served")
+            if not serving.done():
+                raise RuntimeError(f"{name} does not serve after {timeout_s:.0f} s")
+            serving.result()
+        yield process
+    finally:
+        await end(process)
+        if output is not None:
+            output.close()
 
 
 def words(**options: Option) -> tuple[str, ...]:
@@ -228,11 +232,9 @@ def words(**options: Option) -> tuple[str, ...]:
 
 def free_ports(count: int) -> list[int]:
     """Ports of this host that are free at the moment."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [server.getsockname()[1] for server in sockets]
-    for server in sockets:
-        server.close()
-    return ports
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in sockets]
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
@@ -244,16 +246,3 @@ async def end(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
-
-
-async def until_serving(
-    name: str, process: asyncio.subprocess.Process, address: str, *, timeout_s: float = START_TIMEOUT_S
-) -> None:
-    """Waits until a process serves at an address. Raises RuntimeError if it ends first, or takes longer."""
-    async with background(process.wait(), wait_until_serving(address)) as (ended, serving):
-        await asyncio.wait((ended, serving), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if ended.done():
-            raise RuntimeError(f"{name} ended with status {ended.result()} before it served")
-        if not serving.done():
-            raise RuntimeError(f"{name} does not serve after {timeout_s:.0f} s")
-        serving.result()

@@ -7,7 +7,7 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.client import AsyncClient
 from slipstream.common.idle_collection import IdleCollection
@@ -27,9 +27,8 @@ def in_ms(seconds: float) -> float:
     return round(1e3 * seconds, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One message of a job, as its client got it."""
+class Message(NamedTuple):
+    """A message of a job, as its client got it."""
 
     at: float
     """By the monotonic clock."""
@@ -56,30 +55,13 @@ class Stream:
 
     index: int
     jobs: list[JobLog] = field(default_factory=list)
-    num_jobs: int = 0
-    """Jobs that ended with the tokens of the undisturbed run."""
     expected: tuple[int, ...] | None = None
-    errors: list[str] = field(default_factory=list)
+    """Tokens of the undisturbed run."""
 
     @property
     def last_token_at(self) -> float:
         """Time of its newest token; 0 before the first."""
         return max((job.messages[-1].at for job in self.jobs[-2:] if job.messages), default=0.0)
-
-    def longest_gap(self, start: float, end: float, *, begun_after: float = 0.0) -> float | None:
-        """Returns the longest time between two messages of one job that overlaps [start, end]; None if there is none.
-
-        The time to a job's first token does not count, nor do gaps that began before `begun_after`.
-        """
-        return max(
-            (
-                after.at - before.at
-                for job in self.jobs
-                for before, after in pairwise(job.messages)
-                if after.at > start and begun_after <= before.at < end
-            ),
-            default=None,
-        )
 
 
 class Streams:
@@ -96,24 +78,17 @@ class Streams:
         self._is_over = False
         self._news = asyncio.Event()
         self.streams = [Stream(index) for index in range(num_clients)]
-
-    @property
-    def num_jobs(self) -> int:
+        self.num_jobs = 0
         """Jobs that ended with the tokens of the undisturbed run."""
-        return sum(stream.num_jobs for stream in self.streams)
-
-    @property
-    def errors(self) -> list[str]:
+        self.errors: list[str] = []
         """Errors that clients saw, and jobs with other tokens."""
-        return [error for stream in self.streams for error in stream.errors]
 
     async def reference(self) -> None:
         """Runs one job of each client, all at the same time: their tokens are what every later job must have."""
         async with AsyncClient(self._address) as client:
             jobs = (self._tokens(client, stream, f"undisturbed-{stream.index}") for stream in self.streams)
-            found = await asyncio.gather(*jobs)
-        for stream, tokens in zip(self.streams, found, strict=True):
-            stream.expected = tokens
+            for stream, tokens in zip(self.streams, await asyncio.gather(*jobs), strict=True):
+                stream.expected = tokens
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -131,9 +106,9 @@ class Streams:
                 finally:
                     self._is_over = True
 
-    async def until(self, condition: Callable[[], bool], *, timeout_s: float = FLOW_TIMEOUT_S) -> None:
+    async def until(self, condition: Callable[[], bool]) -> None:
         """Waits until the clients' logs meet a condition, or a client has seen an error. Raises TimeoutError."""
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(FLOW_TIMEOUT_S):
             while not condition() and not self.errors:
                 self._news.clear()
                 await self._news.wait()
@@ -143,9 +118,21 @@ class Streams:
         await self.until(lambda: all(stream.last_token_at > since + FLOW_S for stream in self.streams))
 
     def longest_gaps(self, start: float, end: float, *, begun_after: float = 0.0) -> list[float]:
-        """Returns `Stream.longest_gap` of the clients that have such a gap."""
-        gaps = (stream.longest_gap(start, end, begun_after=begun_after) for stream in self.streams)
-        return [gap for gap in gaps if gap is not None]
+        """Returns, of each stream, the longest time between two messages of a job that overlaps [start, end].
+
+        A stream without such a gap has none here. The time to a job's first token does not count, nor do gaps that
+        began before `begun_after`.
+        """
+        gaps = [
+            [
+                after.at - before.at
+                for job in stream.jobs
+                for before, after in pairwise(job.messages)
+                if after.at > start and begun_after <= before.at < end
+            ]
+            for stream in self.streams
+        ]
+        return [max(found) for found in gaps if found]
 
     async def settle(self) -> None:
         """Drops the logs of jobs that are over, and waits until each client has new tokens.
@@ -159,17 +146,15 @@ class Streams:
 
     async def _follow(self, stream: Stream) -> None:
         async with AsyncClient(self._address) as client:
-            while not self._is_over and not stream.errors:
+            while not self._is_over and not self.errors:
                 name = f"client-{stream.index}-{time.monotonic_ns()}"
                 try:
                     tokens = await self._tokens(client, stream, name)
+                    if self._compares and tokens != stream.expected:
+                        self.errors.append(f"{name}: other tokens than without a fault")
+                    self.num_jobs += not self.errors
                 except Exception as error:
-                    stream.errors.append(f"{name}: {error!r}")
-                    self._news.set()
-                    continue
-                if self._compares and tokens != stream.expected:
-                    stream.errors.append(f"{name}: other tokens than without a fault")
-                stream.num_jobs += not stream.errors
+                    self.errors.append(f"{name}: {error!r}")
                 self._news.set()
 
     async def _tokens(self, client: AsyncClient, stream: Stream, job_id: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.benchmarks.models import EAGLE3, NONE, STANDALONE
-from slipstream.benchmarks.runner import DevicePlan, Row, benchmark, host, write_json
+from slipstream.benchmarks.runner import DevicePlan, Row, benchmark, host, told, write_json
 from slipstream.benchmarks.streams import Streams, in_ms
 from slipstream.benchmarks.up_server import UpServer, bundled_options, up_server
 from slipstream.bundled import eagle3_dir, standalone_dir
@@ -24,19 +24,15 @@ from slipstream.cli.cancellation import background
 from slipstream.cli.up.control import request_swap
 from slipstream.client import AsyncClient
 from slipstream.common.api.draft_swap import SwapTerms
-from slipstream.scheduler.telemetry.step_metrics import STEP_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from slipstream.common.api.server_state import ServerState
-    from slipstream.common.rpc.scrape import Scrape
 
 CALM_S = 3.0
 """Time before a swap in which gaps and acceptance are those of before."""
 POLL_S = 0.02
-SLOW_S = 0.05
-"""Steps that take longer are counted; a limit of the histogram of steps."""
 BIN_TOKENS = 25
 NUM_BINS = 16
 RECOVERED = 0.95
@@ -106,7 +102,6 @@ class Swaps:
 
     async def swap(self, before: str, after: str, draft: Path | None) -> Row:
         """Swaps to the draft in this directory, None for none; `after` is its algorithm, or RANDOM."""
-        metrics = await self._server.metrics()
         await self._streams.settle()
         await asyncio.sleep(CALM_S)
         begun = time.monotonic()
@@ -118,7 +113,6 @@ class Swaps:
         await asyncio.sleep(0.5)
         gaps = self._streams.longest_gaps(begun, ended + 0.5)
         calm = self._streams.longest_gaps(begun - CALM_S, begun - 0.5)
-        print(_seen_by_scheduler(answer.longest_pause_ms, (await self._server.metrics()).since(metrics)), flush=True)
         await self._jobs()
         recovery = Recovery()
         if since is not None:
@@ -140,7 +134,7 @@ class Swaps:
         for name, digits in (("accept_length", 3), ("step_ms", 3), ("tokens_per_second", 1)):
             row[f"{name}_before"] = round(getattr(answer.before, name), digits)
             row[f"{name}_after"] = round(getattr(answer.after, name), digits)
-        print(_line(row), flush=True)
+        print(told(row), flush=True)
         return row
 
     async def returns(self, algorithm: str, kills: int) -> Recovery:
@@ -219,24 +213,6 @@ async def measure(plan: Plan) -> Row:
     }
 
 
-def _seen_by_scheduler(longest_pause_ms: float, gained: Scrape) -> str:
-    """Says the scheduler's times of the same steps: a gap that is not among them comes from a gateway or clients."""
-    num_steps = gained.total(f"{STEP_SECONDS.name}_count")
-    num_slow = num_steps - gained.total(f"{STEP_SECONDS.name}_bucket", le=str(SLOW_S))
-    slow = f"{num_slow:.0f} of {num_steps:.0f} steps over {1e3 * SLOW_S:.0f} ms"
-    return f"in the scheduler: longest pause until the answer {longest_pause_ms:.0f} ms, {slow}"
-
-
-def _line(row: Row) -> str:
-    tokens = row["recovery_tokens"]
-    back = "" if tokens is None else f", acceptance is back after {tokens} tokens of a stream"
-    return (
-        f"{row['before']} -> {row['after']}{' (rolled back)' if row['rolled_back'] else ''}: {row['seconds']:.1f} s, "
-        f"longest gap {row['gap_worst_ms']:.0f} ms (before: {row['calm_gap_worst_ms']:.0f} ms), accept length "
-        f"{row['accept_length_before']:.2f} -> {row['accept_length_after']:.2f}{back}"
-    )
-
-
 def problems_of(run: Row) -> list[str]:
     """Returns a line for what the swaps must do and did not."""
     found = [
@@ -251,10 +227,7 @@ def problems_of(run: Row) -> list[str]:
 async def main(plan: Plan, file: Path | None) -> list[str]:
     """Swaps the draft and kills it, and prints how the streams do."""
     run = await measure(plan)
-    shares = ", ".join(f"{share:.2f}" for share in run["return"]["accept_length_shares"])
-    print(f"{run['host']}; {plan.clients} clients")
-    print(f"{plan.kills} kills: accept length back after {run['return']['tokens']} tokens; by 25 tokens: {shares}")
-    print(f"{run['jobs']} jobs with the tokens of the undisturbed run, {len(run['errors'])} errors")
+    print(f"{told(run['return'])}; {told(run, 'jobs', 'errors')}")
     write_json(run, file)
     return [*run["errors"], *problems_of(run)]
 

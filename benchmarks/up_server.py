@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from slipstream.benchmarks.models import NUM_DRAFT_TOKENS
-from slipstream.benchmarks.stack import free_ports, until_serving, words
-from slipstream.cli.up.process import bound
+from slipstream.benchmarks.stack import free_ports, running, words
 from slipstream.client import AsyncClient
 from slipstream.common.errors import SlipstreamError
 from slipstream.common.rpc.scrape import scrape
@@ -132,27 +131,17 @@ async def up_server(*options: str) -> AsyncIterator[UpServer]:
     """
     with TemporaryDirectory(prefix="slipstream-") as directory:
         (port,) = free_ports(1)
-        address, log = f"127.0.0.1:{port}", Path(directory) / "up.log"
-        private = ["--listen", address, "--state-dir", directory, "--metrics-port", "0"]
+        address, log, verbose = f"127.0.0.1:{port}", Path(directory) / "up.log", []
         if kept := os.environ.get(LOG_DIR_VARIABLE):
-            private.append("--verbose")
-            log = Path(kept) / f"up-{time.strftime('%H%M%S')}-{port}.log"
+            log, verbose = Path(kept) / f"up-{time.strftime('%H%M%S')}-{port}.log", ["--verbose"]
             log.parent.mkdir(parents=True, exist_ok=True)
             print(f"log of slipstream up: {log}", flush=True)
-        with log.open("wb") as output:
-            process = await asyncio.create_subprocess_exec(
-                *bound((sys.executable, "-m", "slipstream.cli.main", "up", *private, *ANY_DEATHS, *options)),
-                stdout=output,
-                stderr=output,
-            )
-        server = UpServer(address, Path(directory), psutil.Process(process.pid))
+        private = ("--listen", address, "--state-dir", directory, "--metrics-port", "0", *verbose)
+        command = (sys.executable, "-m", "slipstream.cli.main", "up", *private, *ANY_DEATHS, *options)
+        starting = running("slipstream up", address, *command, log=log, environment={}, timeout_s=START_TIMEOUT_S)
         try:
-            await until_serving("slipstream up", process, address, timeout_s=START_TIMEOUT_S)
-            yield server
+            async with starting as process:
+                yield UpServer(address, Path(directory), psutil.Process(process.pid))
         except BaseException:
             print(log.read_text(encoding="utf-8"), file=sys.stderr)
             raise
-        finally:
-            if process.returncode is None:
-                process.send_signal(signal.SIGTERM)
-                await process.wait()

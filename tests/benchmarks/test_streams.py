@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from slipstream.benchmarks.streams import JobLog, Message, Stream, Streams
+from slipstream.benchmarks.streams import JobLog, Message, Streams
 from slipstream.benchmarks.swap import BIN_TOKENS, NUM_BINS, Recovery
 
 STEP = (True, True, True, False)
@@ -19,13 +19,21 @@ def job(*times: float, is_draft: tuple[bool, ...] = STEP) -> JobLog:
     return JobLog([Message(at, is_draft) for at in times])
 
 
-def test_a_gap_is_between_messages_of_one_job() -> None:
-    stream = Stream(0, [job(0.0, 1.0, 1.1), job(9.0, 9.5)])
-    assert stream.longest_gap(0.0, 20.0) == pytest.approx(1.0)
-    assert stream.longest_gap(1.05, 8.0) == pytest.approx(0.1)
-    assert stream.longest_gap(0.5, 0.6) == pytest.approx(1.0)
-    assert stream.longest_gap(0.0, 20.0, begun_after=0.5) == pytest.approx(0.5)
-    assert stream.longest_gap(2.0, 8.0) is None
+@pytest.mark.parametrize(
+    ("start", "end", "begun_after", "gaps"),
+    [
+        (0.0, 20.0, 0.0, [1.0, 3.0]),
+        (1.05, 8.0, 0.0, [0.1]),
+        (0.5, 0.6, 0.0, [1.0]),
+        (0.0, 20.0, 0.5, [0.5, 3.0]),
+        (2.0, 8.0, 0.0, []),
+    ],
+)
+def test_a_gap_is_between_messages_of_one_job(start: float, end: float, begun_after: float, gaps: list[float]) -> None:
+    streams = Streams("unix:nowhere", 2, 1000)
+    streams.streams[0].jobs = [job(0.0, 1.0, 1.1), job(9.0, 9.5)]
+    streams.streams[1].jobs = [job(15.0, 18.0)]
+    assert streams.longest_gaps(start, end, begun_after=begun_after) == pytest.approx(gaps)
 
 
 async def test_what_this_process_does_holds_up_no_client_unseen() -> None:
@@ -34,10 +42,10 @@ async def test_what_this_process_does_holds_up_no_client_unseen() -> None:
     stream.jobs = [job(0.0, 1.0), job(2.0)]
     threshold = gc.get_threshold()
     async with streams.running():
-        stream.errors.append("stops the client")
+        streams.errors.append("stops the clients")
         assert gc.get_threshold()[2] > 1000 * threshold[2]
     assert gc.get_threshold() == threshold
-    stream.errors.clear()
+    streams.errors.clear()
     settling = asyncio.create_task(streams.settle())
     await asyncio.sleep(0)
     assert (settling.done(), len(stream.jobs)) == (False, 1)
