@@ -18,7 +18,7 @@ from slipstream.benchmarks.in_process import InProcessSettings, in_process_comma
 from slipstream.benchmarks.models import MODES, NUM_DRAFT_TOKENS, ONE, PLAIN, THREE, Setup
 from slipstream.benchmarks.runner import DevicePlan, Row, Table, benchmark, host
 from slipstream.benchmarks.stack import Served, Stack, free_ports
-from slipstream.benchmarks.stream_window import stream_window
+from slipstream.benchmarks.stream_window import SEED, TEMPERATURE, stream_window
 from slipstream.common.errors import ConfigError
 from slipstream.common.settings import setting
 from slipstream.scheduler.config import SchedulerConfig
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 LEAST_STEPS = 80
 """In a repeat, which takes as many batches of requests as that needs."""
-SEED = 11
-TEMPERATURE = 0.8
 WARM_UP_TOKENS = 16
 COPIED_BYTES = 4 << 30
 NUM_COPIES = 20

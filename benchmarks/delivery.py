@@ -14,15 +14,13 @@ from multiprocessing import get_context
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
-from slipstream.benchmarks.decode import SEED, TEMPERATURE
 from slipstream.benchmarks.models import Setup
 from slipstream.benchmarks.runner import DevicePlan, Row, Scenario, Table, benchmark, host, run
 from slipstream.benchmarks.stack import Stack
-from slipstream.benchmarks.stream_window import POLL_S, START_TIMEOUT_S, CpuClock, StepSums, with_draft
+from slipstream.benchmarks.stream_window import POLL_S, SEED, START_TIMEOUT_S, TEMPERATURE, StepMeter, with_draft
 from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
 from slipstream.common.rpc.keepalive import Keepalive
-from slipstream.common.rpc.scrape import scrape
 from slipstream.common.settings import setting
 
 if TYPE_CHECKING:
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.benchmarks.stack import Served
+    from slipstream.client.requests import RequestOptions
 
     Receipts = list[tuple[int, int]]
     """For each message with tokens: when it was received, and when its newest token was published, in nanoseconds."""
@@ -114,10 +113,9 @@ async def _follow(address: str, seeds: range, max_new_tokens: int) -> Receipts:
         nonlocal is_warm
         rng = random.Random(seed)
         prompt = [rng.randrange(256, 4096) for _ in range(PROMPT_TOKENS)]
-        chunks = client.generate(
-            prompt, max_new_tokens=max_new_tokens, temperature=TEMPERATURE, seed=seed, ignore_eos=True
-        )
-        async for chunk in chunks:
+        options: RequestOptions = {"max_new_tokens": max_new_tokens, "temperature": TEMPERATURE, "seed": seed}
+        options["ignore_eos"] = True
+        async for chunk in client.generate(prompt, **options):
             if chunk.token_ids:
                 receipts.append((time.monotonic_ns(), chunk.published_ns))
                 counts[seed] += len(chunk.token_ids)
@@ -146,13 +144,13 @@ async def _sample(plan: Plan, served: Served, scenario: Scenario) -> AsyncIterat
     batch = scenario.about["batch"]
     async with AsyncClient(served.address) as client:
         info = await with_draft(client)
-    cpu = CpuClock({f"{service.name}": service.pid for service in info.services})
+    meter = StepMeter(served, info)
     async with clients(served.address, batch, info.context_tokens - PROMPT_TOKENS) as stop:
-        before, cpu_before, begun_ns = await scrape(served.metrics_port), cpu.read(), time.monotonic_ns()
+        before, begun_ns = await meter.read(), time.monotonic_ns()
         await asyncio.sleep(plan.seconds)
-        ended_ns, cpu_after, after = time.monotonic_ns(), cpu.read(), await scrape(served.metrics_port)
+        ended_ns, after = time.monotonic_ns(), await meter.read()
         receipts = await stop()
-    sums = StepSums.of(after.since(before))
+    sums, cpu_s = meter.gained(before, after)
     late_ms = [1e-6 * (received - sent) for received, sent in receipts if begun_ns <= sent and received <= ended_ns]
     yield {
         "num_steps": sums.num_steps,
@@ -160,7 +158,7 @@ async def _sample(plan: Plan, served: Served, scenario: Scenario) -> AsyncIterat
         "messages_per_step": len(late_ms) / sums.num_steps / batch,  # of a stream; 1 is a message with each step
         "publish_to_client_p50_ms": median(late_ms),
         "publish_to_client_p99_ms": quantiles(late_ms, n=100)[98],
-        "cpu_ms": {name: sums.mean_ms(cpu_after[name] - cpu_before[name]) for name in cpu_before},  # of a step
+        "cpu_ms": {name: sums.mean_ms(seconds) for name, seconds in cpu_s.items()},  # of a step
         "host": host(plan.device),
     }
 

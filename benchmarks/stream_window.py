@@ -33,6 +33,8 @@ MOST_RESIDUE = 1e-6
 """The part of the steps' time by which busy and bubbles may miss it: rounding of sums in 64-bit floats."""
 MOST_TRIES = 5
 PROMPT = "def main():\n"
+SEED = 11
+TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,21 +222,22 @@ async def _stream_window(
 ) -> Window:
     async with AsyncClient(served.address) as client:
         info = await with_draft(client)
-        cpu = CpuClock({service.name: service.pid for service in info.services})
+        meter = StepMeter(served, info)
         async with streaming(client, requests, warm_up_tokens=warm_up_tokens) as streams:
-            before, cpu_before = await scrape(served.metrics_port), cpu.read()
+            before = await meter.read()
             streams.check_begin(warm_up_tokens)
             started, num_before = time.monotonic(), streams.num_tokens
             await asyncio.wait(streams.tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             elapsed_s, num_tokens = time.monotonic() - started, streams.num_tokens - num_before
-            cpu_after, after = cpu.read(), await scrape(served.metrics_port)
+            after = await meter.read()
             if seconds is None:
                 await asyncio.gather(*streams.tasks)
+    sums, cpu_s = meter.gained(before, after)
     return Window(
-        **asdict(StepSums.of(after.since(before))),
+        **asdict(sums),
         elapsed_s=elapsed_s,
         num_tokens=num_tokens,
-        cpu_s={name: cpu_after[name] - cpu_before[name] for name in cpu_before},
+        cpu_s=cpu_s,
         first_tokens=[tokens[:warm_up_tokens] for tokens in streams.received],
         mean_accept_length=sum(streams.accept_lengths) / len(requests),
         fence=info.fence,
@@ -255,18 +258,28 @@ async def with_draft(client: AsyncClient) -> ServerState:
             await asyncio.sleep(POLL_S)
 
 
-class CpuClock:
-    """CPU times of the services."""
+class StepMeter:
+    """Reads the metrics of a server, and the CPU times of its services and of its step loop's thread."""
 
-    def __init__(self, pids: dict[str, int]) -> None:
+    def __init__(self, served: Served, info: ServerState) -> None:
+        self._metrics_port = served.metrics_port
         # One process may be several services: it has the name of the first.
-        named = {pid: name for name, pid in reversed(pids.items())}
-        self._processes = {name: psutil.Process(pid) for pid, name in named.items()}
+        named = {service.pid: service.name for service in reversed(info.services)}
+        self._processes = {name: psutil.Process(pid) for pid, name in reversed(named.items())}
         threads = (thread for pid in named for thread in Path(f"/proc/{pid}/task").iterdir())
         self._loop = next(thread for thread in threads if (thread / "comm").read_text().strip() == STEP_LOOP)
 
-    def read(self) -> dict[str, float]:
-        """Seconds so far, by process, and of the step loop's thread."""
+    async def read(self) -> tuple[Scrape, dict[str, float]]:
+        """Returns the metrics, and seconds of CPU time so far."""
+        metrics = await scrape(self._metrics_port)
         times = {name: process.cpu_times() for name, process in self._processes.items()}
         nanoseconds = int((self._loop / "schedstat").read_text().split()[0])
-        return {**{name: time.user + time.system for name, time in times.items()}, STEP_LOOP: 1e-9 * nanoseconds}
+        cpu_s = {name: time.user + time.system for name, time in times.items()}
+        return metrics, {**cpu_s, STEP_LOOP: 1e-9 * nanoseconds}
+
+    def gained(
+        self, before: tuple[Scrape, dict[str, float]], after: tuple[Scrape, dict[str, float]]
+    ) -> tuple[StepSums, dict[str, float]]:
+        """Returns what is between two readings. Raises TornWindowError."""
+        cpu_s = {name: seconds - before[1][name] for name, seconds in after[1].items()}
+        return StepSums.of(after[0].since(before[0])), cpu_s
