@@ -8,6 +8,7 @@ CELLS, and `<!-- table: NAME WORDS -->` a table of TABLES. Without `--write` it 
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from statistics import median
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ("measured", "measured-on-a-gpu", "capacity", "operations", "reliability")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
+FORMATS = json.loads(Path(__file__).with_name("tables.json").read_text(encoding="utf-8"))
 MARK = re.compile(r"(<!-- (figure|table): (\w+)([^\n]*?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 BATCHES = (1, 8, 32, 64)
 README_WORKLOADS = {
@@ -85,8 +87,9 @@ def markdown_table(header: str, rows: Iterable[str]) -> str:
     return "\n".join((f"| {header} |", "|" + "---|" * len(header.split(" | ")), *(f"| {row} |" for row in rows)))
 
 
-def table_of(header: str, cells: str, rows: Iterable[Row]) -> str:
-    """A table of rows. `cells`: the format of a row's cells."""
+def table_of(name: str, rows: Iterable[Row]) -> str:
+    """A table of rows; `tables.json` has its header, and the format of a row's cells."""
+    header, cells = FORMATS[name]
     return markdown_table(header, map(cells.format_map, rows))
 
 
@@ -182,26 +185,17 @@ def _median(values: Iterable[float]) -> str:
 
 def _decode(shape: str) -> str:
     found = decode_medians(load("decode_h200"), shape)
-    times = table_of(
-        "batch | tokens/s | step, ms | draft, ms | verify, ms | bubble, ms | "
-        "CPU, ms: loop | scheduler | draft | verify",
-        "{batch} | {tokens_per_second:,.0f} | {step_ms:.3f} | {draft_ms:.3f} | {verify_ms:.3f} | {bubble_ms:.3f} | "
-        "{cpu_loop} | {cpu_scheduler} | {cpu_draft} | {cpu_verify}",
-        found,
-    )
-    ratios = table_of(
-        "batch | overlap efficiency | step / one process | verify / floor | draft / floor",
-        "{batch} | {overlap_efficiency:.4f} | {ratio:.4f} | {verify_over_floor} | {draft_over_floor}",
-        found,
-    )
-    return f"Repeats of each mode, in turns: {found[0]['repeats']}.\n\n{times}\n\n{ratios}"
+    repeats = f"Repeats of each mode, in turns: {found[0]['repeats']}."
+    return f"{repeats}\n\n{table_of('decode', found)}\n\n{table_of('decode ratios', found)}"
 
 
 def _fp8() -> str:
-    steps = {key: median_of(rows, "step_ms") for key, rows in grouped(load("plain_h200"), "shape", "batch").items()}
-    pairs = {b: (ms, steps[f"{shape}-fp8", b]) for (shape, b), ms in steps.items() if (f"{shape}-fp8", b) in steps}
-    rows = [f"{batch} | {ms:.3f} | {fp8_ms:.3f} | {ms / fp8_ms:.2f}" for batch, (ms, fp8_ms) in pairs.items()]
-    return markdown_table("batch | bfloat16: step, ms | FP8: step, ms | speedup", rows)
+    steps = {key: median_of(rows, "step_ms") for key, rows in grouped(load("plain_h200"), "batch", "shape").items()}
+    rows = []
+    for (batch, shape), ms in steps.items():
+        if fp8_ms := steps.get((batch, f"{shape}-fp8")):
+            rows.append({"batch": batch, "ms": ms, "fp8_ms": fp8_ms, "speedup": ms / fp8_ms})
+    return table_of("fp8", rows)
 
 
 WORKLOAD = ("workload", "temperature", "max_new_tokens")
@@ -210,15 +204,12 @@ DRAFT = ("algorithm", "num_draft_tokens")
 
 def _accept_length() -> str:
     rows = []
-    for (draft, count, workload, temperature, tokens), group in grouped(
-        load("accept_length_cpu"), *DRAFT, *WORKLOAD
-    ).items():
+    for group in grouped(load("accept_length_cpu"), *DRAFT, *WORKLOAD).values():
         lengths = sorted(row["mean_accept_length"] for row in group)
-        spread = " to ".join(f"{length:.2f}" for length in (lengths[0], lengths[-1])[: len(group)])
-        repeated = f"{100 * max(row['repeated_share'] for row in group):.0f} %"
-        about = f"{DRAFT_TITLES[draft]} | {count} | {workload} | {temperature:g} | {tokens}"
-        rows.append(f"{about} | {len(group)} | {spread} | {repeated}")
-    return markdown_table("draft | K | prompts | T | tokens | seeds | mean accept length | repeated", rows)
+        row = group[0] | {"title": DRAFT_TITLES[group[0]["algorithm"]], "num_seeds": len(group)}
+        row["spread"] = " to ".join(f"{length:.2f}" for length in (lengths[0], lengths[-1])[: len(group)])
+        rows.append(row | {"repeated": 100 * max(row["repeated_share"] for row in group)})
+    return table_of("accept_length", rows)
 
 
 def _drafters() -> str:
@@ -270,14 +261,13 @@ def _cell(ours: float | None, theirs: float | None, digits: int) -> str:
 
 
 def _capacity() -> str:
-    rows = []
-    cells = "{rate:.1f} | {tokens_per_second:,.0f} | {first_token_p99_ms:.0f} | {per_token_p99_ms:.1f}"
-    for result in load("capacity_h200"):
-        best = next((cells.format_map(row) for row in result["tried"] if row["rate"] == result["rate"]), "0 |  |  | ")
-        rows.append(f"{result['model']} | {LOAD_DRAFTS[result['draft']]} | {best}")
-    return markdown_table(
-        "model | draft | requests/s | output tokens/s | first token p99, ms | per token p99, ms", rows
-    )
+    found, cells = load("capacity_h200"), "{rate:.1f} | {tokens_per_second:,.0f} | {first_token_p99_ms:.0f} | "
+    for row in found:
+        best = [
+            f"{cells}{{per_token_p99_ms:.1f}}".format_map(one) for one in row["tried"] if one["rate"] == row["rate"]
+        ]
+        row["title"], row["best"] = LOAD_DRAFTS[row["draft"]], best[0] if best else "0 |  |  | "
+    return table_of("capacity", found)
 
 
 def _delivery(name: str) -> str:
@@ -285,12 +275,7 @@ def _delivery(name: str) -> str:
     for row in found:
         row["loop"] = row["cpu_ms"][STEP_LOOP]
         row["cpu_of_gateways"] = sum(ms for process, ms in row["cpu_ms"].items() if process.startswith("gateway"))
-    return table_of(
-        "streams | gateways | journal | step, ms | to client p50, ms | p99, ms | loop | scheduler | gateways",
-        "{batch} | {gateways} | {journal} | {step_ms:.2f} | {publish_to_client_p50_ms:.1f} | "
-        "{publish_to_client_p99_ms:.1f} | {loop:.2f} | {cpu_ms[scheduler]:.2f} | {cpu_of_gateways:.1f}",
-        found,
-    )
+    return table_of("delivery", found)
 
 
 def _peers() -> str:
@@ -299,69 +284,47 @@ def _peers() -> str:
     for row in found:
         row["draft"] = DRAFTS.get((row["case"], row["way"]), "none")
         row["faster"] = fastest[row["case"]] / row["tokens_per_second"]
-    return table_of(
-        f"target | way | draft | tokens/s | accept length | {found[0]['way']} is faster by",
-        "{case} | {way} | {draft} | {tokens_per_second:,.0f} | {mean_accept_length:.2f} | {faster:.2f}",
-        found,
-    )
+    return table_of("peers", found)
 
 
 def _near_ties() -> str:
-    rows = [row for row in load("near_ties_h200")["rows"] if (row["draft"], row["at_once"]) != (NONE, 1)]
-    for row in rows:
+    found = [row for row in load("near_ties_h200")["rows"] if (row["draft"], row["at_once"]) != (NONE, 1)]
+    for row in found:
         row["is_deterministic"], row["title"] = "yes" if row["deterministic"] else "no", DRAFT_TITLES[row["draft"]]
         row["gap"] = "" if row["largest_gap"] is None else f"{row['largest_gap']:.3f}"
-    return table_of(
-        "`--deterministic` | draft | at once | outputs | part | in 1,000 tokens | largest gap",
-        "{is_deterministic} | {title} | {at_once} | {outputs} | {partings} | {per_1000_tokens:.2f} | {gap}",
-        rows,
-    )
+    return table_of("near_ties", found)
 
 
 def _prices() -> str:
-    rows = [
-        f"{DRAFT_TITLES[price['draft']]} | {price['at_once']} | {price['step_us'] / 1000:.2f} | "
-        f"{price['deterministic_step_us'] / 1000:.2f} | {price['ratio']:.2f}"
-        for price in load("near_ties_h200")["prices"]
-    ]
-    return markdown_table("draft | at once | step, ms | deterministic, ms | ratio", rows)
+    found = load("near_ties_h200")["prices"]
+    for row in found:
+        row["title"] = DRAFT_TITLES[row["draft"]]
+        row |= {f"{name}_ms": row[f"{name}_us"] / 1000 for name in ("step", "deterministic_step")}
+    return table_of("prices", found)
 
 
 def _serving() -> str:
-    return table_of(
-        "draft | requests/s | tokens/s | first token, ms | p99 | between tokens, ms | p99",
-        "{title} | {offered_requests_per_second:.1f} | {report[tokens_per_second]:.0f} | "
-        "{report[ttft_ms][p50]:.1f} | {report[ttft_ms][p99]:.1f} | "
-        "{report[inter_token_ms][p50]:.1f} | {report[inter_token_ms][p99]:.1f}",
-        [run | {"title": DRAFT_TITLES[run["algorithm"]]} for run in load("serving_cpu")["runs"]],
-    )
+    runs = load("serving_cpu")["runs"]
+    return table_of("serving", [run | {"title": DRAFT_TITLES[run["algorithm"]]} for run in runs])
 
 
 def _long_prompt() -> str:
-    return table_of(
-        "tokens a step | alone, p50 | most | with the prompt, p50 | most | first token, s",
-        "{max_batched_tokens} | {quiet_message_gap_ms[p50]:.0f} | {quiet_message_gap_ms[most]:.0f} | "
-        "{message_gap_ms[p50]:.0f} | {message_gap_ms[most]:.0f} | {median_s:.2f}",
-        [row | {"median_s": median(row["first_token_s"])} for row in load("long_prompt_cpu")["results"]],
-    )
+    rows = load("long_prompt_cpu")["results"]
+    return table_of("long_prompt", [row | {"median_s": median(row["first_token_s"])} for row in rows])
 
 
 def _outages(name: str, model: str, mps: str) -> str:
     """What the undisturbed run was, and a row for each fault."""
     mine = [run for run in load(name) if (run["plan"]["model"], run["plan"]["mps"]) == (model, mps)]
     spans = {key: _span(run["undisturbed"][key] for run in mine) for key in mine[0]["undisturbed"]}
-    setup = "Undisturbed {tokens_per_second} tokens/s and {step_ms} ms a step, which waits for the draft".format_map(
-        spans
+    spans["watchdog_ms"] = _span(run["watchdog_ms"] for run in mine)
+    setup = (
+        "Undisturbed {tokens_per_second} tokens/s and {step_ms} ms a step, which waits for the draft {watchdog_ms} ms"
     )
-    watchdog = _span(run["watchdog_ms"] for run in mine)
-    cells = (
-        "{service} | {fault} | {times} | {gap_p50_ms:.0f} | {gap_worst_ms:.0f} | {later_gap_worst_ms:.0f} | "
-        "{back_p50_s:.1f} | {back_worst_s:.1f}"
-    )
-    rows = [cells.format_map(row) for run in mine for row in run["outages"]]
     calm = "none |  |  | {gap_p50_ms} | {gap_worst_ms} |  |  | ".format_map(spans)
-    header = "service | fault | times | gap p50, ms | worst | later, worst | back p50, s | worst"
-    return f"{setup} {watchdog} ms at most.\n\n{markdown_table(header, [calm, *rows])}"
+    header, cells = FORMATS["outages"]
+    table = markdown_table(header, [calm, *(cells.format_map(row) for run in mine for row in run["outages"])])
+    return f"{setup.format_map(spans)} at most.\n\n{table}"
 
 
 def _span(values: Iterable[float]) -> str:
@@ -371,59 +334,32 @@ def _span(values: Iterable[float]) -> str:
 
 
 def _swaps(name: str) -> str:
-    swaps = load(name)["swaps"]
-    for row in swaps:
+    found = load(name)["swaps"]
+    for row in found:
         row["undone"] = " (taken off again)" if row["rolled_back"] else ""
         row["tokens"] = "–" if row["recovery_tokens"] is None else row["recovery_tokens"]
-    return table_of(
-        "swap | gap p50, ms | worst | before, worst | accept length | step, ms | tokens to 95 %",
-        "{before} → {after}{undone} | {gap_p50_ms:.0f} | {gap_worst_ms:.0f} | {calm_gap_worst_ms:.0f} | "
-        "{accept_length_before:.2f} → {accept_length_after:.2f} | {step_ms_before:.2f} → {step_ms_after:.2f} | "
-        "{tokens}",
-        swaps,
-    )
+    return table_of("swaps", found)
 
 
 def _growths() -> str:
-    return table_of(
-        "process | in use | seconds | gained | 95 % | at most",
-        "{service} | {in_use} | {seconds:.0f} | {gained:+.2f} | {low:+.2f} to {high:+.2f} | {bound:.2f}",
-        [row | {"in_use": row["quantity"].replace("_mib", ", MiB")} for row in load("soak_cpu")["growths"]],
-    )
+    rows = load("soak_cpu")["growths"]
+    return table_of("growths", [row | {"in_use": row["quantity"].replace("_mib", ", MiB")} for row in rows])
 
 
 def _probes() -> str:
     loads = {name_of(probe): (probe.__doc__ or "").rstrip(".") for probe in PROBES}
-    probes = load("probes_cpu")["probes"]
-    for row in probes:
+    found = load("probes_cpu")["probes"]
+    for row in found:
         row |= {"load": loads[row["name"]], "answers": ", ".join(f"{n:,} {code}" for code, n in row["codes"].items())}
-    return table_of(
-        "load | answers | loop held, ms | health p50, ms | p99, ms",
-        "{load} | {answers} | {stall_ms:.1f} | {health_p50_ms:.1f} | {health_p99_ms:.1f}",
-        probes,
-    )
+    return table_of("probes", found)
 
 
 TABLES: dict[str, Callable[..., str]] = {
-    "readme": _readme,
-    "overlap": _overlap,
-    "decode": _decode,
-    "fp8": _fp8,
-    "accept_length": _accept_length,
-    "drafters": _drafters,
-    "drafter_steps": _drafter_steps,
-    "load": _load,
-    "capacity": _capacity,
-    "delivery": _delivery,
-    "peers": _peers,
-    "near_ties": _near_ties,
-    "prices": _prices,
-    "serving": _serving,
-    "long_prompt": _long_prompt,
-    "outages": _outages,
-    "swaps": _swaps,
-    "growths": _growths,
-    "probes": _probes,
+    make.__name__.removeprefix("_"): make
+    for make in (
+        *(_readme, _overlap, _decode, _fp8, _accept_length, _drafters, _drafter_steps, _load, _capacity, _delivery),
+        *(_peers, _near_ties, _prices, _serving, _long_prompt, _outages, _swaps, _growths, _probes),
+    )
 }
 """Makes a marked table from the words after its name."""
 
