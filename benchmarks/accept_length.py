@@ -13,6 +13,7 @@ from slipstream.benchmarks.models import EAGLE, EAGLE3, MTP, NGRAM, NGRAM_SUFFIX
 from slipstream.benchmarks.runner import DevicePlan, Names, Row, Scenario, Table, benchmark, host, run
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import accept_length, answers
+from slipstream.benchmarks.workloads import Request
 from slipstream.bundled import prompts
 from slipstream.client import AsyncClient
 
@@ -123,11 +124,11 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
 
 async def _sample(client: AsyncClient, about: Row) -> Row:
     options: Any = {name: about[name] for name in ("max_new_tokens", "temperature", "seed")}
-    await answers(client, [(WARM_UP, options)] * CONCURRENCY, CONCURRENCY)
+    await answers(client, [Request(WARM_UP, options)] * CONCURRENCY, CONCURRENCY)
     found, begun = [], time.monotonic()
     for name in NEW_NAMES[about["workload"]]:
         texts = [prompt.text if name is None else edit_of(prompt.text, name) for prompt in prompts()]
-        found += await answers(client, [(text, options) for text in texts], CONCURRENCY)
+        found += await answers(client, [Request(text, options) for text in texts], CONCURRENCY)
     seconds = time.monotonic() - begun
     outputs = [answer.token_ids for answer in found]
     return {

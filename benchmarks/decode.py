@@ -19,6 +19,7 @@ from slipstream.benchmarks.models import MODES, NUM_DRAFT_TOKENS, ONE, PLAIN, TH
 from slipstream.benchmarks.runner import DevicePlan, Row, Table, benchmark, host
 from slipstream.benchmarks.stack import Served, Stack, free_ports
 from slipstream.benchmarks.stream_window import SEED, TEMPERATURE, stream_window
+from slipstream.benchmarks.workloads import request
 from slipstream.common.errors import ConfigError
 from slipstream.common.settings import setting
 from slipstream.scheduler.config import SchedulerConfig
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slipstream.benchmarks.stream_window import Window
-    from slipstream.client.requests import RequestOptions
 
 LEAST_STEPS = 80
 """In a repeat, which takes as many batches of requests as that needs."""
@@ -267,8 +267,7 @@ class DecodeBenchmark:
         rng, requests = random.Random(SEED), []
         for number in range(batch):
             prompt = [rng.randrange(256, 4096) for _ in range(self._setup.prompt_tokens)]
-            options: RequestOptions = {"max_new_tokens": self._setup.max_new_tokens, "temperature": TEMPERATURE}
-            requests.append((prompt, options | {"seed": SEED + number, "ignore_eos": True}))
+            requests.append(request(prompt, self._setup.max_new_tokens, TEMPERATURE, SEED + number))
         return await stream_window(served, requests, warm_up_tokens=WARM_UP_TOKENS)
 
 

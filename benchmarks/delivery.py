@@ -18,6 +18,7 @@ from slipstream.benchmarks.models import Setup
 from slipstream.benchmarks.runner import DevicePlan, Row, Scenario, Table, benchmark, host, run
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import POLL_S, SEED, START_TIMEOUT_S, TEMPERATURE, StepMeter, with_draft
+from slipstream.benchmarks.workloads import request
 from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
 from slipstream.common.rpc.keepalive import Keepalive
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.benchmarks.stack import Served
-    from slipstream.client.requests import RequestOptions
 
     Receipts = list[tuple[int, int]]
     """For each message with tokens: when it was received, and when its newest token was published, in nanoseconds."""
@@ -112,9 +112,8 @@ async def _follow(address: str, seeds: range, max_new_tokens: int) -> Receipts:
     async def stream(client: AsyncClient, seed: int) -> None:
         nonlocal is_warm
         rng = random.Random(seed)
-        prompt = [rng.randrange(256, 4096) for _ in range(PROMPT_TOKENS)]
-        options: RequestOptions = {"max_new_tokens": max_new_tokens, "temperature": TEMPERATURE, "seed": seed}
-        options["ignore_eos"] = True
+        tokens = [rng.randrange(256, 4096) for _ in range(PROMPT_TOKENS)]
+        prompt, options = request(tokens, max_new_tokens, TEMPERATURE, seed)
         async for chunk in client.generate(prompt, **options):
             if chunk.token_ids:
                 receipts.append((time.monotonic_ns(), chunk.published_ns))

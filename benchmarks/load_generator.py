@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized
 
     from slipstream.benchmarks.runner import Row
-    from slipstream.benchmarks.workloads import Arrival, PlannedRequest, Session
+    from slipstream.benchmarks.workloads import Arrival, Request, Session
     from slipstream.common.api.output_chunk import Usage
 
 LEAD_S = 0.5
@@ -262,11 +262,12 @@ class Generator:
                 if record.outcome == REJECTED:
                     await asyncio.sleep((record.retry_after_ms or 0) / 1000)
 
-    async def _make(self, request: PlannedRequest, intended_s: float) -> RequestRecord:
-        record, ends = RequestRecord(intended_s, self.now(), request.max_new_tokens), []
+    async def _make(self, request: Request, intended_s: float) -> RequestRecord:
+        prompt, options = request
+        record, ends = RequestRecord(intended_s, self.now(), options["max_new_tokens"] or 0), []
         self._records.append(record)
         try:
-            async for chunk in self._client.generate(request.prompt, timeout_s=TIMEOUT_S, **request.options):
+            async for chunk in self._client.generate(prompt, timeout_s=TIMEOUT_S, **options):
                 if chunk.token_ids:
                     record.times_s.append(self.now())
                     record.counts.append(len(chunk.token_ids))

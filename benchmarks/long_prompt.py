@@ -16,6 +16,7 @@ from slipstream.benchmarks.models import STANDALONE, with_context
 from slipstream.benchmarks.runner import Row, Scenario, Table, benchmark, host, run, write_json
 from slipstream.benchmarks.stack import LOG_DIR, Stack
 from slipstream.benchmarks.stream_window import streaming
+from slipstream.benchmarks.workloads import request
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.client import AsyncClient
 from slipstream.common.settings import Settings
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from slipstream.benchmarks.stack import Served
-    from slipstream.client.requests import RequestOptions
 
 STEP_TOKENS: tuple[int | str, ...] = ("auto", 32, 64, 128, 256, 512, 4096)
 """Tokens of a step: `--max-batched-tokens`."""
@@ -59,9 +59,8 @@ async def _sample(plan: Plan, served: Served, _: Scenario) -> AsyncIterator[Row]
         prompt = [100 + number * 7919 % (vocab_size - 100) for number in range(plan.prompt_tokens)]
         alone_s = await _first_token_s(client, prompt)
         for seed in range(plan.seed, plan.seed + plan.repeats):
-            options: RequestOptions = {"max_new_tokens": STREAM_TOKENS, "temperature": TEMPERATURE, "seed": seed}
-            request = (STREAM_PROMPT, options | {"ignore_eos": True})
-            async with streaming(client, [request], warm_up_tokens=WARM_UP_TOKENS) as streams:
+            stream = request(STREAM_PROMPT, STREAM_TOKENS, TEMPERATURE, seed)
+            async with streaming(client, [stream], warm_up_tokens=WARM_UP_TOKENS) as streams:
                 (arrivals,) = streams.arrivals
                 started = time.monotonic()
                 await asyncio.sleep(plan.quiet_s)

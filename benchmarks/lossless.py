@@ -13,6 +13,7 @@ from slipstream.benchmarks.models import ALGORITHMS, NGRAM_SUFFIX, NONE, draft_o
 from slipstream.benchmarks.runner import NoPlan, Row, benchmark, write_json
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import Answer, accept_length, answers
+from slipstream.benchmarks.workloads import Request
 from slipstream.bundled import prompts
 from slipstream.client import AsyncClient
 
@@ -117,7 +118,7 @@ async def _generate(client: AsyncClient, cases: Sequence[Case], way: Way) -> lis
         options: RequestOptions = {**SAMPLINGS[case.sampling], "max_new_tokens": MAX_NEW_TOKENS}
         if way.is_mixed:
             options["speculation"] = number % 2 == 0
-        requests.append((texts[case.prompt], options))
+        requests.append(Request(texts[case.prompt], options))
     found = await answers(client, requests, way.concurrency)
     without = found if way.algorithm == NONE else found[1::2] if way.is_mixed else []
     assert not any(answer.num_draft_tokens for answer in without), "nothing is drafted where drafts are off"

@@ -16,6 +16,7 @@ from slipstream.benchmarks.models import ALGORITHMS, NONE, NUM_DRAFT_TOKENS, dra
 from slipstream.benchmarks.runner import DevicePlan, Row, benchmark, host, told, write_json
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import answers, stream_window
+from slipstream.benchmarks.workloads import request
 from slipstream.bundled import prompts, target_dir
 from slipstream.client import AsyncClient
 from slipstream.common.api.sequence import SamplingParams
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.benchmarks.stack import Served
-    from slipstream.client.requests import RequestOptions
 
 SAMPLINGS = {
     "greedy": SamplingParams(),
@@ -146,7 +146,7 @@ class NearTies:
         started, plan = time.monotonic(), self._plan
         num_prompts = self.report["num_deterministic_prompts"] if is_deterministic else plan.prompts
         requests = self._requests[: len(SAMPLINGS) * num_prompts]
-        made = [(prompt, _options(sampling, plan.max_new_tokens)) for prompt, sampling in requests]
+        made = [request(prompt, plan.max_new_tokens, one.temperature, one.seed) for prompt, one in requests]
         async with AsyncClient(served.address) as client:
             outputs = [answer.token_ids for answer in await answers(client, made, at_once)]
         seconds = time.monotonic() - started
@@ -165,7 +165,9 @@ class NearTies:
 
     async def _price(self, servers: dict[bool, Served], draft: str, at_once: int) -> None:
         """Times windows of both modes in turns; the price is the median of the rounds' ratios."""
-        requests = [(prompt, _options(sampling, WINDOW_TOKENS)) for prompt, sampling in self._requests[:at_once]]
+        requests = [
+            request(prompt, WINDOW_TOKENS, one.temperature, one.seed) for prompt, one in self._requests[:at_once]
+        ]
         times_us: dict[bool, list[float]] = {mode: [] for mode in servers}
         for _ in range(self._plan.rounds):
             for mode, served in servers.items():
@@ -200,11 +202,6 @@ async def _serving(stack: Stack, draft: str, *, is_deterministic: bool) -> Async
     options |= {"queue": 4096, "no_prefix_cache": True}
     async with stack.scheduler(drafting, name=f"scheduler{suffix}", verify=verify, **options) as served:
         yield served
-
-
-def _options(sampling: SamplingParams, max_new_tokens: int) -> RequestOptions:
-    options: RequestOptions = {"temperature": sampling.temperature, "seed": sampling.seed}
-    return options | {"max_new_tokens": max_new_tokens, "ignore_eos": True}
 
 
 def row_of(outputs: Sequence[Sequence[int]], found: Sequence[Parting | None]) -> Row:

@@ -11,6 +11,7 @@ from slipstream.benchmarks.models import NUM_DRAFT_TOKENS
 from slipstream.benchmarks.runner import DevicePlan, Row, Scenario, Table, benchmark, host, run
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import PROMPT, stream_window
+from slipstream.benchmarks.workloads import request
 from slipstream.cli.up.mps import MpsMode
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.benchmarks.stack import Served
-    from slipstream.client.requests import RequestOptions
 
 HOST_BLOCKS = "host_blocks"
 """A worker acknowledges a step when its work is done, and every command waits for the acknowledgements it needs."""
@@ -118,10 +118,8 @@ async def _measure(device: str, draft_ms: float, verify_ms: float, mps: MpsMode,
 
 
 async def _window(device: str, kernel_sum_ms: float, served: Served) -> Row:
-    options: RequestOptions = {"max_new_tokens": CONTEXT_TOKENS // 2, "ignore_eos": True}
-    window = await stream_window(
-        served, [(PROMPT, options)] * NUM_CLIENTS, warm_up_tokens=WARM_UP_TOKENS, seconds=MEASURE_S[device]
-    )
+    requests = [request(PROMPT, CONTEXT_TOKENS // 2, 0.0, 0)] * NUM_CLIENTS
+    window = await stream_window(served, requests, warm_up_tokens=WARM_UP_TOKENS, seconds=MEASURE_S[device])
     step_ms = window.mean_ms(window.step_s)
     return {
         "fence": window.fence,

@@ -17,7 +17,6 @@ from slipstream.benchmarks.runner import Row, benchmark, host, write_json
 from slipstream.benchmarks.serving import LENGTHS, find_capacity
 from slipstream.benchmarks.stack import LOG_DIR, Stack
 from slipstream.benchmarks.workloads import Arrival, Lengths, TextWorkload
-from slipstream.bundled import target_dir
 from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
 from slipstream.common.settings import Settings
@@ -61,7 +60,7 @@ class Plan(Settings):
 
 async def overload(stack: Stack, lengths: Lengths, plan: Plan) -> Row:
     """Starts the services and overloads them; returns the outcome as it is in the file of results."""
-    workload = TextWorkload(target_dir(), lengths)
+    workload = TextWorkload(lengths)
     await stack.models(STANDALONE)
     options: dict[str, Any] = {"slots": plan.slots, "queue": plan.queue, "kept_jobs": plan.kept_jobs}
     scheduler = stack.scheduler(STANDALONE, context_tokens=lengths.context_tokens, **options)

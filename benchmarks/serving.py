@@ -12,7 +12,6 @@ from slipstream.benchmarks.models import NONE, NUM_DRAFT_TOKENS, STANDALONE, STA
 from slipstream.benchmarks.runner import Row, benchmark, host, write_json
 from slipstream.benchmarks.stack import LOG_DIR, Stack
 from slipstream.benchmarks.workloads import TEMPERATURE, Lengths, TextWorkload
-from slipstream.bundled import target_dir
 from slipstream.common.settings import Settings
 from slipstream.scheduler.config import AUTO
 
@@ -50,7 +49,7 @@ class Plan(Settings):
 
 async def measure(plan: Plan) -> Row:
     """Starts the services once for each algorithm; returns the rounds of capacity, and all rates, of each."""
-    workload = TextWorkload(target_dir(), LENGTHS)
+    workload = TextWorkload(LENGTHS)
     rounds: dict[str, list[Row]] = {algorithm: [] for algorithm in plan.algorithms}
     runs = []
     async with AsyncExitStack() as held:
@@ -106,7 +105,7 @@ async def find_capacity(
 
     Raises RuntimeError if requests fail.
     """
-    sessions = [(request,) for request in islice(workload.requests(seed), NUM_REQUESTS)]
+    sessions = [(one,) for one in islice(workload.requests(seed), NUM_REQUESTS)]
     run = await closed_loop(address, sessions, CLIENTS_PER_SLOT * num_slots, seconds)
     report = run.report(warm_up_s)
     if run.failures or not report["tokens_per_second"]:

@@ -20,12 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from slipstream.benchmarks.stack import Served
-    from slipstream.client.requests import RequestOptions
+    from slipstream.benchmarks.workloads import Request
     from slipstream.common.api.server_state import ServerState
     from slipstream.common.rpc.scrape import Scrape
 
-    Request = tuple[str | Sequence[int], RequestOptions]
-    """A prompt, and the options of its request."""
 
 START_TIMEOUT_S = 120.0
 POLL_S = 0.05

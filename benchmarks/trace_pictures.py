@@ -19,6 +19,7 @@ from slipstream.benchmarks.models import NUM_DRAFT_TOKENS
 from slipstream.benchmarks.runner import DevicePlan, Row, Scenario, Table, benchmark, host, run
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import PROMPT, streaming
+from slipstream.benchmarks.workloads import request
 from slipstream.cli.trace import fetch_trace, trace_json
 from slipstream.client import AsyncClient
 from slipstream.common.settings import setting
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from slipstream.benchmarks.stack import Served
-    from slipstream.benchmarks.stream_window import Request
 
 KERNELS_MS = {"cpu": (3.0, 10.0), "cuda": (0.3, 4.5)}
 RUN_AHEADS = (0, 1)
@@ -82,12 +82,12 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
     """Traces each run-ahead, and draws it."""
     plan.out.mkdir(parents=True, exist_ok=True)
     draft_ms, verify_ms = KERNELS_MS[plan.device]
-    request: Request = (PROMPT, {"max_new_tokens": CONTEXT_TOKENS // 2, "ignore_eos": True})
+    requests = [request(PROMPT, CONTEXT_TOKENS // 2, 0.0, 0)] * NUM_CLIENTS
     sizes = {"num_draft_tokens": NUM_DRAFT_TOKENS, "slots": NUM_CLIENTS, "context_tokens": CONTEXT_TOKENS}
     about = {"host": host(plan.device), "draft_ms": draft_ms, "verify_ms": verify_ms}
 
     async def sample(served: Served, scenario: Scenario) -> AsyncIterator[Row]:
-        async with AsyncClient(served.address) as client, streaming(client, [request] * NUM_CLIENTS):
+        async with AsyncClient(served.address) as client, streaming(client, requests):
             # These hold prompts, and first uses of everything.
             await fetch_trace(served.scheduler, TraceRequest(steps=WARM_UP_STEPS))
             content = trace_json(await fetch_trace(served.scheduler, TraceRequest(steps=TRACED_STEPS)))

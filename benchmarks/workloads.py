@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tokenizers import Tokenizer
 
-from slipstream.bundled import prompts
+from slipstream.bundled import prompts, target_dir
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
     from slipstream.client.requests import RequestOptions
 
@@ -33,34 +32,28 @@ SHORTEST_CHAT = 4
 ARRIVALS_SEED, OPEN_SEED, SYSTEM_SEED, TURNS_SEED = 7, 11, 5, 100
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRequest:
-    """A request that is ready to be made."""
+class Request(NamedTuple):
+    """A prompt, a text or token ids, and the options of its call."""
 
-    prompt: str | tuple[int, ...]
-    """A text, or token ids."""
-    max_new_tokens: int
-    """Exactly as many are generated: the end-of-sequence token is ignored."""
-    temperature: float
-    seed: int
-
-    @property
-    def options(self) -> RequestOptions:
-        """The options of the client's call."""
-        sampling: RequestOptions = {"temperature": self.temperature, "seed": self.seed}
-        return sampling | {"max_new_tokens": self.max_new_tokens, "ignore_eos": True}
+    prompt: str | Sequence[int]
+    options: RequestOptions
 
 
-Session = tuple[PlannedRequest, ...]
+Session = tuple[Request, ...]
 """Requests that a client makes one after the other: the turns of a conversation, or a single request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A request and the time of its arrival, in seconds from the start."""
 
     at_s: float
-    request: PlannedRequest
+    request: Request
+
+
+def request(prompt: str | Sequence[int], num_tokens: int, temperature: float, seed: int) -> Request:
+    """Makes a request for exactly `num_tokens`: the end-of-sequence token is ignored."""
+    options: RequestOptions = {"max_new_tokens": num_tokens, "temperature": temperature, "seed": seed}
+    return Request(prompt, options | {"ignore_eos": True})
 
 
 def poisson_times(rate: float, rng: random.Random) -> Iterator[float]:
@@ -68,13 +61,12 @@ def poisson_times(rate: float, rng: random.Random) -> Iterator[float]:
     return accumulate(rng.expovariate(rate) for _ in count())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class LogNormal:
-    """Token counts whose logarithm is normal."""
+    """Token counts whose logarithm is normal, with this standard deviation."""
 
     mean_tokens: float
     sigma: float
-    """Standard deviation of the logarithm."""
 
     def draw(self, rng: random.Random, *, scale: float, most: int) -> int:
         """A count of 1 to `most`; its mean, but for these bounds, is `scale` times the distribution's."""
@@ -82,7 +74,6 @@ class LogNormal:
         return min(max(1, round(rng.lognormvariate(mu, self.sigma))), most)
 
 
-# Without slots, so that command lines can read the defaults from the class.
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
     """Lengths of requests.
@@ -92,8 +83,8 @@ class Lengths:
     are this benchmark's, for a long tail of prompts and a shorter one of outputs.
     """
 
-    prompt: LogNormal = LogNormal(mean_tokens=161.31, sigma=1.2)
-    output: LogNormal = LogNormal(mean_tokens=337.99, sigma=0.9)
+    prompt: LogNormal = LogNormal(161.31, 1.2)
+    output: LogNormal = LogNormal(337.99, 0.9)
     scale: float = 1.0
     """Times the means: less than 1 for a small model on a slow machine."""
     context_tokens: int = 1024
@@ -109,10 +100,10 @@ class Lengths:
 class TextWorkload:
     """Texts cut from the bundled held-out prompts: the same seed gives the same requests at the same times."""
 
-    def __init__(self, target: Path, lengths: Lengths) -> None:
-        """`target`: directory of the model whose tokenizer measures the prompts."""
+    def __init__(self, lengths: Lengths) -> None:
+        """The bundled target's tokenizer measures the prompts."""
         self.lengths = lengths
-        tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+        tokenizer = Tokenizer.from_file(str(target_dir() / "tokenizer.json"))
         text = "\n".join(prompt.text for prompt in prompts())
         offsets = tokenizer.encode(text, add_special_tokens=False).offsets
         # Twice over, so that a prompt may begin anywhere.
@@ -127,23 +118,22 @@ class TextWorkload:
         rng = random.Random("mean")
         return sum(self.lengths.draw(rng)[1] for _ in range(NUM_DRAWS)) / NUM_DRAWS
 
-    def largest(self, number: int) -> list[PlannedRequest]:
+    def largest(self, number: int) -> list[Request]:
         """Requests with the longest prompts and outputs."""
         rng, most = random.Random("largest"), self.lengths.context_tokens // 2
-        texts = [self.prompt(most - PROMPT_SLACK, rng) for _ in range(number)]
-        return [PlannedRequest(text, most, TEMPERATURE, seed) for seed, text in enumerate(texts)]
+        return [request(self.prompt(most - PROMPT_SLACK, rng), most, TEMPERATURE, seed) for seed in range(number)]
 
-    def requests(self, seed: str) -> Iterator[PlannedRequest]:
+    def requests(self, seed: str) -> Iterator[Request]:
         """An endless sequence of requests."""
         rng = random.Random(f"requests {seed}")
         for number in count():
             prompt_tokens, output_tokens = self.lengths.draw(rng)
-            yield PlannedRequest(self.prompt(prompt_tokens, rng), output_tokens, TEMPERATURE, number)
+            yield request(self.prompt(prompt_tokens, rng), output_tokens, TEMPERATURE, number)
 
     def arrivals(self, rate: float, seconds: float, seed: str) -> list[Arrival]:
         """A Poisson process: requests that come independently of each other, `rate` per second on average."""
         times = takewhile(lambda at: at < seconds, poisson_times(rate, random.Random(f"arrivals {seed}")))
-        return [Arrival(at, request) for at, request in zip(times, self.requests(seed), strict=False)]
+        return list(map(Arrival, times, self.requests(seed)))
 
     def prompt(self, num_tokens: int, rng: random.Random) -> str:
         """A text of about so many tokens; no longer than the text of all bundled prompts."""
@@ -189,14 +179,14 @@ class Scale:
         ids = self.token_ids
         return [rng.randrange(ids.start, ids.stop) for _ in range(self.length(num_tokens))]
 
-    def requests(self, number: int, seed: int, mark: int, lengths: _Lengths = None) -> tuple[PlannedRequest, ...]:
+    def requests(self, number: int, seed: int, mark: int, lengths: _Lengths = None) -> tuple[Request, ...]:
         """Requests whose first token is the `mark`."""
         rng, made = random.Random(seed), []
         for index in range(number):
             prompt_tokens, output_tokens = lengths or _chat_lengths(rng)
             prompt = self.tokens(prompt_tokens, rng)
             prompt[0] = self.token_ids[mark]
-            made.append(PlannedRequest(tuple(prompt), self.length(output_tokens), 0.0, index))
+            made.append(request(tuple(prompt), self.length(output_tokens), 0.0, index))
         return tuple(made)
 
 
@@ -234,7 +224,7 @@ def workloads(scale: Scale) -> tuple[Workload, ...]:
 
     def closed(name: str, sizes: Sizes, clients: int, number: int, seed: int, fixed: _Lengths = None) -> Workload:
         made = scale.requests(scale.number(number), seed, NAMES.index(name), fixed)
-        sessions = tuple((request,) for request in made)
+        sessions = tuple((one,) for one in made)
         return Workload(name=name, sizes=sizes, sessions=sessions, num_clients=scale.number(clients))
 
     def opened(rate: int, seconds: int, sizes: Sizes) -> Workload:
@@ -260,7 +250,7 @@ def warm_up(scale: Scale, sizes: Sizes) -> Workload:
     """Makes a request for every slot of a server, and a few with long prompts."""
     mark = len(NAMES)
     requests = scale.requests(sizes.slots, 99, mark, (300, 40)) + scale.requests(8, 98, mark, (1500, 8))
-    sessions = tuple((request,) for request in requests)
+    sessions = tuple((one,) for one in requests)
     return Workload(name="warm-up", sizes=sizes, sessions=sessions, num_clients=sizes.slots)
 
 
@@ -293,6 +283,6 @@ def _conversation(scale: Scale, number: int, num_turns: int) -> Session:
     for turn in range(num_turns):
         history += scale.tokens(rng.randrange(100, 200), rng)
         output_tokens = rng.randrange(100, 200)
-        turns.append(PlannedRequest(tuple(history), scale.length(output_tokens), 0.0, turn))
+        turns.append(request(tuple(history), scale.length(output_tokens), 0.0, turn))
         history += scale.tokens(output_tokens, rng)
     return tuple(turns)

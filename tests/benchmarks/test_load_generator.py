@@ -19,7 +19,7 @@ from slipstream.benchmarks.load_generator import (
     open_loop,
     percentiles,
 )
-from slipstream.benchmarks.workloads import Arrival, PlannedRequest
+from slipstream.benchmarks.workloads import Arrival, request
 from slipstream.client import AsyncClient
 from slipstream.common.errors import ConnectionLostError
 from tests.harness.example_states import USAGE
@@ -32,7 +32,7 @@ NUM_REQUESTS = 20
 
 def arrivals() -> list[Arrival]:
     """All within a tenth of a second."""
-    return [Arrival(number / 200, PlannedRequest("abc", 7, 0.8, number)) for number in range(NUM_REQUESTS)]
+    return [Arrival(number / 200, request("abc", 7, 0.8, number)) for number in range(NUM_REQUESTS)]
 
 
 async def test_requests_do_not_wait_for_answers() -> None:
@@ -70,7 +70,7 @@ async def test_requests_that_do_not_end_are_left() -> None:
 
 
 async def test_clients_of_a_closed_loop_are_never_idle_and_leave() -> None:
-    sessions = [(PlannedRequest("abc", 3000, 0.8, 1),), (PlannedRequest("def", 2, 0.8, 2),)]
+    sessions = [(request("abc", 3000, 0.8, 1),), (request("def", 2, 0.8, 2),)]
     async with generation_server() as server:
         run = await closed_loop(server.address, sessions, 3, 0.5)
         await server.manager.wait_idle()
@@ -81,9 +81,7 @@ async def test_clients_of_a_closed_loop_are_never_idle_and_leave() -> None:
 
 
 async def test_processes_share_the_sessions_of_a_run_and_make_each_once() -> None:
-    sessions = [
-        tuple(PlannedRequest((7, number), 2 + number % 3, 0.0, turn) for turn in range(2)) for number in range(9)
-    ]
+    sessions = [tuple(request((7, number), 2 + number % 3, 0.0, turn) for turn in range(2)) for number in range(9)]
     async with generation_server() as server:
         run = await closed_loop(server.address, sessions, 5, num_processes=3)
     report = run.report(0.0)
@@ -104,7 +102,7 @@ async def test_processes_share_the_arrivals_of_a_run() -> None:
 async def test_an_output_that_ends_too_soon_is_a_failure() -> None:
     async with generation_server() as server, AsyncClient(server.address) as client:
         server.loop.pause_tokens = 1
-        run = asyncio.ensure_future(closed_loop(server.address, [(PlannedRequest((7,), 50, 0.0, 1),)], 1))
+        run = asyncio.ensure_future(closed_loop(server.address, [(request((7,), 50, 0.0, 1),)], 1))
         await until(lambda: server.manager.num_jobs == 1)
         (job,) = (await client.list_jobs()).jobs
         async for chunk in client.watch_job(job.job_id):
@@ -117,7 +115,7 @@ async def test_an_output_that_ends_too_soon_is_a_failure() -> None:
 
 async def test_a_server_that_is_not_there_is_an_error() -> None:
     with unserved_address() as address, pytest.raises(ConnectionLostError):
-        await closed_loop(address, [(PlannedRequest("abc", 3, 0.8, 1),)], 1, 0.1)
+        await closed_loop(address, [(request("abc", 3, 0.8, 1),)], 1, 0.1)
 
 
 def record(

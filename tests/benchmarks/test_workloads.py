@@ -29,7 +29,7 @@ NUM_DRAWS = 50_000
 
 @pytest.fixture(scope="module")
 def workload() -> TextWorkload:
-    return TextWorkload(target_dir(), Lengths(scale=0.25))
+    return TextWorkload(Lengths(scale=0.25))
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
@@ -65,7 +65,7 @@ def test_the_same_seed_gives_the_same_requests(workload: TextWorkload) -> None:
     assert first == again
     assert first != workload.arrivals(20.0, 10.0, "b")
     assert len({arrival.request.prompt for arrival in first}) > len(first) * 0.9
-    assert len({arrival.request.seed for arrival in first}) == len(first)
+    assert len({arrival.request.options["seed"] for arrival in first}) == len(first)
 
 
 def test_prompts_have_about_as_many_tokens_as_were_drawn(workload: TextWorkload) -> None:
@@ -81,7 +81,9 @@ def test_prompts_have_about_as_many_tokens_as_were_drawn(workload: TextWorkload)
 
 def test_the_mean_of_the_outputs_is_that_of_the_requests(workload: TextWorkload) -> None:
     requests = list(itertools.islice(workload.requests("c"), 5000))
-    assert mean(request.max_new_tokens for request in requests) == pytest.approx(workload.mean_output_tokens, rel=0.05)
+    assert mean(request.options["max_new_tokens"] for request in requests) == pytest.approx(
+        workload.mean_output_tokens, rel=0.05
+    )
 
 
 @pytest.mark.parametrize(("scale", "divisor"), [(GPU_SCALE, 1), (CPU_SCALE, 8)])
@@ -97,9 +99,9 @@ def test_workloads_have_their_sizes(scale: Scale, divisor: int) -> None:
     }
     for one in (*made.values(), *(warm_up(scale, made[name].sizes) for name in ("chat", "ctx8k"))):
         requests = [r for session in one.sessions for r in session] + [arrival.request for arrival in one.arrivals]
-        assert max(len(r.prompt) + r.max_new_tokens for r in requests) <= one.sizes.context_tokens
-        assert min(r.max_new_tokens for r in requests) >= 2
-        assert {r.temperature for r in requests} == {0.0}
+        assert max(len(r.prompt) + r.options["max_new_tokens"] for r in requests) <= one.sizes.context_tokens
+        assert min(r.options["max_new_tokens"] for r in requests) >= 2
+        assert {r.options["temperature"] for r in requests} == {0.0}
 
 
 def test_no_workload_finds_prompts_of_another_in_the_prefix_cache() -> None:
@@ -117,7 +119,7 @@ def test_turns_of_a_conversation_continue_each_other_behind_a_common_prompt() ->
         assert session[0].prompt[:1000] == turns.sessions[0][0].prompt[:1000]
         for turn, following in itertools.pairwise(session):
             assert following.prompt[: len(turn.prompt)] == turn.prompt
-            added = len(following.prompt) - len(turn.prompt) - turn.max_new_tokens
+            added = len(following.prompt) - len(turn.prompt) - turn.options["max_new_tokens"]
             assert 100 <= added < 200
     assert len({session[0].prompt for session in turns.sessions}) == 32
 
@@ -127,4 +129,6 @@ def test_rates_differ_in_times_and_in_no_length() -> None:
     assert [one.at_s for one in slow] == pytest.approx([4 * one.at_s for one in fast])
     assert [one.request.prompt[1:] for one in slow] == [one.request.prompt[1:] for one in fast]
     assert {one.request.prompt[0] for one in slow} != {one.request.prompt[0] for one in fast}
-    assert [one.request.max_new_tokens for one in slow] == [one.request.max_new_tokens for one in fast]
+    assert [one.request.options["max_new_tokens"] for one in slow] == [
+        one.request.options["max_new_tokens"] for one in fast
+    ]

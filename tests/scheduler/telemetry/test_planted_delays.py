@@ -13,6 +13,7 @@ import pytest
 
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import PROMPT, StepSums, TornWindowError, streaming
+from slipstream.benchmarks.workloads import Request
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.client import AsyncClient
 from slipstream.common.rpc.scrape import Scrape, scrape
@@ -70,12 +71,12 @@ async def test_the_metrics_keep_the_clock_and_a_delay_shows_at_its_edge(tmp_path
             stack.scheduler("draft", run_ahead=run_ahead, slots=4, context_tokens=1 << 18) as served,
             AsyncClient(served.address) as client,
         ):
-            async with streaming(client, [(PROMPT, OPTIONS)] * 4):
+            async with streaming(client, [Request(PROMPT, OPTIONS)] * 4):
                 gained, seconds = await window(served, CLOCK_STEPS)
             assert StepSums.of(gained).step_s == pytest.approx(seconds, rel=0.02)
             for delay in (delay for delay in DELAYS if delay.run_ahead == run_ahead):
                 found: list[dict[str, float]] = []
-                async with streaming(client, [(PROMPT, {**OPTIONS, "speculation": delay.has_draft})] * 4):
+                async with streaming(client, [Request(PROMPT, {**OPTIONS, "speculation": delay.has_draft})] * 4):
                     while len(found) < TRIES and not any(is_largest(growth, delay.edge) for growth in found):
                         found.append(await growths_us(served, control, delay.late))
                 assert is_largest(found[-1], delay.edge), (delay, found)
