@@ -22,7 +22,7 @@ from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.status import HEALTHY, ServerStatus, fetch_status
 from slipstream.common.errors import ConfigError, SlipstreamError
 from slipstream.common.rpc.scrape import Scrape, joined, scrape
-from slipstream.gateway.request_metrics import GENERATION_TOKENS
+from slipstream.gateway.metrics import GENERATION_TOKENS
 from slipstream.scheduler.telemetry.step_metrics import ACCEPTED_TOKENS, BUBBLE_SECONDS, DRAFTS, STEP_SECONDS
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.rpc import metrics as common_metrics
 from slipstream.common.rpc.metrics import MetricKind
-from slipstream.gateway import request_metrics
+from slipstream.gateway import metrics as gateway_metrics
 from slipstream.scheduler.telemetry import metrics, step_metrics
 from slipstream.scheduler.workers import heartbeats
 from slipstream.services.worker.host_stalls import STALL_SITES
@@ -45,7 +45,7 @@ CATALOGUE = (
         "and the busy times are more than that.",
         step_metrics.SPECS,
     ),
-    Section("Requests", "What clients get. On the gateway's endpoint.", request_metrics.SPECS, GATEWAY),
+    Section("Requests", "What clients get. On the gateway's endpoint.", gateway_metrics.SPECS, GATEWAY),
     Section("Server", "What it is and how full it is. On the scheduler's endpoint.", metrics.SERVER_SPECS),
     Section(
         "Drafts that come and go",

@@ -17,7 +17,7 @@ from slipstream.common.rpc.request_size import MIN_COUNTED_BYTES, check_num_fiel
 from slipstream.gateway.home import home_of
 from slipstream.gateway.keys import forwarded_for
 from slipstream.gateway.peers import forwarding_metadata, lost_peer
-from slipstream.gateway.servicer import SERVICE_NAME
+from slipstream.gateway.service import SERVICE_NAME
 from slipstream.protos.peers_pb2 import NamedJobs
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from slipstream.common.rpc.interceptor import Continuation, Handle
     from slipstream.common.rpc.receive_turns import Incoming
-    from slipstream.gateway.job_stream import StreamWrites
     from slipstream.gateway.peers import Peers
+    from slipstream.gateway.stream import StreamWrites
 
 _NAMED_JOBS: Any = NamedJobs.DESCRIPTOR
 _ABORT = "/vllm.grpc.engine.VllmEngine/Abort"

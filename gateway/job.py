@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.api.job_info import JobInfo, JobState
 from slipstream.common.api.output_chunk import FinishReason, Usage
-from slipstream.gateway.request_metrics import FAILED
+from slipstream.gateway.metrics import FAILED
+from slipstream.gateway.request import MAX_SAMPLES
 from slipstream.gateway.sample import Sample
 from slipstream.gateway.sample_output import SampleOutput
-from slipstream.gateway.validation import MAX_SAMPLES
 
 if TYPE_CHECKING:
     import asyncio
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from slipstream.common.errors import SlipstreamError
     from slipstream.common.rpc.loop_turns import LoopTurns
-    from slipstream.gateway.detokenizer import Vocabulary
-    from slipstream.gateway.request_metrics import RequestMetrics
+    from slipstream.gateway.metrics import RequestMetrics
+    from slipstream.gateway.model import ServedModel
+    from slipstream.gateway.request import CheckedRequest
     from slipstream.gateway.sample import RunningSequence
-    from slipstream.gateway.served_model import ServedModel
-    from slipstream.gateway.validation import CheckedRequest
+    from slipstream.gateway.text import Vocabulary
 
 
 _JOB_BYTES = 4096

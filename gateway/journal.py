@@ -14,7 +14,7 @@ from slipstream.common.errors import ResourceExhaustedError, SlipstreamError, Un
 from slipstream.common.rpc.shutdown import raise_failure
 from slipstream.gateway.journal_codec import add_rows, job_of, output_of, record_of, rows_of
 from slipstream.gateway.journal_file import Accepted, Forgotten, Saved
-from slipstream.gateway.request_metrics import DISCONNECTED
+from slipstream.gateway.metrics import DISCONNECTED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from slipstream.common.api.sequence import StepOutput
     from slipstream.gateway.job import Job
     from slipstream.gateway.journal_file import Change, JournalFile, StoredJob
+    from slipstream.gateway.model import ServedModel
     from slipstream.gateway.sample import RunningSequence
-    from slipstream.gateway.served_model import ServedModel
 
 
 RETRY_AFTER_MS = 1000

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from slipstream.common.api.output_chunk import FinishReason, Usage
 from slipstream.common.api.sequence import Refusal, SequenceSpec, StepOutput
 from slipstream.gateway.job import Job
+from slipstream.gateway.request import MAX_SAMPLES, CheckedRequest, samples_of
 from slipstream.gateway.sample import RunningSequence, SequenceStats
 from slipstream.gateway.sample_output import OutputColumns
-from slipstream.gateway.validation import MAX_SAMPLES, CheckedRequest, samples_of
 from slipstream.protos import journal_pb2, scheduler_pb2
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from slipstream.common.errors import SlipstreamError
     from slipstream.gateway.journal_file import StoredJob
+    from slipstream.gateway.model import ServedModel
     from slipstream.gateway.sample import Sample
-    from slipstream.gateway.served_model import ServedModel
 
 
 def record_of(job: Job) -> bytes:

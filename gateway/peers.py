@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.rpc.interceptor import Continuation, Handle
     from slipstream.gateway.home import Home
-    from slipstream.gateway.manager import JobManager
+    from slipstream.gateway.jobs import JobManager
 
 SERVICE_NAME = peers_pb2.DESCRIPTOR.services_by_name["Peers"].full_name
 DEFAULT_PAGE_SIZE = 50

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from slipstream.common.api.output_chunk import TokenLogprobs
     from slipstream.common.api.sequence import SequenceSpec
     from slipstream.common.errors import SlipstreamError
-    from slipstream.gateway.detokenizer import Detokenizer
-    from slipstream.gateway.request_metrics import RequestMetrics
+    from slipstream.gateway.metrics import RequestMetrics
     from slipstream.gateway.sample_output import OutputColumns, SampleOutput
+    from slipstream.gateway.text import Detokenizer
     from slipstream.protos import scheduler_pb2
 
 BROKEN_OUTPUT = "the output could not be taken in; the server's log has more"

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from slipstream.common.api.output_chunk import MatchedStop, Usage
-    from slipstream.gateway.detokenizer import Detokenizer
-    from slipstream.gateway.validation import CheckedRequest
+    from slipstream.gateway.request import CheckedRequest
+    from slipstream.gateway.text import Detokenizer
 
 MAX_CHUNK_TOKENS = 4096
 """A few milliseconds of the event loop's time, in which it serves no other call. Logprobs count like tokens."""

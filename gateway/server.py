@@ -24,17 +24,17 @@ from slipstream.gateway.fair_turns import NUM_THREADS, FairTurns
 from slipstream.gateway.forwarding import Forwarding
 from slipstream.gateway.home import gateway_name
 from slipstream.gateway.job import JobStore
-from slipstream.gateway.job_stream import StreamWrites
+from slipstream.gateway.jobs import JobManager
 from slipstream.gateway.journal_file import JournalFile, JournalMode
 from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota, key_or_client_of
-from slipstream.gateway.manager import JobManager
+from slipstream.gateway.metrics import RequestMetrics, ServerInfo
+from slipstream.gateway.model import load_model
 from slipstream.gateway.peers import SERVICE_NAME as PEERS_NAME
 from slipstream.gateway.peers import FromPeers, GatewayState, Peers, PeersServicer
-from slipstream.gateway.request_metrics import RequestMetrics, ServerInfo
-from slipstream.gateway.scheduler_link import SchedulerLink
-from slipstream.gateway.served_model import load_model
-from slipstream.gateway.servicer import RECORDER, SERVICE_NAME, GenerationServicer, RecorderServicer
-from slipstream.gateway.validation import MAX_SAMPLES
+from slipstream.gateway.request import MAX_SAMPLES
+from slipstream.gateway.scheduler import SchedulerLink
+from slipstream.gateway.service import RECORDER, SERVICE_NAME, GenerationServicer, RecorderServicer
+from slipstream.gateway.stream import StreamWrites
 from slipstream.protos import generation_pb2_grpc, peers_pb2_grpc, trace_pb2_grpc
 
 if TYPE_CHECKING:

@@ -17,16 +17,16 @@ from slipstream.common.errors import (
 )
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.gateway.keys import client_of
-from slipstream.gateway.validation import check_most
+from slipstream.gateway.request import check_most
 from slipstream.gateway.vllm_messages import VllmAnswer, naming_their_fields, request_from_vllm
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from slipstream.common.api.server_state import ServerState
-    from slipstream.gateway.manager import JobManager
-    from slipstream.gateway.served_model import ServedModel
-    from slipstream.gateway.servicer import GenerationServicer
+    from slipstream.gateway.jobs import JobManager
+    from slipstream.gateway.model import ServedModel
+    from slipstream.gateway.service import GenerationServicer
 
 SERVICE_NAME = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server

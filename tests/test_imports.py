@@ -38,7 +38,7 @@ def test_every_python_folder_has_its_rule(check: Any) -> None:
     [
         ("services/x.py", "from slipstream.scheduler.records import Sequence"),
         ("scheduler/x.py", "from slipstream import services"),
-        ("scheduler/x.py", "from slipstream.gateway.manager import JobManager"),
+        ("scheduler/x.py", "from slipstream.gateway.jobs import JobManager"),
         ("gateway/x.py", "from slipstream.scheduler.records import Sequence"),
         ("common/x.py", "import slipstream.client"),
         ("client/x.py", "def f():\n    from slipstream.cli import main"),
@@ -47,7 +47,7 @@ def test_every_python_folder_has_its_rule(check: Any) -> None:
         ("services/x.py", "from . import errors"),
         ("cli/x.py", "import common.errors"),
         ("protos/x.py", "from slipstream.common.errors import SlipstreamError"),
-        ("scheduler/server.py", "from slipstream.gateway.manager import JobManager"),
+        ("scheduler/server.py", "from slipstream.gateway.jobs import JobManager"),
         ("examples/numpy_drafter/x.py", "from slipstream.client import AsyncClient"),
         ("examples/x.py", "from slipstream.services.models.sampler import gumbel_noise"),
     ],

@@ -8,7 +8,7 @@ from slipstream.common.rpc.metrics import RPCS
 from slipstream.deploy.grafana.frame import JOBS, framed
 from slipstream.deploy.grafana.panels import graph, numbers
 from slipstream.deploy.grafana.queries import Query, quantile, quantiles, rate, series, total
-from slipstream.gateway.request_metrics import (
+from slipstream.gateway.metrics import (
     COALESCED,
     CUT_OFF,
     END_TO_END,

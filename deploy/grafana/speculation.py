@@ -8,7 +8,7 @@ from slipstream.deploy.grafana.frame import framed
 from slipstream.deploy.grafana.overlap import DECODE
 from slipstream.deploy.grafana.panels import bars, graph, numbers
 from slipstream.deploy.grafana.queries import Query, over, rate, series, total
-from slipstream.gateway.request_metrics import GENERATION_TOKENS
+from slipstream.gateway.metrics import GENERATION_TOKENS
 from slipstream.scheduler.telemetry.metrics import NUM_DRAFT_TOKENS
 from slipstream.scheduler.telemetry.step_metrics import (
     ACCEPTED_PER_POSITION,

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from slipstream.bundled import target_dir
 from slipstream.client import Client
 from slipstream.common.errors import InvalidArgumentError
-from slipstream.gateway.validation import sample_seed
+from slipstream.gateway.request import sample_seed
 from tests.harness.running import running_up, slipstream
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from slipstream.common.errors import UnavailableError
 from slipstream.common.rpc.metrics import make_registry
 from slipstream.common.rpc.scrape import Scrape, joined
 from slipstream.common.worker.step import StepKind
-from slipstream.gateway.request_metrics import RequestMetrics
+from slipstream.gateway.metrics import RequestMetrics
 from slipstream.scheduler.telemetry.step_metrics import (
     DRAFT_TO_VERIFY,
     VERIFY_TO_DRAFT,

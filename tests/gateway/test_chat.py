@@ -9,7 +9,7 @@ import pytest
 from slipstream.client import AsyncClient
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.gateway import servicer as generation
-from slipstream.gateway.validation import MAX_MESSAGES
+from slipstream.gateway.request import MAX_MESSAGES
 from tests.harness.generation_server import collect, generation_server, text_of, tokens_of
 from tests.harness.scripted_scheduler import EOS_ID
 

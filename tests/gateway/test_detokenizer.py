@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.gateway.detokenizer import (
+from slipstream.gateway.text import (
     MAX_ROW_TOKENS,
     REPLACEMENT,
     ByteLevelDetokenizer,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.errors import CheckpointError
-from slipstream.gateway.served_model import load_model
+from slipstream.gateway.model import load_model
 from slipstream.gateway.tokenizer import load_tokenizer
 from tests.harness.checkpoints import write_json, write_tokenizer
 from tests.harness.mutations import is_refused

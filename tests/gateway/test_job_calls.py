@@ -97,7 +97,7 @@ async def test_a_job_that_was_left_or_failed_goes_on(server: GenerationServer, c
 async def test_the_log_says_which_job_ended_and_how(
     server: GenerationServer, client: AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("DEBUG", logger="slipstream.gateway.manager")
+    caplog.set_level("DEBUG", logger="slipstream.gateway.jobs")
     await collect(client.generate([5], job_id="good", max_new_tokens=9))
     server.loop.error = UnavailableError("verify is gone")
     with pytest.raises(UnavailableError, match="verify is gone"):

@@ -15,9 +15,9 @@ from slipstream.gateway.job import Job
 from slipstream.gateway.journal import JobJournal
 from slipstream.gateway.journal_codec import output_of, record_of, rows_of
 from slipstream.gateway.journal_file import Accepted, JournalFile, JournalMode
+from slipstream.gateway.request import CheckedRequest
 from slipstream.gateway.sample import RunningSequence
 from slipstream.gateway.sample_output import SampleOutput
-from slipstream.gateway.validation import CheckedRequest
 from slipstream.protos import journal_pb2
 from tests.harness.generation_server import collect, generation_server, killed, model_of, tokens_of
 from tests.harness.scripted_scheduler import DESCRIPTION

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
 from slipstream.common.api.sequence import SamplingParams, SequenceSpec
-from slipstream.gateway.detokenizer import Vocabulary
+from slipstream.gateway.request import CheckedRequest
 from slipstream.gateway.sample_output import SampleOutput
-from slipstream.gateway.validation import CheckedRequest
+from slipstream.gateway.text import Vocabulary
 from tests.harness.sampling import examples
 from tests.harness.tokenizers_by_kind import make_tokenizer
 

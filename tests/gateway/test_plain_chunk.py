@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from slipstream.common.api.output_chunk import FinishReason, OutputChunk, PlainChunkEncoder
 from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.messages import VARINTS
-from slipstream.gateway.detokenizer import Vocabulary
+from slipstream.gateway.request import CheckedRequest
 from slipstream.gateway.sample_output import MAX_SHARED_TOKENS, SampleOutput
-from slipstream.gateway.validation import CheckedRequest
+from slipstream.gateway.text import Vocabulary
 from slipstream.protos import generation_pb2
 from tests.harness.tokenizers_by_kind import make_tokenizer
 

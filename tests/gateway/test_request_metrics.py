@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.common.errors import InternalError
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry
-from slipstream.gateway.request_metrics import OUTCOMES, RequestMetrics, ServerInfo
+from slipstream.gateway.metrics import OUTCOMES, RequestMetrics, ServerInfo
 from tests.harness.example_states import STATE, TOKENS_PER_STEP
 from tests.harness.generation_server import collect
 from tests.harness.tokenizers_by_kind import break_first_detokenizer

@@ -15,7 +15,7 @@ from slipstream.common.worker.recorder import Record, Site
 from slipstream.common.worker.trace import HostRecords
 from slipstream.gateway.keys import KeyFile, KeyInterceptor
 from slipstream.gateway.sample import SequenceStats
-from slipstream.gateway.servicer import RequestTimes
+from slipstream.gateway.service import RequestTimes
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from tests.harness.generation_server import collect, generation_server
 from tests.harness.waiting import TIMEOUT_S, until

@@ -16,7 +16,7 @@ from slipstream.common.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from slipstream.gateway.validation import sample_seed
+from slipstream.gateway.request import sample_seed
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of
 from tests.harness.scripted_scheduler import logprobs_of

@@ -14,7 +14,7 @@ from slipstream.common.api.job_info import JobState
 from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.errors import FailedPreconditionError, InternalError, ResourceExhaustedError, UnavailableError
 from slipstream.gateway.sample import RunningSequence
-from slipstream.gateway.scheduler_link import MAX_SEQUENCES_PER_MESSAGE, MAX_TOKENS_PER_MESSAGE
+from slipstream.gateway.scheduler import MAX_SEQUENCES_PER_MESSAGE, MAX_TOKENS_PER_MESSAGE
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, TOKENS_PER_STEP
 from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of
 from tests.harness.scripted_scheduler import logprobs_of

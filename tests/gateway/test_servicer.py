@@ -21,7 +21,7 @@ from slipstream.common.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from slipstream.gateway.served_model import ServedModel
+from slipstream.gateway.model import ServedModel
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, TOKENS_PER_STEP, VOCAB_SIZE
 from tests.harness.generation_server import collect, generation_server, tokens_of

@@ -15,11 +15,11 @@ from slipstream.common.api.job_info import JobState
 from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
 from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.errors import UnavailableError
-from slipstream.gateway.detokenizer import Vocabulary
+from slipstream.gateway.model import ServedModel
+from slipstream.gateway.request import CheckedRequest
 from slipstream.gateway.sample import RunningSequence, Sample
 from slipstream.gateway.sample_output import SampleOutput
-from slipstream.gateway.served_model import ServedModel
-from slipstream.gateway.validation import CheckedRequest
+from slipstream.gateway.text import Vocabulary
 from tests.harness.example_states import TOKENS_PER_STEP, USAGE
 from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of
 from tests.harness.scripted_scheduler import EOS_ID

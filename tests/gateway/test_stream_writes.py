@@ -11,7 +11,7 @@ import pytest
 from slipstream.client import AsyncClient
 from slipstream.gateway.forwarding import Forwarding
 from slipstream.gateway.home import Home, home_of
-from slipstream.gateway.job_stream import LONGEST_S, MAX_PENDING, PendingWrites, StreamWriter, StreamWrites
+from slipstream.gateway.stream import LONGEST_S, MAX_PENDING, PendingWrites, StreamWriter, StreamWrites
 from tests.harness.generation_server import collect, generation_server, tokens_of
 from tests.harness.hand_clock import HandClockLoop
 
@@ -159,7 +159,7 @@ async def test_all_streams_of_a_gateway_share_the_places_and_leave_them(seen: li
 async def test_streams_that_are_forwarded_share_the_places_too(
     seen: list[tuple[PendingWrites, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.gateway.job_stream.MAX_PENDING", 2)
+    monkeypatch.setattr("slipstream.gateway.stream.MAX_PENDING", 2)
     writes = StreamWrites(60.0, lambda: None)
     job_id = next(name for name in map(str, range(1000)) if home_of(name, 2) == 1)
     async with generation_server() as home, grpc.aio.insecure_channel(home.address) as channel:

@@ -13,8 +13,8 @@ from slipstream.client import AsyncClient
 from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import DeadlineExceededError, ResourceExhaustedError
 from slipstream.common.rpc.status import error_from_rpc
+from slipstream.gateway.request import parse_request
 from slipstream.gateway.sample_output import MAX_CHUNK_TOKENS
-from slipstream.gateway.validation import parse_request
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of

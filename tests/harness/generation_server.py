@@ -18,15 +18,15 @@ from slipstream.gateway import vllm_engine
 from slipstream.gateway.fair_turns import FairTurns
 from slipstream.gateway.home import Home
 from slipstream.gateway.job import JobStore
-from slipstream.gateway.job_stream import StreamWrites
+from slipstream.gateway.jobs import JobManager
 from slipstream.gateway.journal_file import JournalFile, JournalMode
-from slipstream.gateway.manager import JobManager
+from slipstream.gateway.metrics import RequestMetrics
+from slipstream.gateway.model import ServedModel
 from slipstream.gateway.peers import GatewayState, Peers
-from slipstream.gateway.request_metrics import RequestMetrics
-from slipstream.gateway.scheduler_link import SchedulerLink
-from slipstream.gateway.served_model import ServedModel
-from slipstream.gateway.servicer import RECORDER, SERVICE_NAME, GenerationServicer, RecorderServicer
-from slipstream.gateway.validation import RequestLimits
+from slipstream.gateway.request import RequestLimits
+from slipstream.gateway.scheduler import SchedulerLink
+from slipstream.gateway.service import RECORDER, SERVICE_NAME, GenerationServicer, RecorderServicer
+from slipstream.gateway.stream import StreamWrites
 from slipstream.gateway.vllm_engine import VllmEngineServicer
 from slipstream.protos import generation_pb2_grpc, trace_pb2_grpc
 from tests.harness.example_states import CONTEXT_TOKENS, STATE

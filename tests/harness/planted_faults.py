@@ -78,11 +78,11 @@ def _signal(fence: str, *, is_after: bool) -> Method:
 _SENDS = ("DispatchTogether.send", "DispatchAcknowledged.send")
 POINTS: Mapping[str, tuple[Method, ...]] = {
     "gateway.before_submit": (_gateway("scheduler_stream", "SchedulerStream.send"),),
-    "gateway.before_delivery": (_gateway("manager", "JobManager.deliver"),),
+    "gateway.before_delivery": (_gateway("jobs", "JobManager.deliver"),),
     "gateway.before_commit": (_gateway("journal_file", "JournalFile.commit"),),
     "gateway.after_commit": (_gateway("journal_file", "JournalFile.commit", is_after=True),),
-    "gateway.before_output": (_gateway("manager", "JobManager._apply"),),
-    "gateway.before_write": (_gateway("job_stream", "StreamWriter.write"),),
+    "gateway.before_output": (_gateway("jobs", "JobManager._apply"),),
+    "gateway.before_write": (_gateway("stream", "StreamWriter.write"),),
     "scheduler.before_attach": (_attach("WorkerLink.attach", "verify"),),
     "scheduler.before_attach_draft": (_attach("WorkerLink.attach_draft", "verify"),),
     "scheduler.before_send": tuple(_loop("workers.link", name) for name in _SENDS),

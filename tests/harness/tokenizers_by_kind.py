@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slipstream.gateway.served_model import ServedModel
+    from slipstream.gateway.model import ServedModel
 
 
 TEXT = "Hello world, how are you? 你好世界 👩‍👩‍👧 é ñ a\u0308e\u0301 ไทย  double  spaces\n\nnew\tline don't ▁x"

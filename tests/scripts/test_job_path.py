@@ -43,7 +43,7 @@ def job_path(script: Path) -> subprocess.CompletedProcess[str]:
 
 
 _CORE = {
-    "gateway": "gateway/manager.py",
+    "gateway": "gateway/jobs.py",
     "scheduler": "scheduler/core/loop.py",
     "draft": "services/draft/drafters.py",
     "verify": "services/verify/target.py",

@@ -14,14 +14,14 @@ from slipstream.common.errors import SlipstreamError
 from slipstream.gateway.fair_turns import FairTurns
 from slipstream.gateway.home import ALONE
 from slipstream.gateway.job import JobStore
-from slipstream.gateway.job_stream import StreamWrites
+from slipstream.gateway.jobs import JobManager
 from slipstream.gateway.journal_file import JournalFile, JournalMode
-from slipstream.gateway.manager import JobManager
-from slipstream.gateway.request_metrics import RequestMetrics
-from slipstream.gateway.scheduler_link import SchedulerLink
-from slipstream.gateway.served_model import ServedModel
-from slipstream.gateway.servicer import GenerationServicer
-from slipstream.gateway.validation import RequestLimits
+from slipstream.gateway.metrics import RequestMetrics
+from slipstream.gateway.model import ServedModel
+from slipstream.gateway.request import RequestLimits
+from slipstream.gateway.scheduler import SchedulerLink
+from slipstream.gateway.service import GenerationServicer
+from slipstream.gateway.stream import StreamWrites
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.servicer import SchedulerServicer
 from slipstream.scheduler.workers.session import WorkerSession

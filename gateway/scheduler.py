@@ -28,9 +28,9 @@ from slipstream.protos import scheduler_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from slipstream.gateway.model import ServedModel
     from slipstream.gateway.sample import RunningSequence
     from slipstream.gateway.scheduler_stream import Connection, RunStream
-    from slipstream.gateway.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slipstream.common.api.output_chunk import OutputChunk
     from slipstream.common.rpc.loop_turns import LoopTurns
     from slipstream.gateway.job import Job
-    from slipstream.gateway.request_metrics import RequestMetrics
+    from slipstream.gateway.metrics import RequestMetrics
     from slipstream.gateway.sample_output import SampleOutput
 
     Write = Callable[[Any], Awaitable[None]]

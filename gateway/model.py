@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import CheckpointError
-from slipstream.gateway.detokenizer import Vocabulary
+from slipstream.gateway.request import RequestLimits
+from slipstream.gateway.text import Vocabulary
 from slipstream.gateway.tokenizer import load_tokenizer, longest_token
-from slipstream.gateway.validation import RequestLimits
 
 if TYPE_CHECKING:
     from slipstream.common.api.server_state import SchedulerDescription

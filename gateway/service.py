@@ -22,7 +22,7 @@ from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.common.worker.recorder import Record, Site
 from slipstream.common.worker.trace import HostRecords
 from slipstream.gateway.keys import NO_OWNER, client_of, current_owner
-from slipstream.gateway.validation import check_job_id, check_num_messages, check_size, digest_of, parse_request
+from slipstream.gateway.request import check_job_id, check_num_messages, check_size, digest_of, parse_request
 from slipstream.protos import generation_pb2, generation_pb2_grpc, trace_pb2, trace_pb2_grpc
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from slipstream.common.api.server_state import ServerState
     from slipstream.gateway.fair_turns import FairTurns
     from slipstream.gateway.job import Job
-    from slipstream.gateway.job_stream import Encode, JobReader, StreamWrites
-    from slipstream.gateway.manager import JobManager
+    from slipstream.gateway.jobs import JobManager
+    from slipstream.gateway.model import ServedModel
     from slipstream.gateway.peers import Peers
+    from slipstream.gateway.request import CheckedRequest, JobRequest, RequestLimits
     from slipstream.gateway.sample import SequenceStats
-    from slipstream.gateway.served_model import ServedModel
-    from slipstream.gateway.validation import CheckedRequest, JobRequest, RequestLimits
+    from slipstream.gateway.stream import Encode, JobReader, StreamWrites
 
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name

@@ -20,11 +20,11 @@ from slipstream.common.errors import (
 from slipstream.common.rpc.loop_turns import LoopTurns
 from slipstream.gateway.home import ALONE, Home
 from slipstream.gateway.job import Job
-from slipstream.gateway.job_stream import JobReader
 from slipstream.gateway.journal import JobJournal
 from slipstream.gateway.keys import TokenQuota, current_owner
-from slipstream.gateway.request_metrics import DEADLINE, DISCONNECTED, REFUSED
+from slipstream.gateway.metrics import DEADLINE, DISCONNECTED, REFUSED
 from slipstream.gateway.sample import BROKEN_OUTPUT, RunningSequence
+from slipstream.gateway.stream import JobReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from slipstream.common.api.sequence import SequenceSpec, StepOutput
     from slipstream.gateway.job import JobStore
     from slipstream.gateway.journal_file import JournalFile
-    from slipstream.gateway.request_metrics import RequestMetrics
+    from slipstream.gateway.metrics import RequestMetrics
+    from slipstream.gateway.model import ServedModel
+    from slipstream.gateway.request import CheckedRequest
     from slipstream.gateway.sample import Sample
-    from slipstream.gateway.scheduler_link import SchedulerLink
-    from slipstream.gateway.served_model import ServedModel
-    from slipstream.gateway.validation import CheckedRequest
+    from slipstream.gateway.scheduler import SchedulerLink
 
 DEADLINE_SLACK_S = 0.05
 """A client's clock for its call started earlier than ours, by the time that the call took to arrive."""
