@@ -94,89 +94,6 @@ def pair_kernel(
     tl.store(place + i, (x * scale * weight).to(both.dtype.element_ty), mask=i < SIZE)
 
 
-_SWIGLU_COLUMNS = 1024
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root mean square norm. `x`: [N, size], contiguous. Returns the same shape and dtype."""
-    return _norm(x, None, weight, eps)[1]
-
-
-def add_rms_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds `delta` to `x`, both [N, size], contiguous. Returns the sum, rounded to their dtype, and its norm."""
-    return _norm(x, delta, weight, eps)
-
-
-def _norm(
-    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_rows, size = x.shape
-    summed, normed = x if delta is None else x.new_empty(x.shape), x.new_empty(x.shape)
-    if not num_rows:
-        return summed, normed
-    assert x.is_contiguous(), "a kernel reads rows side by side"
-    assert delta is None or delta.is_contiguous(), "a kernel reads rows side by side"
-    block = max(16, 1 << (size - 1).bit_length())
-    rms_norm_kernel[(num_rows,)](
-        x,
-        delta if delta is not None else x,
-        weight,
-        summed,
-        normed,
-        eps,
-        SIZE=size,
-        BLOCK=block,
-        HAS_DELTA=delta is not None,
-        **overlapping(x.device),
-        num_warps=min(16, max(1, block // 512)),
-    )
-    return summed, normed
-
-
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """Computes silu(gate) * up: [N, 2 * size], contiguous, gates first, to [N, size]."""
-    num_rows, twice = gate_up.shape
-    assert gate_up.is_contiguous(), "a kernel reads rows side by side"
-    output = gate_up.new_empty(num_rows, twice // 2)
-    if num_rows:
-        grid = (num_rows, -(-twice // 2 // _SWIGLU_COLUMNS))
-        swiglu_kernel[grid](
-            gate_up, output, SIZE=twice // 2, BLOCK=_SWIGLU_COLUMNS, num_warps=4, **overlapping(gate_up.device)
-        )
-    return output
-
-
-def embed_and_norm(
-    tokens: torch.Tensor,
-    embedding: torch.Tensor,
-    states: torch.Tensor,
-    embedding_norm: torch.Tensor,
-    state_norm: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
-    """Norms the embeddings of N tokens and N states, side by side: [N, 2 * size]. `states`: [N, size], contiguous."""
-    num_tokens, size = states.shape
-    both = states.new_empty(num_tokens, 2 * size)
-    if num_tokens:
-        block = power_of_two(size)
-        pair_kernel[num_tokens, 2](
-            tokens,
-            embedding,
-            states,
-            embedding_norm,
-            state_norm,
-            both,
-            len(embedding),
-            eps,
-            SIZE=size,
-            BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
-        )
-    return both
-
-
 @triton.jit(do_not_specialize=["num_tokens", "max_positions"])
 def rotation_kernel(
     positions: tl.tensor,  # [num_tokens] int64
@@ -304,7 +221,73 @@ def keep_kernel(
         tl.store(at + half, second, mask=is_there)
 
 
+_SWIGLU_COLUMNS = 1024
+"""Columns of a gate that a program computes."""
 _TOKENS_AT_ONCE = 4
+"""Tokens of which a program computes the rotation."""
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root mean square norm. `x`: [N, size], contiguous. Returns the same shape and dtype."""
+    return _norm(x, None, weight, eps)[1]
+
+
+def add_rms_norm(
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds `delta` to `x`, both [N, size], contiguous. Returns the sum, rounded to their dtype, and its norm."""
+    return _norm(x, delta, weight, eps)
+
+
+def _norm(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (num_rows, size), added = x.shape, x if delta is None else delta
+    summed, normed = x if delta is None else x.new_empty(x.shape), x.new_empty(x.shape)
+    if num_rows:
+        assert x.is_contiguous(), "a kernel reads rows side by side"
+        assert added.is_contiguous(), "a kernel reads rows side by side"
+        rms_norm_kernel[(num_rows,)](
+            x, added, weight, summed, normed, eps,
+            SIZE=size, HAS_DELTA=delta is not None, **overlapping(x.device), **_whole_rows(size),
+        )  # fmt: skip
+    return summed, normed
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """Computes silu(gate) * up: [N, 2 * size], contiguous, gates first, to [N, size]."""
+    num_rows, size = len(gate_up), gate_up.shape[1] // 2
+    assert gate_up.is_contiguous(), "a kernel reads rows side by side"
+    output = gate_up.new_empty(num_rows, size)
+    if num_rows:
+        grid, options = (num_rows, -(-size // _SWIGLU_COLUMNS)), overlapping(gate_up.device)
+        swiglu_kernel[grid](gate_up, output, SIZE=size, BLOCK=_SWIGLU_COLUMNS, num_warps=4, **options)
+    return output
+
+
+def embed_and_norm(
+    tokens: torch.Tensor,
+    embedding: torch.Tensor,
+    states: torch.Tensor,
+    embedding_norm: torch.Tensor,
+    state_norm: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """Norms the embeddings of N tokens and N states, side by side: [N, 2 * size]. `states`: [N, size], contiguous."""
+    num_tokens, size = states.shape
+    both = states.new_empty(num_tokens, 2 * size)
+    if num_tokens:
+        pair_kernel[num_tokens, 2](
+            tokens, embedding, states, embedding_norm, state_norm, both, len(embedding), eps,
+            SIZE=size, **_whole_rows(size),
+        )  # fmt: skip
+    return both
+
+
+def _whole_rows(size: int) -> dict[str, int]:
+    """Returns the options of a program that takes a whole row."""
+    block = max(16, power_of_two(size))
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
 
 
 def rotation_of(positions: torch.Tensor, table: torch.Tensor, max_positions: int) -> torch.Tensor:
@@ -313,20 +296,11 @@ def rotation_of(positions: torch.Tensor, table: torch.Tensor, max_positions: int
     `positions`: N int64 in any shape, clamped to 0 .. `max_positions` - 1. `table`: [2, head_dim / 2]
     float32, of `rotation_table`.
     """
-    half = table.shape[1]
-    num_tokens = positions.numel()
+    num_tokens, half = positions.numel(), table.shape[1]
     rotation = table.new_empty(num_tokens, 2, half)
     if num_tokens:
         rotation_kernel[(-(-num_tokens // _TOKENS_AT_ONCE),)](
-            positions.contiguous(),
-            table,
-            rotation,
-            num_tokens,
-            max_positions,
-            HALF=half,
-            BLOCK_H=1 << (half - 1).bit_length(),
-            BLOCK_T=_TOKENS_AT_ONCE,
-            **overlapping(positions.device),
-            num_warps=4,
-        )
+            positions.contiguous(), table, rotation, num_tokens, max_positions,
+            HALF=half, BLOCK_H=power_of_two(half), BLOCK_T=_TOKENS_AT_ONCE, num_warps=4, **overlapping(table.device),
+        )  # fmt: skip
     return rotation

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -190,23 +190,11 @@ class RaggedPlan:
         split_tiles = limits.new_empty((4, spare), dtype=torch.int32)
         if num_items:
             plan_kernel[(-(-num_items // _ITEMS_AT_ONCE),)](
-                ragged.begins,
-                positions,
-                limits,
-                items,
-                split_tiles,
-                len(limits),
-                len(ragged.rows),
-                num_items,
-                spare,
-                capacity,
-                TILE_TOKENS=tokens,
-                LEAST_KEYS=_LEAST_KEYS,
-                MOST_SPLITS=MOST_SPLITS,
-                BLOCK_R=_ROWS_AT_ONCE,
-                BLOCK_I=_ITEMS_AT_ONCE,
-                num_warps=4,
-            )
+                ragged.begins, positions, limits, items, split_tiles,
+                len(limits), len(ragged.rows), num_items, spare, capacity,
+                TILE_TOKENS=tokens, LEAST_KEYS=_LEAST_KEYS, MOST_SPLITS=MOST_SPLITS,
+                BLOCK_R=_ROWS_AT_ONCE, BLOCK_I=_ITEMS_AT_ONCE, num_warps=4,
+            )  # fmt: skip
         return cls(items, split_tiles, 2 * spare)
 
 
@@ -221,10 +209,48 @@ def _are_unsplit(ragged: RaggedRows, tokens: int, spare: int) -> bool:
 
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 """Programs that share the keys: fewer leave multiprocessors idle, more only add to the reduction."""
-
-
 _MAX_GRID = 2**16 - 1
 """Programs of CUDA's second and third dimension of a grid; the first has 2^31 - 1."""
+_LEAST_DIM = 16
+"""Dimensions that a product of tensor cores has at least: a smaller head is padded, which a block is not."""
+_COMBINED = 8
+"""Stacked queries of which one program combines the splits."""
+_LARGE = 128
+"""Stacked queries of the largest tile."""
+
+
+class _Tile(NamedTuple):
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+_PROMPT_TILE = _Tile(_LARGE, 64, 8, 3)
+"""For heads of up to 128. Two groups of four warps share a block of keys, of which the next two are under way."""
+_WIDE_PROMPT_TILE = _Tile(_LARGE, 64, 8, 2)
+_SMALL_TILE = _Tile(64, 64, 4, 3)
+"""For heads of up to 128 where keys come in blocks, and for rows of which most have a few tokens: a larger tile would
+compute mostly with padding."""
+_LONG_TOKENS, _LONG_ROW = 512, 128
+"""Tokens of ragged rows, together and on average, from which a large tile is faster."""
+
+
+class _Programs(NamedTuple):
+    """The programs of a forward's attention in each layer."""
+
+    grid: tuple[int, ...]
+    tile: _Tile
+    width: int
+    """Tokens of a row; of all ragged rows together."""
+    num_splits: int = 1
+    """Programs that share the keys of a row; ragged rows have their plan's."""
+    num_query_blocks: int = 1
+    is_split: bool = False
+    """The kernel may leave partial results. That of ragged rows has no variant for rows that happen to have none."""
+    num_partials: int = 0
+    """Queries of a head with partial results; 0: no tile has several programs."""
+    plan: RaggedPlan | None = None
 
 
 class PagedAttention:
@@ -241,8 +267,7 @@ class PagedAttention:
         `is_invariant`: a query gets the same bits in any row and batch, which is slower: no programs share keys.
         """
         self.outputs = LastOutputs(config, batch.outputs)
-        self._config = config
-        self._cache = cache
+        self._config, self._cache, self._ragged = config, cache, batch.ragged
         self._of_outputs: PagedAttention | None = None
         if batch.outputs is not None and len(batch.outputs):
             self._of_outputs = PagedAttention(config, batch.one_token_rows(batch.outputs), cache)
@@ -253,32 +278,52 @@ class PagedAttention:
         self._limits = batch.limits.contiguous()
         self._starts = None if batch.starts is None else batch.starts.contiguous()
         self._group = config.num_heads // config.num_kv_heads
-        self._ragged = batch.ragged
-        element_size = cache.rows[0].element_size()
-        self._plan: RaggedPlan | None = None
         self._reads_blocks = batch.ragged is not None and _has_blocks(cache, config.head_dim)
+        self._sizes = {"KV_HEADS": config.num_kv_heads, "HEAD_DIM": config.head_dim}
+        self._overlaps = overlapping(self._limits.device)
+        capacity = self._page_table.shape[1] * cache.page_size
+        num_programs = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(self._limits.device) // config.num_kv_heads
         if batch.ragged is not None:
-            self._width, self._num_splits, self._num_query_blocks = self._num_tokens, 1, 1
-            is_large = not self._reads_blocks and (is_invariant or _are_long(batch.ragged))
-            self._tile = _tile_of_ragged(self._group, config.head_dim, element_size, is_large=is_large)
-            self._plan = self._make_plan(batch.ragged, is_invariant=is_invariant)
-            self._is_split = not is_invariant  # one kernel, whether any row has splits or none
-            self._has_splits = self._plan.num_places > 0
-            num_partials = self._plan.num_places * config.num_kv_heads * self._tile.block_m
-            self._grid: tuple[int, ...] = (config.num_kv_heads * self._plan.items.shape[1],)
+            self._programs = self._of_ragged(batch.ragged, capacity, num_programs, is_invariant=is_invariant)
         else:
-            num_rows, self._width = batch.tokens.shape
-            self._tile = _tile(self._width * self._group, config.head_dim, element_size)
-            self._num_query_blocks = -(-self._width * self._group // self._tile.block_m)
-            self._num_splits = 1 if is_invariant else self._choose_splits(num_rows)
-            self._is_split = self._has_splits = self._num_splits > 1
-            num_partials = self._num_tokens * config.num_heads * self._num_splits
-            self._grid = (config.num_kv_heads, self._num_query_blocks * self._num_splits, num_rows)
-            most = max(self._grid[1:])
-            assert most <= _MAX_GRID, f"{num_rows} rows of {self._width} tokens: a GPU has {_MAX_GRID} programs there"
-        num_partials = num_partials if self._has_splits else 1
+            num_rows, width = batch.tokens.shape
+            self._programs = self._of_rows(num_rows, width, capacity, 0 if is_invariant else num_programs)
+        num_partials = self._programs.num_partials or 1
         self._partial_output = self._limits.new_empty(num_partials, config.head_dim, dtype=torch.float32)
         self._partial_lse = self._limits.new_empty(num_partials, dtype=torch.float32)
+
+    def _of_ragged(self, ragged: RaggedRows, capacity: int, spare: int, *, is_invariant: bool) -> _Programs:
+        """`spare`: programs of each key head beyond one for each tile."""
+        is_large = not self._reads_blocks and (is_invariant or _are_long(ragged))
+        tile = _tile_of_ragged(self._group, self._config.head_dim, self._element_size, is_large=is_large)
+        spare, tokens = 0 if is_invariant else max(1, spare), tile.block_m // self._group
+        plan = RaggedPlan.of(ragged, self._positions, self._limits, capacity=capacity, tokens=tokens, spare=spare)
+        kv_heads = self._config.num_kv_heads
+        return _Programs(
+            grid=(kv_heads * plan.items.shape[1],),
+            tile=tile,
+            width=self._num_tokens,
+            is_split=not is_invariant,
+            num_partials=plan.num_places * kv_heads * tile.block_m,
+            plan=plan,
+        )
+
+    def _of_rows(self, num_rows: int, width: int, capacity: int, num_programs: int) -> _Programs:
+        """`num_programs`: that share the keys of all rows, of each key head."""
+        tile = _tile(width * self._group, self._config.head_dim, self._element_size)
+        num_query_blocks = -(-width * self._group // tile.block_m)
+        num_splits = 1
+        if num_rows and num_query_blocks == 1:
+            num_splits = max(1, min(num_programs // num_rows, MOST_SPLITS, -(-capacity // tile.block_n)))
+        grid = (self._config.num_kv_heads, num_query_blocks * num_splits, num_rows)
+        assert max(grid[1:]) <= _MAX_GRID, f"{num_rows} rows of {width} tokens: a GPU has {_MAX_GRID} programs there"
+        is_split = num_splits > 1
+        num_partials = self._num_tokens * self._config.num_heads * num_splits if is_split else 0
+        return _Programs(grid, tile, width, num_splits, num_query_blocks, is_split, num_partials)
+
+    @property
+    def _element_size(self) -> int:
+        return self._cache.rows[0].element_size()
 
     def __call__(
         self,
@@ -310,138 +355,63 @@ class PagedAttention:
             self._attend(layer, qkv, output)
         return output
 
-    def _attend(self, layer: int, qkv: torch.Tensor, output: torch.Tensor) -> None:
-        config = self._config
-        window, kv = config.sliding_window(layer), self._cache.rows[layer]
-        attend_kernel[self._grid](
-            qkv,
-            kv,
-            TensorDescriptor.from_tensor(kv, [self._tile.block_n, config.head_dim]) if self._reads_blocks else kv,
-            self._page_table,
-            self._positions,
-            self._is_valid,
-            self._limits,
-            self._limits if self._starts is None else self._starts,
-            self._limits if self._ragged is None else self._ragged.begins,
-            self._limits if self._plan is None else self._plan.items,
-            output,
-            self._partial_output,
-            self._partial_lse,
-            self._cache.num_pages,
-            self._page_table.shape[1],
-            self._width,
-            self._num_splits,
-            self._num_query_blocks,
-            window if window is not None else 0,
-            math.log2(math.e) / math.sqrt(config.head_dim),
-            PAGE_SIZE=self._cache.page_size,
-            KV_HEADS=config.num_kv_heads,
-            GROUP=self._group,
-            HEAD_DIM=config.head_dim,
-            BLOCK_D=max(_LEAST_DIM, power_of_two(config.head_dim)),
-            BLOCK_M=self._tile.block_m,
-            BLOCK_N=self._tile.block_n,
-            HAS_WINDOW=window is not None,
-            HAS_STARTS=self._starts is not None,
-            IS_SPLIT=self._is_split,
-            IS_RAGGED=self._ragged is not None,
-            READS_BLOCKS=self._reads_blocks,
-            **overlapping(qkv.device),
-            num_warps=self._tile.num_warps,
-            num_stages=self._tile.num_stages,
-        )
-        if self._has_splits:
-            self._combine(output)
-
-    def _choose_splits(self, num_rows: int) -> int:
-        if not num_rows or self._num_query_blocks > 1:
-            return 1
-        splits = self._wanted_programs // (num_rows * self._config.num_kv_heads)
-        return max(1, min(splits, MOST_SPLITS, -(-self._capacity // self._tile.block_n)))
-
-    def _make_plan(self, ragged: RaggedRows, *, is_invariant: bool) -> RaggedPlan:
-        spare = 0 if is_invariant else max(1, self._wanted_programs // self._config.num_kv_heads)
-        tokens = self._tile.block_m // self._group
-        return RaggedPlan.of(ragged, self._positions, self._limits, capacity=self._capacity, tokens=tokens, spare=spare)
-
-    @property
-    def _wanted_programs(self) -> int:
-        return _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(self._limits.device)
-
-    @property
-    def _capacity(self) -> int:
-        return self._page_table.shape[1] * self._cache.page_size
-
     def _keep(
         self, layer: int, qkv: torch.Tensor, rotation: torch.Tensor, norms: tuple[RMSNorm, RMSNorm] | None
     ) -> None:
-        config = self._config
+        config, cache = self._config, self._cache
         assert qkv.is_contiguous(), "a kernel reads the rows of qkv side by side"
         block_heads = 16 if len(qkv) >= 256 else 2
         num_programs = -(-config.num_heads // block_heads) + -(-2 * config.num_kv_heads // block_heads)
+        query_norm, key_norm, eps = (qkv, qkv, 0.0) if norms is None else (*(n.weight for n in norms), norms[0].eps)
         keep_kernel[len(qkv), num_programs](
-            qkv,
-            self._cache.rows[layer],
-            rotation,
-            norms[0].weight if norms is not None else qkv,
-            norms[1].weight if norms is not None else qkv,
-            self._page_table,
-            self._positions,
-            self._is_valid,
-            self._limits,
+            qkv, cache.rows[layer], rotation, query_norm, key_norm,
+            self._page_table, self._positions, self._is_valid, self._limits,
             self._limits if self._ragged is None else self._ragged.rows,
-            self._cache.num_pages,
-            self._page_table.shape[1],
-            self._width,
-            norms[0].eps if norms is not None else 0.0,
-            PAGE_SIZE=self._cache.page_size,
-            Q_HEADS=config.num_heads,
-            KV_HEADS=config.num_kv_heads,
-            HEAD_DIM=config.head_dim,
-            BLOCK_HALF=power_of_two(config.head_dim // 2),
-            BLOCK_HEADS=block_heads,
-            HAS_NORMS=norms is not None,
-            IS_RAGGED=self._ragged is not None,
-            **overlapping(qkv.device),
-            num_warps=4 if block_heads == 16 else 1,
-        )
+            cache.num_pages, self._page_table.shape[1], self._programs.width, eps,
+            PAGE_SIZE=cache.page_size, Q_HEADS=config.num_heads, **self._sizes,
+            BLOCK_HALF=power_of_two(config.head_dim // 2), BLOCK_HEADS=block_heads,
+            HAS_NORMS=norms is not None, IS_RAGGED=self._ragged is not None,
+            num_warps=4 if block_heads == 16 else 1, **self._overlaps,
+        )  # fmt: skip
+
+    def _attend(self, layer: int, qkv: torch.Tensor, output: torch.Tensor) -> None:
+        config, cache, programs, tile = self._config, self._cache, self._programs, self._programs.tile
+        window, kv, head_dim = config.sliding_window(layer), cache.rows[layer], config.head_dim
+        attend_kernel[programs.grid](
+            qkv, kv, TensorDescriptor.from_tensor(kv, [tile.block_n, head_dim]) if self._reads_blocks else kv,
+            self._page_table, self._positions, self._is_valid, self._limits,
+            self._limits if self._starts is None else self._starts,
+            self._limits if self._ragged is None else self._ragged.begins,
+            self._limits if programs.plan is None else programs.plan.items,
+            output, self._partial_output, self._partial_lse,
+            cache.num_pages, self._page_table.shape[1],
+            programs.width, programs.num_splits, programs.num_query_blocks,
+            window if window is not None else 0, math.log2(math.e) / math.sqrt(head_dim),
+            PAGE_SIZE=cache.page_size, GROUP=self._group, **self._sizes,
+            BLOCK_D=max(_LEAST_DIM, power_of_two(head_dim)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            HAS_WINDOW=window is not None, HAS_STARTS=self._starts is not None, IS_SPLIT=programs.is_split,
+            IS_RAGGED=self._ragged is not None, READS_BLOCKS=self._reads_blocks,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **self._overlaps,
+        )  # fmt: skip
+        if programs.num_partials:
+            self._combine(output)
 
     def _combine(self, output: torch.Tensor) -> None:
-        if self._plan is not None:
-            self._combine_tiles(self._plan, output)
+        (plan, tile), head_dim = (self._programs.plan, self._programs.tile), self._config.head_dim
+        block_d, num_splits = power_of_two(head_dim), self._programs.num_splits
+        if plan is None:
+            combine_kernel[(output.numel() // head_dim,)](
+                self._partial_output, self._partial_lse, output, num_splits,
+                HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_S=power_of_two(num_splits),
+                num_warps=1 if num_splits <= 8 else 4, **self._overlaps,
+            )  # fmt: skip
             return
-        head_dim = self._config.head_dim
-        combine_kernel[(output.numel() // head_dim,)](
-            self._partial_output,
-            self._partial_lse,
-            output,
-            self._num_splits,
-            HEAD_DIM=head_dim,
-            BLOCK_D=power_of_two(head_dim),
-            BLOCK_S=power_of_two(self._num_splits),
-            **overlapping(output.device),
-            num_warps=1 if self._num_splits <= 8 else 4,
-        )
-
-    def _combine_tiles(self, plan: RaggedPlan, output: torch.Tensor) -> None:
-        config, block_m = self._config, self._tile.block_m
         num_tiles = plan.split_tiles.shape[1]
-        combine_tiles_kernel[config.num_kv_heads * (block_m // _COMBINED), num_tiles](
-            self._partial_output,
-            self._partial_lse,
-            plan.split_tiles,
-            output,
-            num_tiles,
-            KV_HEADS=config.num_kv_heads,
-            GROUP=self._group,
-            HEAD_DIM=config.head_dim,
-            BLOCK_D=power_of_two(config.head_dim),
-            BLOCK_M=block_m,
-            BLOCK_Q=_COMBINED,
-            BLOCK_S=8,
-            **overlapping(output.device),
-            num_warps=4,
-        )
+        combine_tiles_kernel[self._config.num_kv_heads * (tile.block_m // _COMBINED), num_tiles](
+            self._partial_output, self._partial_lse, plan.split_tiles, output, num_tiles,
+            GROUP=self._group, **self._sizes,
+            BLOCK_D=block_d, BLOCK_M=tile.block_m, BLOCK_Q=_COMBINED, BLOCK_S=8, num_warps=4, **self._overlaps,
+        )  # fmt: skip
 
 
 class JoinedAttention:
@@ -472,32 +442,6 @@ def paged_attention(
     if isinstance(batch, JoinedBatch):
         return JoinedAttention(config, batch, cache)
     return PagedAttention(config, batch, cache, is_invariant=is_invariant)
-
-
-_LEAST_DIM = 16
-"""Dimensions that a product of tensor cores has at least: a smaller head is padded, which a block is not."""
-_COMBINED = 8
-"""Stacked queries of which one program combines the splits."""
-_LARGE = 128
-"""Stacked queries of the largest tile."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
-_PROMPT_TILE = _Tile(_LARGE, 64, 8, 3)
-"""For heads of up to 128. Two groups of four warps share a block of keys, of which the next two are under way."""
-_WIDE_PROMPT_TILE = _Tile(_LARGE, 64, 8, 2)
-_SMALL_TILE = _Tile(64, 64, 4, 3)
-"""For heads of up to 128 where keys come in blocks, and for rows of which most have a few tokens: a larger tile would
-compute mostly with padding."""
-_LONG_TOKENS, _LONG_ROW = 512, 128
-"""Tokens of ragged rows, together and on average, from which a large tile is faster."""
 
 
 def _tile(num_stacked: int, head_dim: int, element_size: int) -> _Tile:
@@ -536,4 +480,4 @@ def _tile_of_ragged(group: int, head_dim: int, element_size: int, *, is_large: b
     tile = _tile(_LARGE, head_dim, element_size)
     if not is_large and tile == _PROMPT_TILE:
         tile = _SMALL_TILE
-    return replace(tile, block_m=max(tile.block_m, power_of_two(group)))
+    return tile._replace(block_m=max(tile.block_m, power_of_two(group)))

@@ -235,63 +235,38 @@ def _launch(
     residual: torch.Tensor | None = None,
     norm: RMSNorm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = x.x if isinstance(x, Scaled) else x
-    num_rows, size = rows.shape
+    rows, squares, eps = (x.x, x.squares, x.eps) if isinstance(x, Scaled) else (x, x, 0.0)
+    (num_rows, size), parts = rows.shape, len(squares) if isinstance(x, Scaled) else 1
     assert 0 < num_rows <= MOST_ROWS, f"{num_rows} rows, and a program takes {MOST_ROWS}"
     assert rows.is_contiguous(), "a kernel reads rows side by side"
     assert residual is None or residual.is_contiguous(), "a kernel reads rows side by side"
     if layer.scales is None:
         assert layer.weight is not None, "a weight is only given up where it is packed"
-        weight, scales, arrivals = layer.weight.data, rows, rows
-        num_outputs = len(weight)
+        weight, scales, arrivals, num_outputs = layer.weight.data, rows, rows, len(layer.weight)
     else:
         packed, scales = fp8_operands(layer)
         weight, arrivals, num_outputs = packed.bits, packed.arrivals, packed.num_rows
     columns = num_outputs // (2 if is_gated else 1)
     tile = (_tile if layer.scales is None else _fp8_tile)(num_rows, columns, size, is_gated=is_gated)
-    num_programs = -(-columns // tile.block_n)
-    sums = rows
+    num_programs, sums = -(-columns // tile.block_n), rows
     if tile.slices > 1:
         sums = rows.new_empty(tile.slices, tile.block_m, num_outputs, dtype=torch.float32)
     output = rows.new_empty(num_rows, columns)
     scaled = torch.empty_like(output) if norm is not None else output
     squares_after = rows.new_empty(num_programs, num_rows, dtype=torch.float32) if norm is not None else output
-    parts = len(x.squares) if isinstance(x, Scaled) else 1
+    bias, has_bias = (rows, False) if layer.bias is None else (layer.bias, True)
+    added, has_residual = (rows, False) if residual is None else (residual, True)
+    norm_weight, scales_output = (rows, False) if norm is None else (norm.weight, True)
     product_kernel[num_programs, tile.slices](
-        rows,
-        x.squares if isinstance(x, Scaled) else rows,
-        weight,
-        scales,
-        sums,
-        arrivals,
-        layer.bias if layer.bias is not None else rows,
-        residual if residual is not None else rows,
-        norm.weight if norm is not None else rows,
-        output,
-        scaled,
-        squares_after,
-        num_rows,
-        x.eps if isinstance(x, Scaled) else 0.0,
-        SIZE=size,
-        COLUMNS=columns,
-        PARTS=parts,
-        **fp8_layout(layer),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        SLICES=tile.slices,
-        BLOCK_P=power_of_two(parts),
-        FETCHED=tile.fetched,
-        STAGES=tile.stages,
-        IS_SCALED=isinstance(x, Scaled),
-        IS_GATED=is_gated,
-        HAS_BIAS=layer.bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        SCALES=norm is not None,
-        **overlapping(rows.device),
-        num_warps=tile.num_warps,
-        maxnreg=tile.most_registers,
-    )
+        rows, squares, weight, scales, sums, arrivals, bias, added, norm_weight,
+        output, scaled, squares_after, num_rows, eps,
+        SIZE=size, COLUMNS=columns, PARTS=parts, BLOCK_P=power_of_two(parts), **fp8_layout(layer),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        SLICES=tile.slices, FETCHED=tile.fetched, STAGES=tile.stages,
+        IS_SCALED=isinstance(x, Scaled), IS_GATED=is_gated,
+        HAS_BIAS=has_bias, HAS_RESIDUAL=has_residual, SCALES=scales_output,
+        num_warps=tile.num_warps, maxnreg=tile.most_registers, **overlapping(rows.device),
+    )  # fmt: skip
     return output, scaled, squares_after
 
 
@@ -312,7 +287,7 @@ class _Tile:
 
 def _tile(num_rows: int, columns: int, size: int, *, is_gated: bool) -> _Tile:
     """Tiles as measured on an H200: a program for each multiprocessor where possible, with many loads in flight."""
-    block_m = max(16, 1 << (num_rows - 1).bit_length())
+    block_m = max(16, power_of_two(num_rows))
     is_narrow = columns <= 32 * _MULTIPROCESSORS
     if is_gated:
         tile = {16: _Tile(16, 32, 128, 5, 512), 32: _Tile(32, 64, 128, 3), 64: _Tile(64, 64, 64, 4, 256)}[block_m]
@@ -322,13 +297,13 @@ def _tile(num_rows: int, columns: int, size: int, *, is_gated: bool) -> _Tile:
         tile = _Tile(block_m, block_n, 512 if is_deep else 256, 4 if is_deep or block_m == 64 else 5)
     else:
         tile = _Tile(block_m, 64, 128, 5)
-    block_k = min(tile.block_k, max(16, 1 << (size - 1).bit_length()))
+    block_k = min(tile.block_k, max(16, power_of_two(size)))
     return replace(tile, block_k=block_k, fetched=tile.fetched if tile.fetched <= size // 4 else 0)
 
 
 def _fp8_tile(num_rows: int, columns: int, size: int, *, is_gated: bool) -> _Tile:
     """The same for FP8 weights, measured in steps of an 8B model: the narrow products fill the GPU by their slices."""
-    block_m = max(16, 1 << (num_rows - 1).bit_length())
+    block_m = max(16, power_of_two(num_rows))
     if is_gated:
         tile = {
             16: _Tile(16, 64, 128, 3, 256, slices=2),
@@ -453,18 +428,9 @@ def _launch_tiled(x: torch.Tensor, layer: Linear, residual: torch.Tensor | None)
         TensorDescriptor.from_tensor(x, [_BLOCK_M, _BLOCK_K]),
         TensorDescriptor.from_tensor(layer.weight.data, [block_n, _BLOCK_K]),
         of_output if residual is None else TensorDescriptor.from_tensor(residual, [_BLOCK_M, block_n]),
-        of_output,
-        num_rows,
-        SIZE=size,
-        COLUMNS=num_columns,
-        BLOCK_M=_BLOCK_M,
-        BLOCK_N=block_n,
-        BLOCK_K=_BLOCK_K,
-        TILES_DOWN=_TILES_DOWN,
-        IS_GATED=is_gated,
-        HAS_RESIDUAL=residual is not None,
-        **overlapping(x.device),
-        num_warps=_NUM_WARPS,
-        num_stages=_STAGES,
-    )
+        of_output, num_rows,
+        SIZE=size, COLUMNS=num_columns, BLOCK_M=_BLOCK_M, BLOCK_N=block_n, BLOCK_K=_BLOCK_K, TILES_DOWN=_TILES_DOWN,
+        IS_GATED=is_gated, HAS_RESIDUAL=residual is not None,
+        num_warps=_NUM_WARPS, num_stages=_STAGES, **overlapping(x.device),
+    )  # fmt: skip
     return output

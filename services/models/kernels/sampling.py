@@ -14,7 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.services.models.kernels.launching import num_multiprocessors, overlapping, wait_for_previous
+from slipstream.services.models.kernels.launching import (
+    num_multiprocessors,
+    overlapping,
+    power_of_two,
+    wait_for_previous,
+)
 from slipstream.services.models.kernels.token_scores import (
     LEVELS,
     NO_CUT,
@@ -320,27 +325,24 @@ class _Sampling:
         tokens: torch.Tensor,
         has_filters: bool,
     ) -> None:
-        num_rows, vocab_size = logits.shape
+        (num_rows, vocab_size), device = logits.shape, logits.device
         num_blocks = -(-vocab_size // _BLOCK)
-        device = logits.device
         programs = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device)
         self._grid = (num_rows, max(1, min(num_blocks, programs // num_rows)))
         self._sizes = (vocab_size, num_blocks, num_rows)
-        self._logits = logits
-        self._rows = rows
+        self._logits, self._rows, self._tokens = logits, rows, tokens
         self._draws = (rows.seed, positions, token_ids if token_ids is not None else positions)
-        self._tokens = tokens
-        self._has_filters = has_filters
-        self._options: dict[str, Any] = {"BLOCK_G": 1 << (num_blocks - 1).bit_length(), **overlapping(device)}
-        self._has_ids = token_ids is not None
+        self._has_filters, self._has_ids = has_filters, token_ids is not None
+        self._overlaps = overlapping(device)
+        self._options: dict[str, Any] = {"BLOCK_G": power_of_two(num_blocks), **self._overlaps}
         levels = int(LEVELS) if has_filters else 0
         self._best, self._score = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=device)
         self._masses = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=device)
         self._index, self._chosen = torch.empty((2, num_rows, num_blocks), dtype=torch.int32, device=device)
         counts = torch.empty((levels, num_rows, num_blocks, int(NUM_BINS)), dtype=torch.int32, device=device)
         bits, count_before = torch.empty((2, levels, num_rows), dtype=torch.int32, device=device)
-        self._looked_at = torch.empty(num_rows, dtype=torch.int32, device=device)
-        self._is_done = torch.empty(num_rows, dtype=torch.int8, device=device)
+        looked_at = torch.empty(num_rows, dtype=torch.int32, device=device)
+        self._checked = (torch.empty(num_rows, dtype=torch.int8, device=device), looked_at)
         # As the kernels that filter, and those that score what passes, take them first.
         by_row, found = (logits, self._best, rows.temperature, rows.top_k), (counts, bits, count_before)
         self._filtered = (*by_row, *found)
@@ -348,10 +350,8 @@ class _Sampling:
 
     def run(self) -> None:
         """Launches all there is."""
-        vocab_size, num_blocks, _ = self._sizes
-        overlaps = {name: value for name, value in self._options.items() if name != "BLOCK_G"}
         greatest_kernel[self._grid](
-            self._logits, self._best, self._index, vocab_size, num_blocks, BLOCK=_BLOCK, num_warps=8, **overlaps
+            self._logits, self._best, self._index, *self._sizes[:2], BLOCK=_BLOCK, num_warps=8, **self._overlaps
         )
         if self._has_filters:
             for level in range(int(LEVELS)):
@@ -361,65 +361,24 @@ class _Sampling:
         self._draw(is_second=False)
         if self._has_filters:
             for _ in range(_LOOKS):
-                self._look()
+                mass_kernel[self._grid](
+                    *self._filtered, self._masses, *self._checked, *self._sizes,
+                    BLOCK=_BLOCK, num_warps=8, **self._options,
+                )  # fmt: skip
                 self._draw(is_second=True)
-            self._settle()
+            settle_kernel[(self._sizes[2],)](
+                *self._scored, *self._checked, self._tokens, *self._sizes,
+                BLOCK=_BLOCK, HAS_IDS=self._has_ids, num_warps=16, **self._options,
+            )  # fmt: skip
 
     def _draw(self, *, is_second: bool) -> None:
-        rows = self._rows
         variant = {"HAS_IDS": self._has_ids, "HAS_FILTERS": self._has_filters, "IS_SECOND": is_second}
         score_kernel[self._grid](
-            *self._scored,
-            self._masses,
-            self._is_done,
-            self._looked_at,
-            self._score,
-            self._chosen,
-            *self._sizes,
-            BLOCK=_BLOCK,
-            num_warps=8,
-            **variant,
-            **self._options,
-        )
+            *self._scored, self._masses, *self._checked, self._score, self._chosen, *self._sizes,
+            BLOCK=_BLOCK, num_warps=8, **variant, **self._options,
+        )  # fmt: skip
         choose_kernel[(self._sizes[2],)](
-            self._best,
-            self._index,
-            self._score,
-            self._chosen,
-            rows.temperature,
-            rows.top_p,
-            self._draws[2],
-            self._masses,
-            self._is_done,
-            self._looked_at,
-            self._tokens,
-            *self._sizes[1:],
-            num_warps=1,
-            **variant,
-            **self._options,
-        )
-
-    def _look(self) -> None:
-        mass_kernel[self._grid](
-            *self._filtered,
-            self._masses,
-            self._is_done,
-            self._looked_at,
-            *self._sizes,
-            BLOCK=_BLOCK,
-            num_warps=8,
-            **self._options,
-        )
-
-    def _settle(self) -> None:
-        settle_kernel[(self._sizes[2],)](
-            *self._scored,
-            self._is_done,
-            self._looked_at,
-            self._tokens,
-            *self._sizes,
-            BLOCK=_BLOCK,
-            HAS_IDS=self._has_ids,
-            num_warps=16,
-            **self._options,
-        )
+            self._best, self._index, self._score, self._chosen, self._rows.temperature, self._rows.top_p,
+            self._draws[2], self._masses, *self._checked, self._tokens, *self._sizes[1:],
+            num_warps=1, **variant, **self._options,
+        )  # fmt: skip

@@ -254,8 +254,8 @@ def test_ragged_rows_may_have_more_items_than_a_grid_has_rows(device: torch.devi
     """CUDA's second and third dimension have 65,535 programs, its first has 2^31 - 1."""
     case = AttentionCase.random(some_config(), (0,), 1, device=device, dtype=torch.float32, seed=19)
     attention = PagedAttention(case.config, case.ragged([1]).batch, case.cache)
-    assert attention._grid[1:] == ()
-    assert attention._grid[0] % case.config.num_kv_heads == 0
+    assert attention._programs.grid[1:] == ()
+    assert attention._programs.grid[0] % case.config.num_kv_heads == 0
     rows = 2**16
     wide = replace(
         case.batch,
