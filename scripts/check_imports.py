@@ -2,20 +2,23 @@
 
 - A folder imports only the folders that `MAY_IMPORT` lists, always as `slipstream.FOLDER`.
 - No modules import each other in a cycle; imports under TYPE_CHECKING and inside functions count too.
-- No file of the product is longer than `MAX_LINES`; generated stubs are exempt.
+- No two folders, at any depth, import each other.
+- No file of the product is longer than `MAX_LINES`, or shorter than `MIN_LINES` with a single user; generated stubs,
+  packages' `__init__.py` and `main.py`, which starts a process, are exempt.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-MAX_LINES = 600
+MAX_LINES, MIN_LINES = 600, 60
 PRODUCT = ("services", "scheduler", "gateway", "common", "cli", "client")
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -36,6 +39,26 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scripts": {"bundled", "client", "common"},
 }
 """The folders that each folder may import beside itself; of two that hold a file, the inner one counts."""
+
+MUTUAL_FOLDERS: dict[tuple[str, str], int] = {
+    ("cli", "cli/doctor"): 1,
+    ("cli", "cli/up"): 10,
+    ("common/device", "common/device/cpu"): 1,
+    ("common/device", "common/device/cuda"): 1,
+    ("common/device", "common/worker"): 2,
+    ("scheduler", "scheduler/core"): 3,
+    ("scheduler", "scheduler/telemetry"): 2,
+    ("scheduler", "scheduler/workers"): 3,
+    ("scheduler/core", "scheduler/telemetry"): 1,
+    ("scheduler/core", "scheduler/workers"): 5,
+    ("scheduler/telemetry", "scheduler/workers"): 4,
+    ("services/draft", "services/worker"): 4,
+    ("services/models/kernels", "services/worker"): 1,
+    ("services/verify", "services/worker"): 1,
+}
+"""Folders that may still import each other, and the most imports in the direction with fewer; entries only go."""
+SMALL_FILES = frozenset({"cli/conformance/run.py", "cli/up/exec_with_parent.py"})
+"""Files that may still be too short; entries only go."""
 
 
 class Import(NamedTuple):
@@ -104,6 +127,43 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return found
 
 
+def mutual_folders(graph: Mapping[str, set[str]]) -> dict[tuple[str, str], int]:
+    """Returns the pairs of folders that import each other, with the imports in the direction with fewer."""
+    crossing = Counter(
+        (path.rpartition("/")[0], target.rpartition("/")[0]) for path, targets in graph.items() for target in targets
+    )
+    return {
+        (one, other): min(count, crossing[other, one])
+        for (one, other), count in sorted(crossing.items())
+        if one < other and (other, one) in crossing
+    }
+
+
+def folder_offences(graph: Mapping[str, set[str]], accepted: Mapping[tuple[str, str], int]) -> list[str]:
+    """Returns the pairs of folders with more mutual imports than accepted."""
+    return [
+        f"{one} and {other} import each other: {count} imports in the direction with fewer"
+        for (one, other), count in mutual_folders(graph).items()
+        if count > accepted.get((one, other), 0)
+    ]
+
+
+def length_offences(texts: Mapping[str, str], graph: Mapping[str, set[str]]) -> list[str]:
+    """Returns the files of the product that are too long, or too short for a single user."""
+    num_users = Counter(target for targets in graph.values() for target in targets)
+    found = []
+    for path, text in texts.items():
+        count = text.count("\n")
+        if not path.startswith(tuple(f"{folder}/" for folder in PRODUCT)):
+            continue
+        if count > MAX_LINES:
+            found.append(f"{path}: {count} lines, at most {MAX_LINES}")
+        is_exempt = path in SMALL_FILES or path.endswith(("/__init__.py", "/main.py"))
+        if count < MIN_LINES and num_users[path] <= 1 and not is_exempt:
+            found.append(f"{path}: {count} lines for a single user, at least {MIN_LINES}")
+    return found
+
+
 def sources(root: Path, folders: Iterable[str]) -> dict[str, str]:
     """Returns the Python files of folders but generated stubs, by their paths from the root."""
     paths = (path for folder in folders for path in sorted((root / folder).rglob("*.py")))
@@ -115,13 +175,10 @@ def sources(root: Path, folders: Iterable[str]) -> dict[str, str]:
 def offences(root: Path) -> list[str]:
     """Returns what breaks the rules, a line each."""
     texts = sources(root, MAY_IMPORT)
+    graph = import_graph(texts)
     found = [offence for path, text in texts.items() for offence in direction_offences(path, text)]
-    found += [f"cycle: {' -> '.join(cycle)}" for cycle in cycles(import_graph(texts))]
-    for path, text in texts.items():
-        count = text.count("\n")
-        if path.startswith(tuple(f"{folder}/" for folder in PRODUCT)) and count > MAX_LINES:
-            found.append(f"{path}: {count} lines, at most {MAX_LINES}")
-    return found
+    found += [f"cycle: {' -> '.join(cycle)}" for cycle in cycles(graph)]
+    return found + folder_offences(graph, MUTUAL_FOLDERS) + length_offences(texts, graph)
 
 
 if __name__ == "__main__":

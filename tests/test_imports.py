@@ -76,9 +76,41 @@ def test_no_cycle_without_a_way_back(check: Any) -> None:
     assert check.cycles(check.import_graph(texts)) == []
 
 
-def test_a_long_file_of_the_product_is_found(check: Any, tmp_path: Path) -> None:
-    for name in ("common/long.py", "common/long_pb2.py", "benchmarks/long.py"):
+def test_folders_that_import_each_other_are_found_at_any_depth(check: Any) -> None:
+    graph = check.import_graph(
+        {
+            "cli/main.py": "from slipstream.cli.up.run import run_up",
+            "cli/signals.py": "import slipstream.common.errors",
+            "cli/up/run.py": "if TYPE_CHECKING:\n    from slipstream.cli.signals import StopSignals",
+            "common/errors.py": "from slipstream.common.rpc import status",
+            "common/rpc/status.py": "",
+        }
+    )
+    assert check.cycles(graph) == []
+    assert check.mutual_folders(graph) == {("cli", "cli/up"): 1}
+    assert check.folder_offences(graph, {("cli", "cli/up"): 1}) == []
+    (offence,) = check.folder_offences(graph, {})
+    assert offence.startswith("cli and cli/up import each other")
+
+
+def test_a_file_of_the_wrong_length_is_found(check: Any, tmp_path: Path) -> None:
+    line = "x = 1\n"
+    for name, text in {
+        "common/long.py": line * (check.MAX_LINES + 1),
+        "common/long_pb2.py": line * (check.MAX_LINES + 1),
+        "common/fits.py": line * check.MAX_LINES,
+        "benchmarks/long.py": line * (check.MAX_LINES + 1),
+        "common/short.py": line * (check.MIN_LINES - 1),
+        "common/just_long_enough.py": line * check.MIN_LINES,
+        "common/short_with_users.py": line,
+        "common/one.py": "from slipstream.common.short_with_users import x\n" + line * check.MIN_LINES,
+        "common/two.py": "import slipstream.common.short_with_users\n" + line * check.MIN_LINES,
+        "gateway/main.py": line,
+        "gateway/__init__.py": line,
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x = 1\n" * (check.MAX_LINES + 1))
-    (tmp_path / "common" / "fits.py").write_text("x = 1\n" * check.MAX_LINES)
-    assert check.offences(tmp_path) == [f"common/long.py: {check.MAX_LINES + 1} lines, at most {check.MAX_LINES}"]
+        (tmp_path / name).write_text(text)
+    assert check.offences(tmp_path) == [
+        f"common/long.py: {check.MAX_LINES + 1} lines, at most {check.MAX_LINES}",
+        f"common/short.py: {check.MIN_LINES - 1} lines for a single user, at least {check.MIN_LINES}",
+    ]
