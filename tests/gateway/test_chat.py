@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.client import AsyncClient
 from slipstream.common.errors import InvalidArgumentError
-from slipstream.gateway import servicer as generation
+from slipstream.gateway import service
 from slipstream.gateway.request import MAX_MESSAGES
 from tests.harness.generation_server import collect, generation_server, text_of, tokens_of
 from tests.harness.scripted_scheduler import EOS_ID
@@ -90,7 +90,7 @@ async def test_a_conversation_that_a_template_does_not_take(
 async def test_more_messages_than_are_looked_at_are_refused_before_they_are(templates: pytest.MonkeyPatch) -> None:
     async with generation_server() as server, AsyncClient(server.address) as client:
         give(server, TEMPLATE, templates)
-        templates.setattr(generation, "reject_unknown_fields", lambda _: pytest.fail("looked at"))
+        templates.setattr(service, "reject_unknown_fields", lambda _: pytest.fail("looked at"))
         with pytest.raises(InvalidArgumentError, match="got '4097 messages', accepted: at most 4096") as caught:
             await collect(client.generate([{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)))
         assert caught.value.field == "messages.items"
