@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -50,48 +50,24 @@ class ParameterRows:
         return self.map(lambda column: column[slots])
 
 
-_MULTIPLIER_0 = 0xD2511F53
-_MULTIPLIER_1 = 0xCD9E8D57
-_WEYL_0 = 0x9E3779B9
-_WEYL_1 = 0xBB67AE85
+_MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
-
 _BLOCKS_AT_ONCE = 1 << 13
-"""Keeps intermediate values, about 100 bytes a block of four words, in a core's cache."""
+"""Blocks of four words that are computed together: at about 100 bytes each, they stay in a core's cache."""
 
 _Array = npt.NDArray[Any]
-_Integers = TypeVar("_Integers", _Array, "Tensor")
-
-
-def philox_words(seeds: Tensor, positions: Tensor, num_blocks: int) -> Tensor:
-    """Random 32-bit words for token ids `0 .. 4 * num_blocks - 1`.
-
-    `seeds`: [N] int64, the bits of the unsigned 64-bit seed. `positions`: [N] int64, of which the low
-    32 bits count. Returns [N, 4 * num_blocks] int64, each in [0, 2^32).
-    """
-    blocks = torch.arange(num_blocks, dtype=torch.int64, device=seeds.device)[None]
-    words = torch.stack(_philox(seeds[:, None], positions[:, None], blocks), dim=-1)
-    return words.reshape(len(seeds), -1)
-
-
-def gumbel_of_words(words: Tensor) -> Tensor:
-    """The noise of random words: int64 in [0, 2^32) to float32 of the same shape."""
-    # 1 - (r + 0.5) / 2^32 is exact in float64, so log of it is log1p(-(r + 0.5) / 2^32), and cheaper.
-    complement = (_WORD + 0.5 - words.to(torch.float64)) * 2.0**-32
-    return -torch.log(-torch.log(complement)).to(torch.float32)
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise for every token of the vocabulary.
+    """Standard Gumbel noise for every token of the vocabulary, on a CPU.
 
-    `seeds`: [N] int64, the bits of the unsigned 64-bit seed. `positions`: [N] int64, the absolute
-    position of the token to be chosen. Returns [N, vocab_size] float32, always finite.
+    `seeds`: [N] int64, the bits of the unsigned 64-bit seed. `positions`: [N] int64, the absolute position of the token
+    to be chosen, of which the low 32 bits count. Returns [N, vocab_size] float32, always finite.
     """
+    # By numpy, whose integer operations take a third of the time of PyTorch's.
     num_blocks = (vocab_size + 3) // 4
-    if seeds.device.type != "cpu":
-        return gumbel_of_words(philox_words(seeds, positions, num_blocks)[:, :vocab_size])
-    # On a CPU by numpy, whose integer operations take a third of the time of PyTorch's.
     noise = np.empty((len(seeds), vocab_size), np.float32)
     blocks = np.arange(num_blocks, dtype=np.uint64)[None]
     num_rows = max(1, min(len(seeds), _BLOCKS_AT_ONCE // num_blocks))
@@ -101,48 +77,45 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
         values = buffer[: len(noise[rows])]
         for index, words in enumerate(_philox(_on_host(seeds[rows, None]), _on_host(positions[rows, None]), blocks)):
             values[..., index] = words
-        _host_gumbel(values)
-        noise[rows] = values.reshape(len(values), -1)[:, :vocab_size]
+        noise[rows] = gumbel(values).reshape(len(values), -1)[:, :vocab_size]
     return torch.from_numpy(noise)
 
 
 def gumbel_noise_of(token_ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """The values that `gumbel_noise` has for a few tokens of each row, on a CPU.
+    """The values that `gumbel_noise` has for a few tokens of each row: [N, M] int64 to [N, M] float32."""
+    return torch.from_numpy(gumbel(words_of(token_ids, seeds, positions).astype(np.float64)).astype(np.float32))
 
-    `token_ids`: [N, M] int64. `seeds`, `positions`: [N] int64, as for `gumbel_noise`. Returns [N, M] float32.
-    """
+
+def words_of(token_ids: Tensor, seeds: Tensor, positions: Tensor) -> npt.NDArray[np.uint64]:
+    """The random 32-bit words of a few tokens of each row, as for `gumbel_noise_of`: [N, M]."""
     ids = _on_host(token_ids)
     words = _philox(_on_host(seeds[:, None]), _on_host(positions[:, None]), ids >> 2)
-    values = np.choose((ids & 3).view(np.int64), words).astype(np.float64)
-    _host_gumbel(values)
-    return torch.from_numpy(values.astype(np.float32))
+    return np.choose((ids & 3).view(np.int64), words)
 
 
-def _philox(
-    seeds: _Integers, positions: _Integers, blocks: _Integers
-) -> tuple[_Integers, _Integers, _Integers, _Integers]:
-    # Integers are 64 bits wide: PyTorch's signed products wrap to the right bits, and every right shift is masked.
-    # Rows and blocks are broadcast only where they meet, so the first two rounds cost little.
+def _philox(seeds: _Array, positions: _Array, blocks: _Array) -> tuple[_Array, _Array, _Array, _Array]:
+    # Integers have 64 bits. Rows and blocks are broadcast only where they meet, so the first two rounds cost little.
     counter_0, counter_1 = blocks, positions & _WORD
     counter_2 = counter_3 = positions & 0
-    key_0, key_1 = seeds & _WORD, (seeds >> 32) & _WORD
+    key_0, key_1 = seeds & _WORD, seeds >> 32
     for _ in range(_ROUNDS):
         product_0, product_1 = counter_0 * _MULTIPLIER_0, counter_2 * _MULTIPLIER_1
-        counter_0 = ((product_1 >> 32) & _WORD) ^ (counter_1 ^ key_0)
-        counter_2 = ((product_0 >> 32) & _WORD) ^ (counter_3 ^ key_1)
+        counter_0 = (product_1 >> 32) ^ (counter_1 ^ key_0)
+        counter_2 = (product_0 >> 32) ^ (counter_3 ^ key_1)
         counter_1, counter_3 = product_1 & _WORD, product_0 & _WORD
         key_0, key_1 = (key_0 + _WEYL_0) & _WORD, (key_1 + _WEYL_1) & _WORD
     return counter_0, counter_1, counter_2, counter_3
 
 
-def _host_gumbel(values: npt.NDArray[np.float64]) -> None:
-    """`gumbel_of_words` in place, but for the rounding."""
-    np.subtract(_WORD + 0.5, values, out=values)
-    values *= 2.0**-32
-    np.log(values, out=values)
-    np.negative(values, out=values)
-    np.log(values, out=values)
-    np.negative(values, out=values)
+def gumbel(words: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The noise of random words, in place."""
+    # 1 - (r + 0.5) / 2^32 is exact in float64, so log of it is log1p(-(r + 0.5) / 2^32), and cheaper.
+    np.subtract(_WORD + 0.5, words, out=words)
+    words *= 2.0**-32
+    for _ in range(2):
+        np.log(words, out=words)
+        np.negative(words, out=words)
+    return words
 
 
 def _on_host(integers: Tensor) -> _Array:
@@ -166,15 +139,6 @@ def keys_of(deficits: Tensor) -> Tensor:
 def token_ids_of(keys: Tensor) -> Tensor:
     """The tokens of keys: int64, of the same shape."""
     return keys & ((1 << _ID_BITS) - 1)
-
-
-def deficits_of(keys: Tensor) -> Tensor:
-    """The deficits that keys were made of: float32, of the same shape."""
-    return (keys >> _ID_BITS).to(torch.int32).view(torch.float32)
-
-
-_LOGITS_AT_ONCE = 1 << 15
-"""Keeps the working set of filters, about 50 bytes a logit, in a CPU's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,19 +174,20 @@ class SamplingRows(ParameterRows):
         return cls.of([SamplingParams()] * num_rows, device=device)
 
 
+_LOGITS_AT_ONCE = 1 << 15
+"""Logits that are filtered together: at about 50 bytes each, they stay in a CPU's cache."""
+
+
 @torch.inference_mode()
 def sample(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
-    """Chooses a token for each row.
+    """Chooses a token for each row, on a CPU; `kernels.sampling` does so on a GPU.
 
-    `logits`: [N, V] float32. `positions`: [N] int64, the absolute position of the token to be chosen.
-    Returns [N] int64. On a CPU only the rows that need noise or filters pay for them; elsewhere all
-    rows take the longest way, so that nothing is read back. Of a row with NaN or infinity it chooses such a token, by
-    which the row is known.
+    `logits`: [N, V] float32. `positions`: [N] int64, the absolute position of the token to be chosen. Returns [N]
+    int64. Only the rows that need noise or filters pay for them. Of a row with NaN or infinity it chooses such a token,
+    by which the row is known.
     """
     tokens = logits.argmax(dim=1)
     is_sampled = (rows.temperature > 0) & logits.gather(1, tokens[:, None])[:, 0].isfinite()
-    if logits.device.type != "cpu":
-        return torch.where(is_sampled, _choose_filtered(logits, rows, positions), tokens)
     if not is_sampled.any():
         return tokens
     has_filter = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
@@ -240,30 +205,19 @@ def sample(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
 
 
 def _choose_filtered(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
-    vocab_size = logits.shape[1]
-    token_ids, deficits = _most_likely_first(_deficits(logits, rows))
+    vocab_size, keys = logits.shape[1], keys_of(_deficits(logits, rows))
+    keys.numpy().sort(axis=1)  # by vector instructions, several times as fast as PyTorch's
+    token_ids, deficits = token_ids_of(keys), (keys >> _ID_BITS).to(torch.int32).view(torch.float32)
     num_kept = _num_kept(deficits, rows)[:, None]
-    if logits.device.type == "cpu":
-        width = int(num_kept.max())
-        token_ids, deficits = token_ids[:, :width], deficits[:, :width]
-    if token_ids.shape[1] < vocab_size // 4:  # noise of single tokens costs four times as much for each
+    width = int(num_kept.max())
+    token_ids, deficits = token_ids[:, :width], deficits[:, :width]
+    if width < vocab_size // 4:  # noise of single tokens costs four times as much for each
         noise = gumbel_noise_of(token_ids, rows.seed, positions)
     else:
         noise = gumbel_noise(rows.seed, positions, vocab_size).gather(1, token_ids)
-    is_kept = torch.arange(token_ids.shape[1], device=logits.device) < num_kept
-    scores = torch.where(is_kept, noise - deficits, float("-inf"))
+    scores = torch.where(torch.arange(width) < num_kept, noise - deficits, float("-inf"))
     is_best = scores == scores.amax(dim=1, keepdim=True)
     return torch.where(is_best, token_ids, vocab_size - 1).amin(dim=1)
-
-
-def _most_likely_first(deficits: Tensor) -> tuple[Tensor, Tensor]:
-    """Token ids [N, V] int64, the most likely and of equals the lowest first, and their deficits."""
-    keys = keys_of(deficits)
-    if keys.device.type == "cpu":
-        keys.numpy().sort(axis=1)  # by vector instructions, several times as fast as PyTorch's
-    else:
-        keys = keys.sort(dim=1)[0]
-    return token_ids_of(keys), deficits_of(keys)
 
 
 def _num_kept(deficits: Tensor, rows: SamplingRows) -> Tensor:
@@ -325,6 +279,20 @@ def logprobs_of(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     )
 
 
+def accept(draft_tokens: Tensor, target_tokens: Tensor) -> Tensor:
+    """Counts the leading draft tokens of each chain that equal the target's choice at their place.
+
+    `draft_tokens`: [B, K] int64. `target_tokens`: [B, K + 1] int64, where [b, i] is what the target chose
+    after the first i draft tokens. Returns [B] int64 in 0 .. K; `target_tokens[b, num_accepted[b]]` is the
+    bonus token.
+    """
+    return _num_leading(draft_tokens == target_tokens[:, : draft_tokens.shape[1]])
+
+
+def _num_leading(is_accepted: Tensor) -> Tensor:
+    return is_accepted.to(torch.int64).cumprod(dim=1).sum(dim=1)
+
+
 _BITS = 32
 _BISECTIONS = 60
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -333,23 +301,11 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
-def accept(draft_tokens: Tensor, target_tokens: Tensor) -> Tensor:
-    """Counts the leading draft tokens of each chain that equal the target's choice at their place.
-
-    `draft_tokens`: [B, K] int64. `target_tokens`: [B, K + 1] int64, where [b, i] is what the target chose
-    after the first i draft tokens. Returns [B] int64 in 0 .. K; `target_tokens[b, num_accepted[b]]` is the
-    bonus token.
-    """
-    num_draft_tokens = draft_tokens.shape[1]
-    matches = draft_tokens == target_tokens[:, :num_draft_tokens]
-    return matches.to(torch.int64).cumprod(dim=1).sum(dim=1)
-
-
 class SimulatedAcceptance:
     """Accepts by chance instead of by the target's tokens, with a given mean accept length. For measurements.
 
     A draft token at a position is accepted with a fixed probability, by a number that depends on seed and position
-    alone. Runs anywhere, in a CUDA graph as well.
+    alone. `kernels.step_ops` does the same on a GPU.
     """
 
     def __init__(self, accept_length: float, num_draft_tokens: int) -> None:
@@ -365,8 +321,7 @@ class SimulatedAcceptance:
         `seeds`: [B] int64. `seq_lens`: [B] int64, the position of the bonus token that the chain is behind.
         """
         ahead = torch.arange(1, self._num_draft_tokens + 1, device=seq_lens.device)
-        stands: Tensor = _random_bits(seeds[:, None], seq_lens[:, None] + ahead) < self.threshold
-        return stands.to(torch.int64).cumprod(dim=1).sum(dim=1)
+        return _num_leading(_random_bits(seeds[:, None], seq_lens[:, None] + ahead) < self.threshold)
 
 
 def acceptance_rate(accept_length: float, num_draft_tokens: int) -> float:
@@ -374,10 +329,8 @@ def acceptance_rate(accept_length: float, num_draft_tokens: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if sum(middle**power for power in range(num_draft_tokens + 1)) < accept_length:
-            low = middle
-        else:
-            high = middle
+        is_low = sum(middle**power for power in range(num_draft_tokens + 1)) < accept_length
+        low, high = (middle, high) if is_low else (low, middle)
     return high
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.services.models.sampler import gumbel_noise, gumbel_noise_of, gumbel_of_words, philox_words
+from slipstream.services.models.sampler import gumbel_noise, gumbel_noise_of, words_of
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "noise.md").read_text(encoding="utf-8")
 VECTORS = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| 0x(\w{8}) \| (\S+) \| 0x(\w{8}) \|$", PAGE, re.MULTILINE)
@@ -69,7 +69,7 @@ def test_vector(
     assert plain["word"](*place) == int(word, 16)
     assert np.float32(plain["noise"](*place)) == np.float32(value)
     seeds, positions, index = rows(place[0]), rows(place[1]), place[2]
-    assert philox_words(seeds, positions, index // 4 + 1)[0, index] == int(word, 16)
+    assert words_of(torch.tensor([[index]]), seeds, positions)[0, 0] == int(word, 16)
     noise = gumbel_noise(seeds, positions, index + 1)
     assert noise.dtype == torch.float32
     assert noise.shape == (1, index + 1)
@@ -88,8 +88,6 @@ def test_a_row_is_the_same_alone_and_among_others(vocab_size: int) -> None:
         assert torch.equal(gumbel_noise(seeds[row : row + 1], positions[row : row + 1], vocab_size)[0], together[row])
     few = torch.randint(0, vocab_size, (11, 40), generator=generator)
     assert torch.equal(gumbel_noise_of(few, seeds, positions), together.gather(1, few))
-    words = philox_words(seeds, positions, (vocab_size + 3) // 4)[:, :vocab_size]
-    assert torch.equal(gumbel_of_words(words), together), "PyTorch and numpy agree"
     assert gumbel_noise(seeds[:0], positions[:0], vocab_size).shape == (0, vocab_size)
 
 

@@ -236,9 +236,3 @@ def test_rows_of_a_table() -> None:
         assert taken.dtype == wanted.dtype
         assert torch.equal(taken, wanted), name
     assert expected.seed[-1] == -(2**63)
-
-
-def test_nothing_is_read_back_from_other_devices() -> None:
-    rows = SamplingRows.greedy(3, device=torch.device("meta"))
-    logits, positions = torch.empty(3, 50, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")
-    assert sample(logits, rows, positions).shape == (3,)
