@@ -27,26 +27,17 @@ def attend_keys(
     blocks: tl.tensor,  # of [BLOCK_N, HEAD_DIM]
     column: tl.tensor,  # of the key head in both
     page_table: tl.tensor,  # the row's first page
-    begin: tl.tensor,
-    stop: tl.tensor,
+    begin: tl.tensor, stop: tl.tensor,
     seen_from: tl.tensor,  # the first key that every query sees
     seen_until: tl.tensor,  # and where these keys end
     lowest: tl.tensor,  # the first key that may be read, if HAS_FIRST
-    first_seen: tl.tensor,
-    last_seen: tl.tensor,
+    first_seen: tl.tensor, last_seen: tl.tensor,
     rows: tl.tensor,  # [BLOCK_N] int32: where the first block's keys lie; the first of them if READS_BLOCKS
     pages: tl.tensor,  # [BLOCK_N] int64: the pages of the second's, or the first
-    num_pages: tl.tensor,
-    score_scale: tl.tensor,
-    PAGE_SIZE: tl.constexpr,
-    KV_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    READS_BLOCKS: tl.constexpr,
-) -> tl.tensor:
+    num_pages: tl.tensor, score_scale: tl.tensor, PAGE_SIZE: tl.constexpr, KV_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_FIRST: tl.constexpr, READS_BLOCKS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Attends to the keys from `begin` to `stop`. Returns the greatest scores, the weights' sums and those of values.
 
     Scores are to the base 2, weights relative to the greatest: [BLOCK_M] float32 twice, and [BLOCK_M, BLOCK_D] float32.
@@ -113,27 +104,16 @@ def attend_kernel(
     output: tl.tensor,  # [N, KV_HEADS * GROUP * HEAD_DIM], written where one program has all keys
     partial_output: tl.tensor,  # [N * KV_HEADS * GROUP, num_splits, HEAD_DIM] float32, written where several share them
     partial_lse: tl.tensor,  # [N * KV_HEADS * GROUP, num_splits] float32: log2 of the sum of weights
-    num_pages: tl.tensor,
-    table_width: tl.tensor,
-    width: tl.tensor,
-    num_splits: tl.tensor,
-    num_query_blocks: tl.tensor,
+    num_pages: tl.tensor, table_width: tl.tensor, width: tl.tensor, num_splits: tl.tensor, num_query_blocks: tl.tensor,
     window: tl.tensor,
     score_scale: tl.tensor,  # of scores to the base 2
-    PAGE_SIZE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr,
     IS_SPLIT: tl.constexpr,  # each row into num_splits; ragged rows as their items say
     IS_RAGGED: tl.constexpr,  # [N] instead of [B, width]
     READS_BLOCKS: tl.constexpr,  # whole blocks of keys, which a page has one or several of; see `_has_blocks`
     OVERLAPS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Attends with a tile of queries (of all heads that share one key head) of one row over one split of its keys.
 
     Grid: (KV_HEADS, num_query_blocks * num_splits, B), or (KV_HEADS * I,) if IS_RAGGED; `width` is N then. BLOCK_M
@@ -237,12 +217,8 @@ def combine_kernel(
     partial_output: tl.tensor,  # [N * heads, num_splits, HEAD_DIM] float32
     partial_lse: tl.tensor,  # [N * heads, num_splits] float32
     output: tl.tensor,  # [N * heads, HEAD_DIM]
-    num_splits: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    num_splits: tl.tensor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Combines the splits of one query of one head, empty ones with an lse of -inf. Grid: (N * heads,)."""
     wait_for_previous(OVERLAPS)
     index = tl.program_id(0).to(tl.int64)
@@ -265,16 +241,9 @@ def combine_tiles_kernel(
     partial_lse: tl.tensor,  # [num_places, KV_HEADS, BLOCK_M] float32
     split_tiles: tl.tensor,  # [4, num_split_tiles] int32: of `plan_kernel`
     output: tl.tensor,  # [N, KV_HEADS * GROUP * HEAD_DIM]
-    num_split_tiles: tl.tensor,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    num_split_tiles: tl.tensor, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Combines the splits of BLOCK_Q of a tile's queries.
 
     Grid: (KV_HEADS * BLOCK_M / BLOCK_Q, num_split_tiles), of which some may be none.

@@ -23,12 +23,8 @@ def rms_norm_kernel(
     weight: tl.tensor,  # [SIZE]
     summed: tl.tensor,  # [N, SIZE], written if HAS_DELTA: x + delta
     normed: tl.tensor,  # [N, SIZE], written
-    eps: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_DELTA: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    eps: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Norms one row. Grid: (N,)."""
     wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * SIZE
@@ -49,10 +45,8 @@ def rms_norm_kernel(
 def swiglu_kernel(
     gate_up: tl.tensor,  # [N, 2 * SIZE]: gates, then what they are multiplied with
     output: tl.tensor,  # [N, SIZE], written
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Computes BLOCK columns of a row. Grid: (N, cdiv(SIZE, BLOCK))."""
     wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
@@ -74,11 +68,8 @@ def pair_kernel(
     embedding_norm: tl.tensor,  # [SIZE]
     state_norm: tl.tensor,  # [SIZE]
     both: tl.tensor,  # [N, 2 * SIZE], written
-    vocab_size: tl.tensor,
-    eps: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    vocab_size: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Makes an entry of an EAGLE-3 head: a token's embedding and a state, each normed. Grid: (N, 2)."""
     n = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -99,13 +90,9 @@ def rotation_kernel(
     positions: tl.tensor,  # [num_tokens] int64
     table: tl.tensor,  # [2, HALF] float32: radians per position, then factors of cosine and sine
     rotation: tl.tensor,  # [num_tokens, 2, HALF] float32: cosines, then sines
-    num_tokens: tl.tensor,
-    max_positions: tl.tensor,
-    HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    num_tokens: tl.tensor, max_positions: tl.tensor, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
     OVERLAPS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Grid: (cdiv(num_tokens, BLOCK_T),). Positions out of range are clamped."""
     wait_for_previous(OVERLAPS)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -133,20 +120,12 @@ def keep_kernel(
     is_valid: tl.tensor,  # [B, width] bool
     limits: tl.tensor,  # [B] int64
     rows: tl.tensor,  # [N] int64: the row of each token, read if IS_RAGGED
-    num_pages: tl.tensor,
-    table_width: tl.tensor,
-    width: tl.tensor,
-    eps: tl.tensor,
-    PAGE_SIZE: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
+    num_pages: tl.tensor, table_width: tl.tensor, width: tl.tensor, eps: tl.tensor, PAGE_SIZE: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, HAS_NORMS: tl.constexpr,
     IS_RAGGED: tl.constexpr,  # [N] instead of [B, width]
     OVERLAPS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Rotates BLOCK_HEADS queries of one token, or rotates and keeps half as many keys with their values.
 
     Grid: (B * width, cdiv(Q_HEADS, BLOCK_HEADS) + cdiv(KV_HEADS, BLOCK_HEADS / 2)). Heads are numbered through queries,

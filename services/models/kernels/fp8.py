@@ -80,14 +80,9 @@ def _numbers(blocks: tl.tensor, DTYPE: tl.constexpr, ROWS: tl.constexpr) -> tl.t
 
 @triton.jit
 def fetch_fp8(
-    weight: tl.tensor,
-    first: tl.tensor,
-    SIZE: tl.constexpr,
-    BEHIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    SLICES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-) -> None:
+    weight: tl.tensor, first: tl.tensor, SIZE: tl.constexpr, BEHIND: tl.constexpr, ROWS: tl.constexpr,
+    SLICES: tl.constexpr, BLOCKS: tl.constexpr,
+) -> None:  # fmt: skip
     """Prefetches the first BLOCKS blocks, a power of two, of what `fp8_sums` will read."""
     line = tl.arange(0, BLOCKS * CHUNK * BLOCK // _LINE) * _LINE
     begin = tl.program_id(1) * _per_slice(SIZE, SLICES) * (CHUNK * BLOCK)
@@ -105,17 +100,9 @@ def fp8_sums(
     x: tl.tensor,  # [num_rows, SIZE]
     weight: tl.tensor,  # a `PackedFp8`'s bits
     scales: tl.tensor,  # [rows of the weight / GROUP, K_BLOCKS] float32
-    first: tl.tensor,
-    num_rows: tl.tensor,
-    SIZE: tl.constexpr,
-    BEHIND: tl.constexpr,
-    K_BLOCKS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr,
-    SLICES: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> tl.tensor:
+    first: tl.tensor, num_rows: tl.tensor, SIZE: tl.constexpr, BEHIND: tl.constexpr, K_BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Multiplies ROWS of the weight with all rows of x, over this program's slice of SIZE: [ROWS, BLOCK_M].
 
     The weight's rows begin at `first`; if BEHIND, the second half of them is BEHIND rows further.
@@ -146,11 +133,8 @@ def leave(
     total: tl.tensor,  # [ROWS, BLOCK_M]
     parts: tl.tensor,  # [SLICES, programs, BLOCK_M, ROWS] float32
     arrivals: tl.tensor,  # [programs] int32
-    num_rows: tl.tensor,
-    BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr,
-    SLICES: tl.constexpr,
-) -> tl.tensor:
+    num_rows: tl.tensor, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Leaves this slice's part of a sum for the program that arrives last. Returns whether it is this one."""
     tl.store(_part(parts, tl.program_id(1), BLOCK_M, ROWS), total, mask=(tl.arange(0, BLOCK_M) < num_rows)[None, :])
     tl.debug_barrier()
@@ -159,13 +143,9 @@ def leave(
 
 @triton.jit
 def gather(
-    parts: tl.tensor,
-    arrivals: tl.tensor,
-    num_rows: tl.tensor,
-    BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr,
+    parts: tl.tensor, arrivals: tl.tensor, num_rows: tl.tensor, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
     SLICES: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Adds up what all slices left, [ROWS, BLOCK_M], and makes `arrivals` zero again."""
     is_row = (tl.arange(0, BLOCK_M) < num_rows)[None, :]
     total = tl.zeros((ROWS, BLOCK_M), tl.float32)
@@ -196,11 +176,8 @@ def dequantise_kernel(
     weight: tl.tensor,  # a `PackedFp8`'s bits
     scales: tl.tensor,  # [rows / GROUP, K_BLOCKS] float32
     output: tl.tensor,  # [rows, SIZE], written
-    SIZE: tl.constexpr,
-    K_BLOCKS: tl.constexpr,
-    GROUP: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    SIZE: tl.constexpr, K_BLOCKS: tl.constexpr, GROUP: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Multiplies a block of a chunk with its scales. Grid: (rows / CHUNK, SIZE / BLOCK)."""
     first, block = tl.program_id(0) * CHUNK, tl.program_id(1)
     row = first + tl.arange(0, CHUNK)

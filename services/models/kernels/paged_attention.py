@@ -31,13 +31,9 @@ _ROWS_AT_ONCE, _ITEMS_AT_ONCE = 128, 64
 @triton.jit
 def row_tiles(
     row: tl.tensor,  # [BLOCK] int32
-    row_begins: tl.tensor,
-    positions: tl.tensor,
-    limits: tl.tensor,
-    num_rows: tl.tensor,
-    capacity: tl.tensor,
+    row_begins: tl.tensor, positions: tl.tensor, limits: tl.tensor, num_rows: tl.tensor, capacity: tl.tensor,
     TILE_TOKENS: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """How many tiles rows have, and how many keys their last queries see: two [BLOCK] int32."""
     is_row = row < num_rows
     begin = tl.load(row_begins + row, mask=is_row, other=0)
@@ -82,17 +78,12 @@ def plan_kernel(
     limits: tl.tensor,  # [num_rows] int64
     items: tl.tensor,  # [5, num_items] int32: first token, row, split, splits of the tile, place; num_tokens if none
     split_tiles: tl.tensor,  # [4, num_spare] int32: first token, end of the row, splits, first place; no splits if none
-    num_rows: tl.tensor,
-    num_tokens: tl.tensor,
-    num_items: tl.tensor,
+    num_rows: tl.tensor, num_tokens: tl.tensor, num_items: tl.tensor,
     num_spare: tl.tensor,  # items beyond one for each tile
     capacity: tl.tensor,  # keys of a page table
-    TILE_TOKENS: tl.constexpr,
-    LEAST_KEYS: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, LEAST_KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Lists the tiles of all rows, one item for each split of a tile's keys; all tiles of a row have as many.
 
     A split has about as many keys as all tiles together for each spare item. So the items are enough, and the splits of

@@ -55,27 +55,12 @@ def product_kernel(
     output: tl.tensor,  # [num_rows, COLUMNS], written
     scaled: tl.tensor,  # [num_rows, COLUMNS], written if SCALES: output times that weight
     squares_after: tl.tensor,  # [programs, num_rows] float32, written if SCALES: sums over each program's columns
-    num_rows: tl.tensor,
-    eps: tl.tensor,
-    SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
-    K_BLOCKS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    FETCHED: tl.constexpr,
-    STAGES: tl.constexpr,
-    IS_SCALED: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    SCALES: tl.constexpr,
+    num_rows: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    K_BLOCKS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK_P: tl.constexpr, FETCHED: tl.constexpr, STAGES: tl.constexpr, IS_SCALED: tl.constexpr,
+    IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SCALES: tl.constexpr,
     OVERLAPS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """BLOCK_N columns of all rows, at most BLOCK_M. Grid: (cdiv(COLUMNS, BLOCK_N), SLICES).
 
     x @ weight.T + bias + residual, or silu(gate) * up. A norm needs the sum over a whole row, and a program has some of
@@ -332,17 +317,10 @@ def tiled_product_kernel(
     weight: tl.tensor,  # of [COLUMNS, SIZE]; [2 * COLUMNS, SIZE] if IS_GATED: gates, then what they are multiplied with
     residual: tl.tensor,  # of [num_rows, COLUMNS], read if HAS_RESIDUAL
     output: tl.tensor,  # of [num_rows, COLUMNS], written
-    num_rows: tl.tensor,
-    SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TILES_DOWN: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    num_rows: tl.tensor, SIZE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, TILES_DOWN: tl.constexpr, IS_GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     OVERLAPS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Computes one tile. Grid: (tiles,). So many tiles that read the same part of the weight run side by side."""
     wait_for_previous(OVERLAPS)
     tiles_down, tiles_across = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(COLUMNS, BLOCK_N)

@@ -45,11 +45,8 @@ def greatest_kernel(
     logits: tl.tensor,  # [N, vocab_size]
     block_best: tl.tensor,  # [N, num_blocks] float32, written
     block_index: tl.tensor,  # [N, num_blocks] int32, written: of equal ones the first
-    vocab_size: tl.tensor,
-    num_blocks: tl.tensor,
-    BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    vocab_size: tl.tensor, num_blocks: tl.tensor, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """The greatest logit of each block. Grid: (N, any number)."""
     wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
@@ -81,16 +78,9 @@ def score_kernel(
     looked_at: tl.tensor,  # [N] int32: index of the token that was checked
     block_score: tl.tensor,  # [N, num_blocks] float32, written for rows that are to be sampled
     block_chosen: tl.tensor,  # [N, num_blocks] int32, written: index of the best score
-    vocab_size: tl.tensor,
-    num_blocks: tl.tensor,
-    num_rows: tl.tensor,
-    BLOCK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-    IS_SECOND: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    vocab_size: tl.tensor, num_blocks: tl.tensor, num_rows: tl.tensor, BLOCK: tl.constexpr, BLOCK_G: tl.constexpr,
+    HAS_IDS: tl.constexpr, HAS_FILTERS: tl.constexpr, IS_SECOND: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Finds the best score of each block; if IS_SECOND, among the tokens before one that top-p does not keep.
 
     Grid: (N, any number).
@@ -128,23 +118,12 @@ def score_kernel(
 
 @triton.jit(do_not_specialize=["vocab_size", "num_blocks", "num_rows"])
 def mass_kernel(
-    logits: tl.tensor,
-    block_best: tl.tensor,
-    temperatures: tl.tensor,
-    top_ks: tl.tensor,
-    counts: tl.tensor,
-    bits: tl.tensor,
-    count_before: tl.tensor,
+    logits: tl.tensor, block_best: tl.tensor, temperatures: tl.tensor, top_ks: tl.tensor, counts: tl.tensor,
+    bits: tl.tensor, count_before: tl.tensor,
     block_masses: tl.tensor,  # [2, N, num_blocks] float32, written
-    is_done: tl.tensor,
-    looked_at: tl.tensor,
-    vocab_size: tl.tensor,
-    num_blocks: tl.tensor,
-    num_rows: tl.tensor,
-    BLOCK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    is_done: tl.tensor, looked_at: tl.tensor, vocab_size: tl.tensor, num_blocks: tl.tensor, num_rows: tl.tensor,
+    BLOCK: tl.constexpr, BLOCK_G: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Computes each block's mass, and the mass before the token that is checked. Grid: (N, any number)."""
     wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
@@ -177,14 +156,9 @@ def choose_kernel(
     is_done: tl.tensor,  # [N] int8, written if HAS_FILTERS
     looked_at: tl.tensor,  # [N] int32, written if HAS_FILTERS
     tokens: tl.tensor,  # [N] int64, written
-    num_blocks: tl.tensor,
-    num_rows: tl.tensor,
-    BLOCK_G: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-    IS_SECOND: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    num_blocks: tl.tensor, num_rows: tl.tensor, BLOCK_G: tl.constexpr, HAS_IDS: tl.constexpr, HAS_FILTERS: tl.constexpr,
+    IS_SECOND: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Chooses a row's token: the greatest logit or the best score, the first of equal ones. Grid: (N,)."""
     wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
@@ -211,29 +185,13 @@ def choose_kernel(
 
 @triton.jit(do_not_specialize=["vocab_size", "num_blocks", "num_rows"])
 def settle_kernel(
-    logits: tl.tensor,
-    block_best: tl.tensor,
-    temperatures: tl.tensor,
-    top_ks: tl.tensor,
-    top_ps: tl.tensor,
-    min_ps: tl.tensor,
-    seeds: tl.tensor,
-    positions: tl.tensor,
-    token_ids: tl.tensor,
-    counts: tl.tensor,
-    bits: tl.tensor,
-    count_before: tl.tensor,
-    is_done: tl.tensor,
-    looked_at: tl.tensor,
+    logits: tl.tensor, block_best: tl.tensor, temperatures: tl.tensor, top_ks: tl.tensor, top_ps: tl.tensor,
+    min_ps: tl.tensor, seeds: tl.tensor, positions: tl.tensor, token_ids: tl.tensor, counts: tl.tensor, bits: tl.tensor,
+    count_before: tl.tensor, is_done: tl.tensor, looked_at: tl.tensor,
     tokens: tl.tensor,  # [N] int64, written for rows that are not done
-    vocab_size: tl.tensor,
-    num_blocks: tl.tensor,
-    num_rows: tl.tensor,
-    BLOCK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    vocab_size: tl.tensor, num_blocks: tl.tensor, num_rows: tl.tensor, BLOCK: tl.constexpr, BLOCK_G: tl.constexpr,
+    HAS_IDS: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Checks tokens until top-p keeps one, for the few rows that are not done by then. Grid: (N,).
 
     It ends: each token that is checked lies before the last one, and the first of all is kept.

@@ -22,10 +22,8 @@ def plan_kernel(
     numbers: tl.tensor,  # [B] int64, written: of the first entry of each row
     taken: tl.tensor,  # [B] int64, written: how many it gets
     linked: tl.tensor,  # [B] int64, written: the place that they go on from
-    num_rows: tl.tensor,
-    size: tl.tensor,
-    BLOCK_B: tl.constexpr,
-) -> None:
+    num_rows: tl.tensor, size: tl.tensor, BLOCK_B: tl.constexpr,
+) -> None:  # fmt: skip
     """Gives the tokens of a step their numbers, in the order of rows. Grid: (1,)."""
     b = tl.arange(0, BLOCK_B)
     is_row = b < num_rows
@@ -56,19 +54,14 @@ def record_kernel(
     ends: tl.tensor,  # [B] int64
     num_new: tl.tensor,  # [B] int64
     numbers: tl.tensor,  # [B] int64, as `plan_kernel` wrote them, and so on
-    taken: tl.tensor,
-    linked: tl.tensor,
+    taken: tl.tensor, linked: tl.tensor,
     history: tl.tensor,  # [B, history_width] int32
     tokens: tl.tensor,  # [size + 1] int32, written
     before: tl.tensor,  # [LONGEST, size + 1] int32, written
     next_places: tl.tensor,  # [size + 1] int64, written
-    size: tl.tensor,
-    history_width: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    LONGEST: tl.constexpr,
+    size: tl.tensor, history_width: tl.tensor, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, LONGEST: tl.constexpr,
     NO_TOKEN: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Writes the entries of one row. Grid: (B,)."""
     b = tl.program_id(0).to(tl.int64)
     count = tl.load(taken + b)
@@ -95,13 +88,9 @@ def search_kernel(
     ends: tl.tensor,  # [B] int64
     count: tl.tensor,  # [1] int64
     best: tl.tensor,  # [B] int32, 0 at first: as `search` of `suffix_cache.py` returns it
-    size: tl.tensor,
-    history_width: tl.tensor,
-    SHORTEST: tl.constexpr,
-    LONGEST: tl.constexpr,
-    NOTHING: tl.constexpr,
+    size: tl.tensor, history_width: tl.tensor, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, NOTHING: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Compares BLOCK entries with the end of one row. Grid: (cdiv(size, BLOCK), B).
 
     Only of entries that match so far is the next token read.
@@ -134,9 +123,8 @@ def follow_kernel(
     next_places: tl.tensor,  # [size + 1] int64
     count: tl.tensor,  # [1] int64
     guesses: tl.tensor,  # [B, NUM_TOKENS] int64, written
-    size: tl.tensor,
-    NUM_TOKENS: tl.constexpr,
-) -> None:
+    size: tl.tensor, NUM_TOKENS: tl.constexpr,
+) -> None:  # fmt: skip
     """Takes what follows a longer match, or the own guesses, for one row. Grid: (B,)."""
     b = tl.program_id(0).to(tl.int64)
     found = tl.load(best + b)

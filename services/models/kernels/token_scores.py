@@ -56,13 +56,9 @@ def weights_of(deficits: tl.tensor) -> tl.tensor:
 @triton.jit
 def descend(
     counts: tl.tensor,  # [N, num_blocks, NUM_BINS] int32 of the level
-    bits: tl.tensor,
-    count_before: tl.tensor,
-    wanted: tl.tensor,
-    row: tl.tensor,
-    num_blocks: tl.tensor,
+    bits: tl.tensor, count_before: tl.tensor, wanted: tl.tensor, row: tl.tensor, num_blocks: tl.tensor,
     BLOCK_G: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Returns the cut's bits with one more level, and the number of tokens before all that have these bits."""
     g = tl.arange(0, BLOCK_G)
     b = tl.arange(0, NUM_BINS)
@@ -79,12 +75,8 @@ def cut_of(
     counts: tl.tensor,  # [LEVELS, N, num_blocks, NUM_BINS] int32
     bits: tl.tensor,  # [LEVELS, N] int32
     count_before: tl.tensor,  # [LEVELS, N] int32
-    row: tl.tensor,
-    vocab_size: tl.tensor,
-    num_blocks: tl.tensor,
-    num_rows: tl.tensor,
-    BLOCK_G: tl.constexpr,
-) -> tl.tensor:
+    row: tl.tensor, vocab_size: tl.tensor, num_blocks: tl.tensor, num_rows: tl.tensor, BLOCK_G: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Returns top-k's cut: the bits of the last deficit that is kept, and the number of kept tokens with it."""
     cut = NO_CUT
     ties = 0
@@ -103,16 +95,9 @@ def cut_of(
 
 @triton.jit
 def is_before_cut(
-    keys: tl.tensor,
-    cut: tl.tensor,
-    ties: tl.tensor,
-    counts: tl.tensor,
-    row: tl.tensor,
-    block: tl.tensor,
-    num_blocks: tl.tensor,
-    num_rows: tl.tensor,
-    BLOCK_G: tl.constexpr,
-) -> tl.tensor:
+    keys: tl.tensor, cut: tl.tensor, ties: tl.tensor, counts: tl.tensor, row: tl.tensor, block: tl.tensor,
+    num_blocks: tl.tensor, num_rows: tl.tensor, BLOCK_G: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """True for a block's tokens that top-k keeps: [BLOCK] bool. Of tokens with the cut's deficit it keeps the first."""
     g = tl.arange(0, BLOCK_G)
     last = (LEVELS - 1) * num_rows.to(tl.int64) * num_blocks * NUM_BINS
@@ -131,14 +116,9 @@ def count_kernel(
     counts: tl.tensor,  # [LEVELS, N, num_blocks, NUM_BINS] int32, written at `level`
     bits: tl.tensor,  # [LEVELS, N] int32: those of the cut that are known before a level, written at `level`
     count_before: tl.tensor,  # [LEVELS, N] int32: how many tokens lie before all that have these bits
-    vocab_size: tl.tensor,
-    num_blocks: tl.tensor,
-    num_rows: tl.tensor,
-    level: tl.tensor,
-    BLOCK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    vocab_size: tl.tensor, num_blocks: tl.tensor, num_rows: tl.tensor, level: tl.tensor, BLOCK: tl.constexpr,
+    BLOCK_G: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Counts the tokens that have the bits found so far, block by block. Grid: (N, any number).
 
     All programs of a row find the same bits from the level before; the first one writes them for the next.
@@ -225,28 +205,15 @@ ROUGH_ERROR = tl.constexpr(4e-4)
 
 @triton.jit
 def best_score(
-    logits: tl.tensor,
-    token_ids: tl.tensor,
-    row: tl.tensor,
-    block: tl.tensor,
-    greatest: tl.tensor,
-    temperature: tl.tensor,
-    seed: tl.tensor,
-    position: tl.tensor,
+    logits: tl.tensor, token_ids: tl.tensor, row: tl.tensor, block: tl.tensor, greatest: tl.tensor,
+    temperature: tl.tensor, seed: tl.tensor, position: tl.tensor,
     least_min_p: tl.tensor,  # float64: the greatest deficit that min-p keeps, read if HAS_FILTERS, and so on
-    cut: tl.tensor,
-    ties: tl.tensor,
-    counts: tl.tensor,
+    cut: tl.tensor, ties: tl.tensor, counts: tl.tensor,
     bound: tl.tensor,  # int32: the bits of the deficit before which tokens count
     bound_index: tl.tensor,  # int32: tokens with this very deficit count before this index
-    vocab_size: tl.tensor,
-    num_blocks: tl.tensor,
-    num_rows: tl.tensor,
-    BLOCK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-) -> tl.tensor:
+    vocab_size: tl.tensor, num_blocks: tl.tensor, num_rows: tl.tensor, BLOCK: tl.constexpr, BLOCK_G: tl.constexpr,
+    HAS_IDS: tl.constexpr, HAS_FILTERS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Returns a block's best score (noise less deficit) and the index of its token, the first of equal ones.
 
     Rough scores leave one or two candidates, and only their scores are computed in float64.
@@ -295,22 +262,10 @@ def least_of(min_ps: tl.tensor, row: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def masses_of(
-    logits: tl.tensor,
-    row: tl.tensor,
-    block: tl.tensor,
-    greatest: tl.tensor,
-    temperature: tl.tensor,
-    cut: tl.tensor,
-    ties: tl.tensor,
-    counts: tl.tensor,
-    bound: tl.tensor,
-    bound_index: tl.tensor,
-    vocab_size: tl.tensor,
-    num_blocks: tl.tensor,
-    num_rows: tl.tensor,
-    BLOCK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-) -> tl.tensor:
+    logits: tl.tensor, row: tl.tensor, block: tl.tensor, greatest: tl.tensor, temperature: tl.tensor, cut: tl.tensor,
+    ties: tl.tensor, counts: tl.tensor, bound: tl.tensor, bound_index: tl.tensor, vocab_size: tl.tensor,
+    num_blocks: tl.tensor, num_rows: tl.tensor, BLOCK: tl.constexpr, BLOCK_G: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Returns the mass of a block's tokens that top-k keeps, and the part of it before a bound."""
     index = block * BLOCK + tl.arange(0, BLOCK)
     deficits = deficits_of(load_logits(logits, row, index, vocab_size), greatest, temperature)
@@ -324,12 +279,8 @@ def masses_of(
 @triton.jit
 def is_kept_by_top_p(
     block_masses: tl.tensor,  # [2, N, num_blocks] float32: those of `masses_of`
-    top_ps: tl.tensor,
-    row: tl.tensor,
-    num_blocks: tl.tensor,
-    num_rows: tl.tensor,
-    BLOCK_G: tl.constexpr,
-) -> tl.tensor:
+    top_ps: tl.tensor, row: tl.tensor, num_blocks: tl.tensor, num_rows: tl.tensor, BLOCK_G: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """True if the mass before a token is less than top-p's share."""
     g = tl.arange(0, BLOCK_G)
     at = row * num_blocks + g
@@ -343,10 +294,8 @@ def is_kept_by_top_p(
 def first_best(
     values: tl.tensor,  # [N, num_blocks] float32
     indices: tl.tensor,  # [N, num_blocks] int32
-    row: tl.tensor,
-    num_blocks: tl.tensor,
-    BLOCK_G: tl.constexpr,
-) -> tl.tensor:
+    row: tl.tensor, num_blocks: tl.tensor, BLOCK_G: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The index of a row's greatest value, the first of equal ones."""
     g = tl.arange(0, BLOCK_G)
     value = tl.load(values + row * num_blocks + g, mask=g < num_blocks, other=float("-inf"))
@@ -356,13 +305,9 @@ def first_best(
 
 @triton.jit
 def bits_of_deficit(
-    logits: tl.tensor,
-    row: tl.tensor,
-    index: tl.tensor,
-    greatest: tl.tensor,
-    temperature: tl.tensor,
+    logits: tl.tensor, row: tl.tensor, index: tl.tensor, greatest: tl.tensor, temperature: tl.tensor,
     vocab_size: tl.tensor,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """The bits of one token's deficit: int32."""
     deficit = deficits_of(load_logits(logits, row, index, vocab_size), greatest, temperature)
     return deficit.to(tl.int32, bitcast=True)
