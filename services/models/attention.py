@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from slipstream.services.models.config import ModelConfig
 
 
@@ -182,49 +180,33 @@ class LastOutputs:
         return values if self._outputs is None or layer != self._last else values.index_select(0, self._outputs)
 
 
-def torch_attention(
-    config: ModelConfig, batch: ForwardBatch | JoinedBatch, cache: PagedKV
-) -> TorchAttention | SeparateAttention:
-    """Makes the attention of one forward in PyTorch."""
-    if isinstance(batch, JoinedBatch):
-        # What is read is taken from all together.
-        parts = [torch_attention(config, replace(part, outputs=None), cache) for part in batch.parts]
-        return SeparateAttention(parts, batch.sizes, LastOutputs(config, batch.outputs))
-    if batch.ragged is None:
-        return TorchAttention(config, batch, cache)
-    rows = [TorchAttention(config, row, cache) for row in batch.by_row()]
-    lengths = [length for length in _lengths(batch.ragged) if length]
-    return SeparateAttention(rows, lengths, LastOutputs(config, batch.outputs))
+class TorchAttention:
+    """Attention of one forward in PyTorch, called once for each layer; for CPUs, and as the reference."""
 
-
-class SeparateAttention:
-    """Attention of parts of a forward, one after the other. Called as `TorchAttention`."""
-
-    def __init__(
-        self, parts: Sequence[TorchAttention | SeparateAttention], sizes: list[int], outputs: LastOutputs
-    ) -> None:
-        """`sizes`: tokens of each part. `outputs`: of all together."""
-        self._parts = parts
-        self._sizes = sizes
-        self.outputs = outputs
+    def __init__(self, config: ModelConfig, batch: ForwardBatch | JoinedBatch, cache: PagedKV) -> None:
+        self.outputs = LastOutputs(config, batch.outputs)
+        parts = batch.parts if isinstance(batch, JoinedBatch) else (batch,)
+        rows = [row for part in parts for row in ((part,) if part.ragged is None else part.by_row())]
+        self._sizes = [row.tokens.numel() for row in rows]
+        self._rows = [_RowsAttention(config, row, cache) for row in rows]
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Keeps the keys and values of the batch's tokens and attends to all that their queries see.
+
+        `qkv`: [N, q_size + 2 * kv_size], queries and keys already rotated. Returns [N, q_size], or of the last layer
+        what is read of it.
+        """
+        parts = list(zip(self._rows, torch.split(qkv, self._sizes), strict=True))
+        for rows, of_rows in parts:
+            rows.keep(layer, of_rows)
         if self.outputs.are_none(layer):
-            self.keep(layer, qkv)
             return qkv[:0]
-        return self.outputs.of(layer, torch.cat([part(layer, of_part) for part, of_part in self._by_part(qkv)]))
-
-    def keep(self, layer: int, qkv: torch.Tensor) -> None:
-        """See `TorchAttention.keep`."""
-        for part, of_part in self._by_part(qkv):
-            part.keep(layer, of_part)
-
-    def _by_part(self, qkv: torch.Tensor) -> Iterator[tuple[TorchAttention | SeparateAttention, torch.Tensor]]:
-        return zip(self._parts, torch.split(qkv, self._sizes), strict=True)
+        attended = [rows.attend(layer, of_rows) for rows, of_rows in parts]
+        return self.outputs.of(layer, attended[0] if len(attended) == 1 else torch.cat(attended))
 
 
-class TorchAttention:
-    """Attention of one forward: gathers each row's pages and calls PyTorch's; for CPUs and as the reference.
+class _RowsAttention:
+    """Attention of B rows of W tokens: gathers each row's pages and calls PyTorch's.
 
     Everything that indexes is clamped. A key that a row must not see is replaced by the row's own first
     visible one before the mask hides it: not even a NaN in another request's pages reaches a valid query.
@@ -236,7 +218,6 @@ class TorchAttention:
 
     def __init__(self, config: ModelConfig, batch: ForwardBatch, cache: PagedKV) -> None:
         """Computes where keys and values go, which ones each row gathers, and a mask for each size of window."""
-        self.outputs = LastOutputs(config, batch.outputs)
         page_size = cache.page_size
         capacity = batch.page_table.shape[1] * page_size
         num_keys = capacity if batch.max_kv_len is None else min(capacity, max(1, batch.max_kv_len))
@@ -275,15 +256,12 @@ class TorchAttention:
         # One buffer for all layers: fresh memory of this size costs a CPU as much as filling it.
         self._gathered = cache.rows[0].new_empty(self._read_rows.numel(), 2 * config.kv_size)
 
-    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Keeps the keys and values of the batch's tokens and attends to all that their queries see.
+    def keep(self, layer: int, qkv: torch.Tensor) -> None:
+        """Keeps keys and values."""
+        self._cache.rows[layer].index_copy_(0, self._write_rows, qkv[:, self._q_size :])
 
-        `qkv`: [B * W, q_size + 2 * kv_size], queries and keys already rotated. Returns [B * W, q_size], or of the last
-        layer what is read of it.
-        """
-        self.keep(layer, qkv)
-        if self.outputs.are_none(layer):
-            return qkv[:0]
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Attends to keys that are kept: [B * W, q_size + 2 * kv_size] to [B * W, q_size]."""
         rows = self._cache.rows[layer]
         torch.index_select(rows, 0, self._read_rows, out=self._gathered)
         kv = self._gathered.view(self._kv_shape).permute(2, 0, 3, 1, 4)
@@ -296,12 +274,7 @@ class TorchAttention:
             num_seen = (mask == 0).float() @ is_broken.float()[:, None]
             output = output.masked_fill((num_seen > 0).transpose(1, 3), torch.nan)
             output = output.masked_fill(~_has_finite_norm(query)[..., None], torch.nan)
-        by_token = output.view(self._split_shape).permute(0, 3, 1, 2, 4).reshape(len(qkv), self._q_size)
-        return self.outputs.of(layer, by_token)
-
-    def keep(self, layer: int, qkv: torch.Tensor) -> None:
-        """Keeps the keys and values alone."""
-        self._cache.rows[layer].index_copy_(0, self._write_rows, qkv[:, self._q_size :])
+        return output.view(self._split_shape).permute(0, 3, 1, 2, 4).reshape(len(qkv), self._q_size)
 
     def _is_finite(self, query: torch.Tensor) -> bool:
         """Returns True only if all squared norms are finite. Elsewhere than on a CPU it is not known without waiting.

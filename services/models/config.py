@@ -41,16 +41,16 @@ class Windows(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One architecture. A bias is True, False, or the name of the field of `config.json` that says which."""
+    """An architecture. A bias is True, False, or the name of the field of `config.json` that says which."""
 
     model_type: str
     """The value that `model_type` of `config.json` must have."""
     defaults: dict[str, Any]
     """Values of fields that `config.json` leaves out, as in transformers; the rest have none."""
-    qkv_bias: bool | str
-    output_bias: bool | str
+    qkv_bias: bool | str = False
+    output_bias: bool | str = False
     """Bias of attention's last projection."""
-    mlp_bias: bool | str
+    mlp_bias: bool | str = False
     has_qk_norms: bool = False
     """Each head's queries and keys are normalised before they are rotated."""
     windows: Windows = Windows.NONE
@@ -108,27 +108,19 @@ FAMILIES = {
         output_bias="attention_bias",
         mlp_bias="mlp_bias",
     ),
-    "MistralForCausalLM": Family(
-        model_type="mistral", defaults=_MISTRAL, qkv_bias=False, output_bias=False, mlp_bias=False, windows=Windows.ALL
-    ),
-    "Qwen2ForCausalLM": Family(
-        model_type="qwen2", defaults=_QWEN2, qkv_bias=True, output_bias=False, mlp_bias=False, windows=Windows.BY_LAYER
-    ),
+    "MistralForCausalLM": Family(model_type="mistral", defaults=_MISTRAL, windows=Windows.ALL),
+    "Qwen2ForCausalLM": Family(model_type="qwen2", defaults=_QWEN2, qkv_bias=True, windows=Windows.BY_LAYER),
     "Qwen3ForCausalLM": Family(
         model_type="qwen3",
         defaults=_QWEN2 | {"head_dim": 128},
         qkv_bias="attention_bias",
         output_bias="attention_bias",
-        mlp_bias=False,
         has_qk_norms=True,
         windows=Windows.BY_LAYER,
     ),
     "Phi3ForCausalLM": Family(
         model_type="phi3",
         defaults=_PHI3,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
         windows=Windows.ALL,
         rope_types=("default", "longrope"),
         may_rotate_partially=True,
@@ -163,10 +155,10 @@ class ModelConfig:
     has_qk_norms: bool = False
     """Each head's queries and keys are normalised before they are rotated."""
     sliding_windows: tuple[int | None, ...] = ()
-    """Tokens that a query sees in each layer, its own included; None is all. Empty where no layer has a window."""
+    """Tokens that a query sees in each layer, its own included; None: all. Empty where no layer has a window."""
     eos_token_ids: frozenset[int] = frozenset()
     num_nextn_layers: int = 0
-    """Modules for multi-token prediction behind the layers, which a draft alone runs."""
+    """Modules for multi-token prediction after the layers, which only a draft runs."""
     fp8: Fp8Weights | None = None
     """Set if the checkpoint's projections are FP8."""
 
@@ -205,7 +197,7 @@ class ModelConfig:
         head_dim = _head_dim(fields, num_heads)
         max_positions = fields.count("max_position_embeddings", high=MAX_CONTEXT_TOKENS)
         if fields.get("dual_chunk_attention_config"):
-            # Behind these the model was trained with other distances, which are not computed.
+            # After these the model was trained with other distances, which are not computed.
             dual = fields.sub("dual_chunk_attention_config")
             max_positions = min(max_positions, dual.count("original_max_position_embeddings", high=MAX_CONTEXT_TOKENS))
         rope = RopeConfig.from_fields(
@@ -250,9 +242,7 @@ class ModelConfig:
     @property
     def rows_per_scale(self) -> int:
         """Rows of an FP8 weight that share their scales, also where several weights are one matrix."""
-        if self.fp8 is None or self.fp8.scaling is not Scaling.BLOCK:
-            return 1
-        return self._block
+        return self._block if self.fp8 is not None and self.fp8.scaling is Scaling.BLOCK else 1
 
     @property
     def has_whole_fp8_blocks(self) -> bool:
@@ -268,7 +258,7 @@ class ModelConfig:
         return 2 * self.num_layers * self.kv_size * dtype.itemsize
 
     def sliding_window(self, layer: int) -> int | None:
-        """Tokens that a query of the layer sees, its own included; None is all."""
+        """Tokens that a query of the layer sees, its own included. None: all."""
         return self.sliding_windows[layer] if self.sliding_windows else None
 
 

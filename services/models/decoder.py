@@ -11,22 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from slipstream.common.worker.step import FINAL_NORM
-from slipstream.services.models.attention import torch_attention
+from slipstream.services.models.attention import TorchAttention
 from slipstream.services.models.linear import FP8, Linear, empty_parameter, keeps_fp8, pack_linears
 
 if TYPE_CHECKING:
-    from slipstream.services.models.attention import (
-        ForwardBatch,
-        JoinedBatch,
-        PagedKV,
-        SeparateAttention,
-        TorchAttention,
-    )
+    from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.rope_config import RopeConfig
-
-    Attend = TorchAttention | SeparateAttention
-    """Attention of one forward: takes a layer's number and its queries, keys and values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +100,13 @@ class DecoderLayer(nn.Module):
         """The norms of each head's queries and keys, before they are rotated; None if the model has none."""
         return None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation: Rotation, attend: TorchAttention) -> torch.Tensor:
         """[N, hidden_size] to the same, [M, hidden_size] where M outputs are read; keeps keys and values on the way."""
         return self.mix(x, self.attention_norm(x), rotation, attend)
 
-    def mix(self, x: torch.Tensor, attention_input: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
+    def mix(
+        self, x: torch.Tensor, attention_input: torch.Tensor, rotation: Rotation, attend: TorchAttention
+    ) -> torch.Tensor:
         """Adds both branches to `x`, or to what is read of it: [N, hidden_size]. `attention_input`: [N, input_size]."""
         qkv = self.qkv(attention_input)
         heads = qkv[:, : self._rotated_size].view(len(x), sum(self._num_heads), self._head_dim)
@@ -185,7 +178,7 @@ class Decoder(nn.Module):
         x = self._embedded(batch)
         positions = batch.positions.flatten().clamp(0, self.config.max_position_embeddings - 1)
         rotation = Rotation(self._rotation_table, positions)
-        attend = torch_attention(self.config, batch, cache)
+        attend = TorchAttention(self.config, batch, cache)
         stream = {}
         for index, layer in enumerate(self.layers):
             if index in aux_layers:

@@ -21,7 +21,7 @@ from torch import nn
 
 from slipstream.common.errors import MismatchError
 from slipstream.common.worker.layout import BufferName
-from slipstream.services.models.attention import torch_attention
+from slipstream.services.models.attention import TorchAttention
 from slipstream.services.models.decoder import DecoderLayer, RMSNorm, Rotation, rotation_table
 from slipstream.services.models.head_config import EMBEDDING, OUTPUT, Eagle3Config, EagleConfig
 from slipstream.services.models.linear import Linear, empty_parameter, pack_linears
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from slipstream.services.models.attention import ForwardBatch, PagedKV
-    from slipstream.services.models.decoder import Attend
     from slipstream.services.models.head_config import HeadConfig
 
 
@@ -109,12 +108,12 @@ class DraftHead(nn.Module):
         positions = batch.positions.flatten().clamp(0, layer.max_position_embeddings - 1)
         rotation = Rotation(self._rotation_table, positions)
         x = states.reshape(-1, layer.hidden_size)
-        embedded, attend = F.embedding(tokens, self.embedding), torch_attention(layer, batch, cache)
+        embedded, attend = F.embedding(tokens, self.embedding), TorchAttention(layer, batch, cache)
         output = self._mix(module, x, embedded, rotation, attend)
         return output.view_as(states) if batch.outputs is None else output
 
     def _mix(
-        self, module: int, states: torch.Tensor, embedded: torch.Tensor, rotation: Rotation, attend: Attend
+        self, module: int, states: torch.Tensor, embedded: torch.Tensor, rotation: Rotation, attend: TorchAttention
     ) -> torch.Tensor:
         """Runs the layer on N states and the embeddings of their tokens, both [N, hidden_size], to the same."""
         raise NotImplementedError
@@ -155,7 +154,7 @@ class Eagle3Head(DraftHead):
         return fused
 
     def _mix(
-        self, module: int, states: torch.Tensor, embedded: torch.Tensor, rotation: Rotation, attend: Attend
+        self, module: int, states: torch.Tensor, embedded: torch.Tensor, rotation: Rotation, attend: TorchAttention
     ) -> torch.Tensor:
         normed = self.hidden_norm(states)
         both = torch.cat((self.layer.attention_norm(embedded), normed), dim=-1)
@@ -182,7 +181,9 @@ class HeadModule(nn.Module):
         if not config.has_norms:
             self.layer.attention_norm = nn.Identity()  # type: ignore[assignment]
 
-    def forward(self, states: torch.Tensor, embedded: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
+    def forward(
+        self, states: torch.Tensor, embedded: torch.Tensor, rotation: Rotation, attend: TorchAttention
+    ) -> torch.Tensor:
         """See `DraftHead._mix`."""
         both = torch.cat((self.embedding_norm(embedded), self.state_norm(states)), dim=-1)
         output: torch.Tensor = self.norm(self.layer(self.fc(both), rotation, attend))
@@ -201,7 +202,7 @@ class EagleHead(DraftHead):
         )
 
     def _mix(
-        self, module: int, states: torch.Tensor, embedded: torch.Tensor, rotation: Rotation, attend: Attend
+        self, module: int, states: torch.Tensor, embedded: torch.Tensor, rotation: Rotation, attend: TorchAttention
     ) -> torch.Tensor:
         output: torch.Tensor = self.steps[module](states, embedded, rotation, attend)
         return output

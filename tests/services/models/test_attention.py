@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.services.models.attention import PADDING_PAGE, PagedKV, RaggedRows, torch_attention
+from slipstream.services.models.attention import PADDING_PAGE, PagedKV, RaggedRows, TorchAttention
 from tests.harness.paged_model import CAPACITY_TOKENS, CPU, PAGE_SIZE, PAGES_PER_ROW, PagedModel, random_tokens
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def test_a_token_that_is_not_finite_reaches_only_those_that_see_it(
     qkv, head = clean.clone(), config.head_dim
     place = {"query": 3 * head, "key": config.q_size + head, "value": config.q_size + config.kv_size + head}[column]
     qkv[broken, place + 2] = bad
-    outputs = [torch_attention(config, batch, model.cache)(0, given).view(2, width, -1) for given in (clean, qkv)]
+    outputs = [TorchAttention(config, batch, model.cache)(0, given).view(2, width, -1) for given in (clean, qkv)]
     expected, output = outputs
     sees = (torch.arange(width) == broken) if column == "query" else (torch.arange(width) >= broken)
     if window is not None:

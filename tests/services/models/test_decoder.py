@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.common.worker.step import FINAL_NORM
-from slipstream.services.models import attention
+from slipstream.services.models import decoder
 from slipstream.services.models.attention import PagedKV, TorchAttention
 from slipstream.services.models.decoder import Decoder
 from tests.harness.checkpoints import write_checkpoint
@@ -124,7 +124,7 @@ def test_layers_share_what_attention_prepares(model: PagedModel, monkeypatch: py
 
     batch = model.batch([(0, [1, 2, 3])])
     expected = model.output(batch).hidden
-    monkeypatch.setattr(attention, "TorchAttention", Counted)
+    monkeypatch.setattr(decoder, "TorchAttention", Counted)
     hidden = model.decoder(batch, model.cache).hidden
     assert len(made) == 1, "what layers share is computed once"
     torch.testing.assert_close(hidden, expected)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from slipstream.services.models.attention import PADDING_PAGE, ForwardBatch, PagedKV, RaggedRows, torch_attention
+from slipstream.services.models.attention import PADDING_PAGE, ForwardBatch, PagedKV, RaggedRows, TorchAttention
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.kernels.paged_attention import PagedAttention
 from slipstream.services.models.rope_config import RopeConfig
@@ -150,7 +150,7 @@ class AttentionCase:
         # Places that no query of the row has filled hold what an earlier request left there: numbers.
         self.cache.rows[layer].nan_to_num_(nan=0.25)
         before = self.cache.rows[layer].clone()
-        expected = torch_attention(self.config, self.batch, self.cache)(layer, self.qkv.clone())
+        expected = TorchAttention(self.config, self.batch, self.cache)(layer, self.qkv.clone())
         pages = self.kept_pages(layer)
         self.cache.rows[layer].copy_(before)
         output, is_valid = self.attend(layer), self.batch.is_valid.flatten()

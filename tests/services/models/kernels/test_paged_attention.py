@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.services.models.attention import torch_attention
+from slipstream.services.models.attention import TorchAttention
 from slipstream.services.models.kernels import paged_attention
 from slipstream.services.models.kernels.paged_attention import PagedAttention, RaggedPlan
 from tests.services.models.kernels.attention_case import TOLERANCES, AttentionCase, some_config
@@ -142,7 +142,7 @@ def test_ragged_rows_of_a_graph(num_tokens: int, device: torch.device) -> None:
     case.cache.rows[0].nan_to_num_(nan=0.25)
     expected, pages = case.attend(), case.kept_pages()
     graphed = case.as_in_a_graph(5, num_tokens)
-    reference = torch_attention(case.config, graphed.batch, case.cache)(0, graphed.qkv.nan_to_num(nan=1.0))
+    reference = TorchAttention(case.config, graphed.batch, case.cache)(0, graphed.qkv.nan_to_num(nan=1.0))
     for output in (graphed.attend(), reference):
         torch.testing.assert_close(output[:58], expected, atol=1e-5, rtol=0)
         torch.testing.assert_close(case.kept_pages(), pages)
