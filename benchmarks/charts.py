@@ -167,11 +167,10 @@ def draw_serving(report: Row, path: Path) -> None:
     speed.set_title("throughput (dashed: capacity, by saturation)", fontsize=10)
     speed.legend(fontsize=8)
     for panel, (_, label) in zip(latencies, LATENCIES, strict=True):
-        panel.set_yscale("log")
+        panel.set(yscale="log", ylabel=label)
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         panel.yaxis.set_minor_formatter(NullFormatter())
-        panel.set_ylabel(label)
         panel.set_title("p50 (solid), p90 (dashed), p99 (dotted)", fontsize=10)
     for panel in grid.flat:
         panel.set_xlabel("offered requests/s (Poisson)")
@@ -196,8 +195,8 @@ def draw_long_prompt(report: Row, path: Path) -> None:
         at_first = max((total for at, total in zip(times, tokens, strict=True) if at <= first_token_s), default=0)
         timeline.plot(first_token_s, at_first, "o", color=shade, markersize=5)
     timeline.axvline(0, color="k", linewidth=0.8, linestyle="--")
-    timeline.set_xlabel("s since the long prompt was sent (dot: its first token)")
-    timeline.set_ylabel("tokens of the running stream")
+    about = "s since the long prompt was sent (dot: its first token)"
+    timeline.set(xlabel=about, ylabel="tokens of the running stream")
     timeline.legend(fontsize=8, title="tokens a step", title_fontsize=8)
     timeline.grid(alpha=0.3)
     for shift, field, colour, label in (
@@ -208,11 +207,10 @@ def draw_long_prompt(report: Row, path: Path) -> None:
         bars.bar(places, [r[field]["p50"] for r in results], 0.38, color=colour, label=f"{label}, p50")
         bars.plot(places, [r[field]["p99"] for r in results], "_", color="k", markersize=14)
     bars.plot([], [], "_", color="k", markersize=14, label="p99")
-    bars.set_yscale("log")
-    bars.set_ylabel("ms between messages of the stream")
+    about = "tokens of a step; below: to the prompt's first token"
+    bars.set(yscale="log", ylabel="ms between messages of the stream", xlabel=about)
     labels = [f"{name}\n{mean(r['first_token_s']):.1f} s" for name, r in zip(names, results, strict=True)]
     bars.set_xticks(range(len(results)), labels, fontsize=8)
-    bars.set_xlabel("tokens of a step; below: to the prompt's first token")
     bars.legend(fontsize=8)
     bars.grid(alpha=0.3, axis="y")
     _save(figure, path, f"A running stream while a prompt of {prompt_tokens:,} tokens comes in; {report['host']}")
@@ -229,8 +227,7 @@ def draw_soak(report: Row, path: Path) -> None:
             shade = f"C{services.index(usage['service'])}"
             minutes = [at / 60 for at in usage["at_s"]]
             panel.plot(minutes, usage[name], ".-", color=shade, markersize=2, linewidth=0.8)
-        panel.set_ylabel(label)
-        panel.set_ylim(bottom=0)
+        panel.set(ylabel=label, ylim=(0, None))
     for service in services:
         panels[0].plot([], [], color=f"C{services.index(service)}", label=service)
     panels[0].legend(fontsize=7, ncols=2, loc="center right")
@@ -300,21 +297,15 @@ def draw_capacity(results: Sequence[Row], path: Path) -> None:
             label = f"{result['model']}, {title}: {result['rate']:.1f}/s"
             panel.plot(rates, latencies, style, color=colour, markersize=4, label=label)
         panel.axhline(results[0][f"{name}_ms"], color="k", linewidth=0.8, linestyle="--")
-        panel.set_yscale("log")
-        panel.set(xlabel="requests/s (Poisson)", ylabel=f"{name.replace('_', ' ')}, p99, ms")
+        panel.set(yscale="log", xlabel="requests/s (Poisson)", ylabel=f"{name.replace('_', ' ')}, p99, ms")
         panel.grid(alpha=0.3)
     panels[0].legend(fontsize=7)
     _save(figure, path, f"Latencies by rate; {results[0]['host']}")
 
 
 PICTURES: dict[str, Callable[[Any, Path], None]] = {
-    "overlap": draw_overlap,
-    "decode": draw_decode,
-    "serving": draw_serving,
-    "long_prompt": draw_long_prompt,
-    "load": draw_load,
-    "capacity": draw_capacity,
-    "soak": draw_soak,
+    draw.__name__.removeprefix("draw_"): draw
+    for draw in (draw_overlap, draw_decode, draw_serving, draw_long_prompt, draw_load, draw_capacity, draw_soak)
 }
 """Draws the content of a benchmark's result file."""
 
