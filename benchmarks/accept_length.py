@@ -16,16 +16,16 @@ from slipstream.benchmarks.stream_window import accept_length, answers
 from slipstream.benchmarks.workloads import Request
 from slipstream.bundled import prompts
 from slipstream.client import AsyncClient
+from slipstream.training.accept_length import repeated_share
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
     from slipstream.benchmarks.stack import Served
 
 HELD_OUT, EDITS, AGAIN = "held-out", "edits", "edits again"
 CONCURRENCY = 8
-GRAM = 5
 NAME = re.compile(r"\b[a-z_]{5,}\b")
 NEW_NAMES = {HELD_OUT: (None,), EDITS: ("second",), AGAIN: ("second", "third", "fourth")}
 """The names that the edits of a workload ask for, each in a request of its own; None: the prompt as it is."""
@@ -66,20 +66,6 @@ class Plan(DevicePlan):
                     yield Scenario(about=about, draft=algorithm, options={"num_draft_tokens": num_draft_tokens})
 
 
-def repeated_share(outputs: Sequence[Sequence[int]]) -> float:
-    """Returns the share of tokens that lie in a 5-gram that occurs more than once in their output."""
-    inside = 0
-    for output in outputs:
-        grams = [tuple(output[start : start + GRAM]) for start in range(len(output) - GRAM + 1)]
-        counts = Counter(grams)
-        covered: set[int] = set()
-        for start, gram in enumerate(grams):
-            if counts[gram] > 1:
-                covered.update(range(start, start + GRAM))
-        inside += len(covered)
-    return inside / max(1, sum(map(len, outputs)))
-
-
 def edit_of(text: str, new_name: str) -> str:
     """Returns a prompt that asks for the text with a new name in it, after an example; with the start of it."""
     counts = Counter(name for name in NAME.findall(text) if not keyword.iskeyword(name))
@@ -107,6 +93,27 @@ def make_table(file: Path | None) -> Table:
     )
 
 
+async def _sample(client: AsyncClient, about: Row) -> Row:
+    options: Any = {name: about[name] for name in ("max_new_tokens", "temperature", "seed")}
+    await answers(client, [Request(WARM_UP, options)] * CONCURRENCY, CONCURRENCY)
+    found, begun = [], time.monotonic()
+    for name in NEW_NAMES[about["workload"]]:
+        texts = [prompt.text if name is None else edit_of(prompt.text, name) for prompt in prompts()]
+        found += await answers(client, [Request(text, options) for text in texts], CONCURRENCY)
+    seconds = time.monotonic() - begun
+    outputs = [answer.token_ids for answer in found]
+    num_tokens = sum(map(len, outputs))
+    return {
+        "num_prompts": len(found),
+        "num_verify_steps": sum(answer.num_verify_steps for answer in found),
+        "total_draft_tokens": sum(answer.num_draft_tokens for answer in found),
+        "total_accepted_tokens": sum(answer.num_accepted_tokens for answer in found),
+        "mean_accept_length": accept_length(found),
+        "repeated_share": sum(len(output) * repeated_share(output) for output in outputs) / num_tokens,
+        "tokens_per_second": num_tokens / seconds,  # of all requests, 8 at a time
+    }
+
+
 @benchmark(Plan)
 async def main(plan: Plan, file: Path | None) -> list[str]:
     """Measures the standalone draft, the heads and prompt lookup."""
@@ -120,27 +127,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
         await stack.models(*plan.algorithms)
         await run(stack, plan.scenarios(), sample, table)
     return []
-
-
-async def _sample(client: AsyncClient, about: Row) -> Row:
-    options: Any = {name: about[name] for name in ("max_new_tokens", "temperature", "seed")}
-    await answers(client, [Request(WARM_UP, options)] * CONCURRENCY, CONCURRENCY)
-    found, begun = [], time.monotonic()
-    for name in NEW_NAMES[about["workload"]]:
-        texts = [prompt.text if name is None else edit_of(prompt.text, name) for prompt in prompts()]
-        found += await answers(client, [Request(text, options) for text in texts], CONCURRENCY)
-    seconds = time.monotonic() - begun
-    outputs = [answer.token_ids for answer in found]
-    return {
-        "num_prompts": len(found),
-        "num_verify_steps": sum(answer.num_verify_steps for answer in found),
-        "total_draft_tokens": sum(answer.num_draft_tokens for answer in found),
-        "total_accepted_tokens": sum(answer.num_accepted_tokens for answer in found),
-        "mean_accept_length": accept_length(found),
-        "repeated_share": repeated_share(outputs),
-        "tokens_per_second": sum(map(len, outputs)) / seconds,  # of all requests, 8 at a time
-    }
-
-
-if __name__ == "__main__":
-    main()

@@ -74,7 +74,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
         for name in STARTS:
             table.add(await _start(plan, name))
     return problems_of([row for row in table.rows if row["model"] == plan.model])
-
-
-if __name__ == "__main__":
-    main()

@@ -153,15 +153,6 @@ class Plan(DevicePlan):
         return [[(shape, mode) for mode in MODES] for shape in shapes]
 
 
-@benchmark(Plan)
-async def main(plan: Plan, file: Path | None) -> list[str]:
-    """Measures decode steps."""
-    table, bandwidth = Table(file, "shape"), copy_bandwidth() if plan.device == "cuda" else None
-    for group in plan.groups():
-        await measure(plan, group, bandwidth, table)
-    return []
-
-
 async def measure(plan: Plan, group: Sequence[tuple[str, str]], bandwidth: float | None, table: Table) -> None:
     """Runs shapes and modes side by side, of which one at a time works.
 
@@ -271,5 +262,10 @@ class DecodeBenchmark:
         return await stream_window(served, requests, warm_up_tokens=WARM_UP_TOKENS)
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(Plan)
+async def main(plan: Plan, file: Path | None) -> list[str]:
+    """Measures decode steps."""
+    table, bandwidth = Table(file, "shape"), copy_bandwidth() if plan.device == "cuda" else None
+    for group in plan.groups():
+        await measure(plan, group, bandwidth, table)
+    return []

@@ -173,7 +173,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
         )
         await run(stack, plan.scenarios(context_tokens), partial(_sample, plan), table)
     return []
-
-
-if __name__ == "__main__":
-    main()

@@ -87,13 +87,6 @@ def make_table(plan: Plan, file: Path | None) -> Table:
     )
 
 
-@benchmark(Plan)
-async def main(plan: Plan, file: Path | None) -> list[str]:
-    """Measures whole requests, or searches for the highest rate."""
-    table = make_table(plan, file)
-    return await (search if plan.capacity else measure)(plan, table)
-
-
 async def measure(plan: Plan, table: Table) -> list[str]:
     """Runs the workloads; returns a line for each one that does not count."""
     chosen, problems = [one for one in workloads(plan.scale) if one.name in plan.workloads], []
@@ -252,5 +245,8 @@ async def highest_rate(is_held: Callable[[float], Awaitable[bool]], first: float
     return held
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(Plan)
+async def main(plan: Plan, file: Path | None) -> list[str]:
+    """Measures whole requests, or searches for the highest rate."""
+    table = make_table(plan, file)
+    return await (search if plan.capacity else measure)(plan, table)

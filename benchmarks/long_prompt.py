@@ -109,7 +109,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
             await run(stack, scenarios, partial(_sample, plan), table)
     write_json({"host": host(), "temperature": TEMPERATURE, "plan": asdict(plan), "results": table.rows}, file)
     return []
-
-
-if __name__ == "__main__":
-    main()

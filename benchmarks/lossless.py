@@ -136,18 +136,6 @@ def differences(outputs: Mapping[Way, Sequence[Answer]], cases: Sequence[Case]) 
     ]
 
 
-@benchmark(NoPlan)
-async def main(_: NoPlan, file: Path | None) -> list[str]:
-    """Compares all ways."""
-    started = time.monotonic()
-    async with Stack() as stack:
-        report = _report(await serve(stack, WAYS, CASES))
-    write_json({**report, "seconds": round(time.monotonic() - started, 1)}, file)
-    print(f"{report['num_outputs']} outputs, the reference's among them; {report['num_different']} differ from those")
-    differences: list[str] = report["differences"]
-    return differences[:20]
-
-
 def _report(outputs: Mapping[Way, Sequence[Answer]]) -> Row:
     wrong, reference = differences(outputs, CASES), outputs[REFERENCE]
     distinct = sorted(len(set(output.token_ids)) for output in reference)
@@ -184,5 +172,13 @@ def _digest(tokens: tuple[int, ...]) -> str:
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(NoPlan)
+async def main(_: NoPlan, file: Path | None) -> list[str]:
+    """Compares all ways."""
+    started = time.monotonic()
+    async with Stack() as stack:
+        report = _report(await serve(stack, WAYS, CASES))
+    write_json({**report, "seconds": round(time.monotonic() - started, 1)}, file)
+    print(f"{report['num_outputs']} outputs, the reference's among them; {report['num_different']} differ from those")
+    differences: list[str] = report["differences"]
+    return differences[:20]

@@ -235,7 +235,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
         await near_ties.measure(draft)
     problems: list[str] = near_ties.report["problems"]
     return problems
-
-
-if __name__ == "__main__":
-    main()

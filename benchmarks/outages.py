@@ -150,7 +150,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
     print(told(run, "watchdog_ms", "jobs"))
     errors: list[str] = run["errors"]
     return errors
-
-
-if __name__ == "__main__":
-    main()

@@ -73,17 +73,6 @@ def title_of(row: Row) -> str:
     return name if row["fence"] in ("host", "timeline") else f"{name}, {row['fence']}"
 
 
-@benchmark(DevicePlan)
-async def main(plan: DevicePlan, file: Path | None) -> list[str]:
-    """Measures the price of a step in each order."""
-    table = Table(file)
-    for draft_ms, verify_ms in KERNELS_MS[plan.device]:
-        for mps in ORDERS[plan.device]:
-            await _measure(plan.device, draft_ms, verify_ms, mps, table)
-    different = len({row["tokens_sha256"] for row in table.rows}) > 1
-    return ["the tokens are not the same in every order"] * different
-
-
 async def _measure(device: str, draft_ms: float, verify_ms: float, mps: MpsMode, table: Table) -> None:
     kernels = {"device": device, "draft_ms": draft_ms, "verify_ms": verify_ms, "mps": mps is MpsMode.ON}
     lost_by_host_ms: dict[int, float] = {}
@@ -136,5 +125,12 @@ async def _window(device: str, kernel_sum_ms: float, served: Served) -> Row:
     }
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(DevicePlan)
+async def main(plan: DevicePlan, file: Path | None) -> list[str]:
+    """Measures the price of a step in each order."""
+    table = Table(file)
+    for draft_ms, verify_ms in KERNELS_MS[plan.device]:
+        for mps in ORDERS[plan.device]:
+            await _measure(plan.device, draft_ms, verify_ms, mps, table)
+    different = len({row["tokens_sha256"] for row in table.rows}) > 1
+    return ["the tokens are not the same in every order"] * different

@@ -190,7 +190,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
     write_json({**found, "problems": problems}, file)
     print(f"goodput {found['goodput']:.3f} of the capacity; {found['load']['num_rejected']} requests rejected")
     return problems
-
-
-if __name__ == "__main__":
-    main()

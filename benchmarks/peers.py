@@ -77,19 +77,6 @@ class Case(NamedTuple):
         return cls(name, target, draft, other, EAGLE3, ACCEPT_LENGTH)
 
 
-@benchmark(Plan)
-async def main(plan: Plan, file: Path | None) -> list[str]:
-    """Measures both systems, one after the other."""
-    table = Table(file, "case", "way", order=itemgetter("case"))
-    # Without progress bars and warnings, such as of arguments that assisted generation itself passes on.
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    with TemporaryDirectory() as folder:
-        for name in plan.case:
-            await measure(Case.named(name, Path(folder)), plan.device, table)
-    return []
-
-
 async def measure(case: Case, device: str, table: Table) -> None:
     """Measures all ways, one after the other; only ways with the same models are in memory together."""
     prompt = AutoTokenizer.from_pretrained(case.target).encode(prompts()[0].text)
@@ -268,5 +255,14 @@ class TransformersPeer:
             torch.cuda.synchronize(self._prompt.device)
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(Plan)
+async def main(plan: Plan, file: Path | None) -> list[str]:
+    """Measures both systems, one after the other."""
+    table = Table(file, "case", "way", order=itemgetter("case"))
+    # Without progress bars and warnings, such as of arguments that assisted generation itself passes on.
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    with TemporaryDirectory() as folder:
+        for name in plan.case:
+            await measure(Case.named(name, Path(folder)), plan.device, table)
+    return []

@@ -434,7 +434,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
     problems = [text for row in table.rows for text in (*row["problems"], *shortcomings(row))]
     write_json({"host": host(), "seconds": plan.seconds, "probes": table.rows, "problems": problems}, file)
     return problems
-
-
-if __name__ == "__main__":
-    main()

@@ -69,7 +69,7 @@ class DevicePlan(Settings):
 def benchmark(plan: type[P]) -> Callable[[Callable[[P, Path | None], Awaitable[Sequence[str]]]], typer.Typer]:
     """Makes a command line of a benchmark, with an option for each setting of `plan`, and `--json`.
 
-    The problems that the benchmark returns are its exit status and message.
+    Runs it, where its module is the script: it stands at the end. The problems that it returns are its exit status.
     """
 
     def decorate(run: Callable[[P, Path | None], Awaitable[Sequence[str]]]) -> typer.Typer:
@@ -89,6 +89,8 @@ def benchmark(plan: type[P]) -> Callable[[Callable[[P, Path | None], Awaitable[S
         main.__doc__ = run.__doc__
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         app.command()(main)
+        if run.__module__ == "__main__":
+            app()
         return app
 
     return decorate

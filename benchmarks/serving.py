@@ -126,7 +126,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
             rate = f"{run['algorithm']} at {run['offered_requests_per_second']:.2f} requests/s"
             problems.append(f"{rate}: {num_completed} of {num_requests} requests were completed")
     return problems
-
-
-if __name__ == "__main__":
-    main()

@@ -319,7 +319,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
     write_json(found, file)
     problems: list[str] = found["problems"]
     return problems
-
-
-if __name__ == "__main__":
-    main()

@@ -230,7 +230,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
     print(f"{told(run['return'])}; {told(run, 'jobs', 'errors')}")
     write_json(run, file)
     return [*run["errors"], *problems_of(run)]
-
-
-if __name__ == "__main__":
-    main()

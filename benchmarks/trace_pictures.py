@@ -77,33 +77,6 @@ class Plan(DevicePlan):
     out: Path = setting(Path("build/traces"), help="Folder for traces and pictures.")
 
 
-@benchmark(Plan)
-async def main(plan: Plan, file: Path | None) -> list[str]:
-    """Traces each run-ahead, and draws it."""
-    plan.out.mkdir(parents=True, exist_ok=True)
-    draft_ms, verify_ms = KERNELS_MS[plan.device]
-    requests = [request(PROMPT, CONTEXT_TOKENS // 2, 0.0, 0)] * NUM_CLIENTS
-    sizes = {"num_draft_tokens": NUM_DRAFT_TOKENS, "slots": NUM_CLIENTS, "context_tokens": CONTEXT_TOKENS}
-    about = {"host": host(plan.device), "draft_ms": draft_ms, "verify_ms": verify_ms}
-
-    async def sample(served: Served, scenario: Scenario) -> AsyncIterator[Row]:
-        async with AsyncClient(served.address) as client, streaming(client, requests):
-            # These hold prompts, and first uses of everything.
-            await fetch_trace(served.scheduler, TraceRequest(steps=WARM_UP_STEPS))
-            content = trace_json(await fetch_trace(served.scheduler, TraceRequest(steps=TRACED_STEPS)))
-        content["otherData"] |= about
-        path = plan.out / f"trace_{plan.device}_run_ahead_{scenario.about['run_ahead']}.json"
-        path.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
-        yield {"title": draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png"))}
-
-    orders = [{"run_ahead": run_ahead} for run_ahead in RUN_AHEADS]
-    scenarios = [Scenario(about=order, draft="draft", options={**order, **sizes}) for order in orders]
-    async with Stack(device=plan.device) as stack:
-        await stack.dummies(draft_ms, verify_ms)
-        await run(stack, scenarios, sample, Table(file))
-    return []
-
-
 def draw(content: dict[str, Any], path: Path) -> str:
     """Draws the middle of a trace; returns a line about it. Raises ValueError for a trace of too few steps."""
     events: list[Event] = content["traceEvents"]
@@ -211,5 +184,28 @@ def _draw_arrow(axis: Axes, source: Event, target: Event, rows: Rows, begin: flo
     )
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(Plan)
+async def main(plan: Plan, file: Path | None) -> list[str]:
+    """Traces each run-ahead, and draws it."""
+    plan.out.mkdir(parents=True, exist_ok=True)
+    draft_ms, verify_ms = KERNELS_MS[plan.device]
+    requests = [request(PROMPT, CONTEXT_TOKENS // 2, 0.0, 0)] * NUM_CLIENTS
+    sizes = {"num_draft_tokens": NUM_DRAFT_TOKENS, "slots": NUM_CLIENTS, "context_tokens": CONTEXT_TOKENS}
+    about = {"host": host(plan.device), "draft_ms": draft_ms, "verify_ms": verify_ms}
+
+    async def sample(served: Served, scenario: Scenario) -> AsyncIterator[Row]:
+        async with AsyncClient(served.address) as client, streaming(client, requests):
+            # These hold prompts, and first uses of everything.
+            await fetch_trace(served.scheduler, TraceRequest(steps=WARM_UP_STEPS))
+            content = trace_json(await fetch_trace(served.scheduler, TraceRequest(steps=TRACED_STEPS)))
+        content["otherData"] |= about
+        path = plan.out / f"trace_{plan.device}_run_ahead_{scenario.about['run_ahead']}.json"
+        path.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
+        yield {"title": draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png"))}
+
+    orders = [{"run_ahead": run_ahead} for run_ahead in RUN_AHEADS]
+    scenarios = [Scenario(about=order, draft="draft", options={**order, **sizes}) for order in orders]
+    async with Stack(device=plan.device) as stack:
+        await stack.dummies(draft_ms, verify_ms)
+        await run(stack, scenarios, sample, Table(file))
+    return []

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": {"common", "protos"},
     "client": {"common", "protos"},
     "cli": {"bundled", "client", "common", "gateway", "protos", "scheduler", "services"},
-    "benchmarks": {"bundled", "cli", "client", "common", "gateway", "protos", "scheduler", "services"},
+    "benchmarks": {"bundled", "cli", "client", "common", "gateway", "protos", "scheduler", "services", "training"},
     "bundled": set(),
     "deploy": {"common", "gateway", "scheduler", "services"},
     "training": {"bundled", "common", "services"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -34,9 +35,12 @@ SCRIPTS = sorted(
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_command_line(name: str) -> None:
-    outcome = CliRunner().invoke(import_module(f"slipstream.benchmarks.{name}").main, ["--help"])
+    module = import_module(f"slipstream.benchmarks.{name}")
+    outcome = CliRunner().invoke(module.main, ["--help"])
     assert outcome.exit_code == 0
     assert "--json" in outcome.output
+    last = ast.parse(Path(module.__file__ or "").read_text(encoding="utf-8")).body[-1]
+    assert isinstance(last, ast.AsyncFunctionDef), "a script runs where its benchmark is defined"
 
 
 def test_scripts_were_found() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slipstream.benchmarks import accept_length as benchmark
 from slipstream.training.accept_length import Setting, Walk, generate, matches, measure, repeated_share, walk
 from tests.harness.checkpoints import write_checkpoint
 
@@ -60,16 +59,6 @@ def test_every_token_of_an_output_belongs_to_one_step(seed: int) -> None:
 )
 def test_repeated_share(tokens: list[int], expected: float) -> None:
     assert repeated_share(tokens) == expected
-    assert benchmark.repeated_share([tokens]) == expected
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_repeated_share_is_the_same_offline_and_served(seed: int) -> None:
-    rng = random.Random(seed)
-    outputs = [[rng.randrange(2) for _ in range(40)] for _ in range(6)]
-    shares = [repeated_share(output) for output in outputs]
-    assert 0 < sum(shares) < len(shares)
-    assert benchmark.repeated_share(outputs) == pytest.approx(sum(shares) / len(shares))
 
 
 @pytest.fixture(scope="module")
