@@ -143,11 +143,11 @@ def told(row: Row, *names: str) -> str:
     """Says some of a row's values, or all but its lists, for people."""
     values = {name: row[name] for name in names}
     values = values or {name: value for name, value in row.items() if not isinstance(value, (list, tuple))}
-    return ", ".join(
-        f"{name.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else value}"
-        for name, value in values.items()
-        if name != "host"
-    )
+    words = []
+    for name, value in values.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else f"({told(value)})" if isinstance(value, dict) else value
+        words += [] if name == "host" else [f"{name.replace('_', ' ')} {shown}"]
+    return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -177,7 +178,7 @@ def test_losses_of_a_draft_are_counted_by_cause(losses: int, missing_s: float, i
     faults = draft_faults(after.since(before))
     assert faults == {"losses": {"timeout": losses} if losses else {}, "missing_s": missing_s}
     assert any(faults.values()) == is_fault
-    assert ("'timeout': 1" in told(faults)) == bool(losses)
+    assert ("(timeout 1)" in told(faults)) == bool(losses)
 
 
 @pytest.mark.slow
@@ -198,12 +199,12 @@ async def test_a_lost_draft_makes_the_result_not_count(monkeypatch: pytest.Monke
     plan = Plan(workloads=Names(("long", "prefill")), drafts=Names(("yes",)), options=PATIENT)
     (problem,) = await measure(plan, table)
     assert [(row["workload"], row["draft_faults"]) for row in table.rows] == [("long", draft_faults(Scrape({})))]
-    assert problem.startswith("prefill, draft eagle3: losses {'died': 1}, missing s ")
+    assert problem.startswith("prefill, draft eagle3: losses (died 1), missing s ")
     (log,) = (tmp_path / "logs").iterdir()
     assert "steps go on without a draft" in log.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("losses", "pid", "text"), [(1, 5, "losses {'died': 1}"), (0, 6, "a service died")])
+@pytest.mark.parametrize(("losses", "pid", "text"), [(1, 5, "losses (died 1)"), (0, 6, "a service died")])
 async def test_a_lost_draft_or_a_death_ends_a_search(
     monkeypatch: pytest.MonkeyPatch, losses: int, pid: int, text: str
 ) -> None:
@@ -220,7 +221,7 @@ async def test_a_lost_draft_or_a_death_ends_a_search(
 
     monkeypatch.setattr(load, "_server", serve)
     monkeypatch.setattr(load, "open_loop", serve_requests)
-    with pytest.raises(InvalidRunError, match=text):
+    with pytest.raises(InvalidRunError, match=re.escape(text)):
         await find_capacity(Plan(), EAGLE3)
 
 
