@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from slipstream.cli.up.config import dialled
+from slipstream.cli.up_config import dialled
 from slipstream.common.errors import ConfigError, SlipstreamError, UnavailableError
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.logs import configure_logging

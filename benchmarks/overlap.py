@@ -12,7 +12,7 @@ from slipstream.benchmarks.runner import DevicePlan, Row, Scenario, Table, bench
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import PROMPT, stream_window
 from slipstream.benchmarks.workloads import request
-from slipstream.cli.up.mps import MpsMode
+from slipstream.cli.mps import MpsMode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -21,7 +21,7 @@ from slipstream.benchmarks.models import ACCEPT_LENGTH, BUNDLED, EAGLE3, NUM_DRA
 from slipstream.benchmarks.runner import DevicePlan, Names, Row, Scenario, Table, benchmark, host, run
 from slipstream.benchmarks.stack import Stack
 from slipstream.bundled import prompts, standalone_dir, target_dir
-from slipstream.cli.up.mps import MpsMode
+from slipstream.cli.mps import MpsMode
 from slipstream.client import AsyncClient
 from slipstream.services.models.sampler import acceptance_rate
 

@@ -17,9 +17,9 @@ from slipstream.benchmarks.dummy_worker import dummy_worker
 from slipstream.benchmarks.models import NUM_DRAFT_TOKENS, draft_options
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.cancellation import background
-from slipstream.cli.status import wait_until_serving
-from slipstream.cli.up.mps import MpsMode, mps_daemon, outside_mps
-from slipstream.cli.up.process import bound
+from slipstream.cli.health import wait_until_serving
+from slipstream.cli.mps import MpsMode, mps_daemon, outside_mps
+from slipstream.cli.process import bound
 from slipstream.common.rpc.listener import Listener
 from slipstream.gateway.config import GatewayConfig
 from slipstream.gateway.home import gateway_name

@@ -21,7 +21,7 @@ from slipstream.benchmarks.streams import Streams, in_ms
 from slipstream.benchmarks.up_server import UpServer, bundled_options, up_server
 from slipstream.bundled import eagle3_dir, standalone_dir
 from slipstream.cli.cancellation import background
-from slipstream.cli.up.control import request_swap
+from slipstream.cli.draft_swaps import request_swap
 from slipstream.client import AsyncClient
 from slipstream.common.api.draft_swap import SwapTerms
 

@@ -19,11 +19,11 @@ from rich.text import Text
 
 from slipstream import bundled
 from slipstream.cli.cancellation import StopSignals
-from slipstream.cli.model_choice import ModelOptions
-from slipstream.cli.status_watch import read_server
-from slipstream.cli.up.config import UpConfig, free_address, gateway_commands, scheduler_command, worker_command
-from slipstream.cli.up.display import StateLines
-from slipstream.cli.up.run import supervising
+from slipstream.cli.display import StateLines
+from slipstream.cli.models import ModelOptions
+from slipstream.cli.status import read_server
+from slipstream.cli.up import supervising
+from slipstream.cli.up_config import UpConfig, free_address, gateway_commands, scheduler_command, worker_command
 from slipstream.client import AsyncClient
 from slipstream.scheduler.config import DEFAULT_DRAFT_TOKENS
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from slipstream.bundled import Prompt
-    from slipstream.cli.up.supervisor import Supervisor
+    from slipstream.cli.supervisor import Supervisor
 
 PROMPT_STRIDE = 16
 """Takes one of so many of the bundled prompts, which makes four."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.model_choice import ModelOptions
+from slipstream.cli.models import ModelOptions
 from slipstream.cli.options import (
     ConnectionOptions,
     GenerateOptions,
@@ -24,7 +24,7 @@ from slipstream.cli.options import (
     naming_options,
 )
 from slipstream.cli.swap_draft import SwapOptions, run_swap
-from slipstream.cli.up.config import DEFAULT_SERVER, UpConfig, default_state_dir, first_metrics_port
+from slipstream.cli.up_config import DEFAULT_SERVER, UpConfig, default_state_dir, first_metrics_port
 from slipstream.common.errors import (
     ConfigError,
     ConnectionLostError,
@@ -93,7 +93,7 @@ def up(
     Ctrl-C lets running requests finish; a second one does not wait for them.
     """
     config = shared(UpConfig, values, models=shared(ModelOptions, values).choose())
-    from slipstream.cli.up.run import run_up
+    from slipstream.cli.up import run_up
 
     _exit_with(run_up(config, is_verbose=verbose))
 
@@ -110,7 +110,7 @@ def generate(
     **values: Any,
 ) -> None:
     """Continue a prompt, and print the text as it comes. Ctrl-C cancels the job."""
-    from slipstream.cli.generate import run_create, run_generate
+    from slipstream.cli.jobs import run_create, run_generate
 
     options = shared(GenerateOptions, values)
     if options.logprobs is not None and not as_json and not detach:
@@ -188,9 +188,9 @@ def status(
     Of each its process, restarts, address, health and model; with --watch also where the time of steps goes, what
     drafting brings, and what requests get, until Ctrl-C.
     """
+    from slipstream.cli.draft_swaps import fetch_reports
     from slipstream.cli.status import fetch_status
-    from slipstream.cli.up.control import fetch_reports
-    from slipstream.cli.up.run import server_of
+    from slipstream.cli.up import server_of
 
     access = shared(ConnectionOptions, values).access()
 
@@ -198,7 +198,7 @@ def status(
         return server if state_dir is None else server_of(state_dir)
 
     if watch:
-        from slipstream.cli.status_watch import run_watch
+        from slipstream.cli.status import run_watch
 
         _exit_with(run_watch(locate, access, interval_s=interval_s, as_json=as_json))
     if interval_s is not None:
@@ -251,7 +251,7 @@ def trace(
     end before, the steps so far are written.
     """
     from slipstream.cli.trace import run_trace
-    from slipstream.cli.up.run import server_of
+    from slipstream.cli.up import server_of
 
     access = shared(ConnectionOptions, values).access()
     _exit_with(run_trace(server if state_dir is None else server_of(state_dir), steps, wait_s, out, **access))
@@ -267,7 +267,7 @@ def health(
     **values: Any,
 ) -> None:
     """Ask a service whether it serves. Ends with 0 if it says SERVING, else with 1."""
-    from slipstream.cli.status import check, check_or_kill
+    from slipstream.cli.health import check, check_or_kill
     from slipstream.common.rpc.address import parse_address
 
     parsed = str(parse_address(address, field="ADDRESS"))

@@ -1,116 +1,47 @@
-"""The health of a service, and what a server says about itself and its services."""
+"""`slipstream status`: what a server says about itself and its services, once or again and again."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import socket
-import struct
+import json
 import sys
-from contextlib import suppress
+import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from functools import partial
+from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
+from slipstream.cli.cancellation import StopSignals
+from slipstream.cli.health import check
 from slipstream.client import AsyncClient
-from slipstream.client.connection import open_async_channel
-from slipstream.common.errors import ConfigError, UnavailableError
-from slipstream.common.rpc.address import UnixAddress, parse_address
+from slipstream.common.errors import ConfigError, SlipstreamError, UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
     from typing import Unpack
 
-    from slipstream.cli.up.process import ServiceReport
+    from slipstream.cli.process import ServiceReport
     from slipstream.client.connection import AccessOptions
     from slipstream.common.api.server_state import ServerState, ServiceState
+    from slipstream.common.rpc.scrape import Scrape
 
 UNREACHABLE = "UNREACHABLE"
 ELSEWHERE = "ELSEWHERE"
 """The service's socket can only be opened on its own host, which is another."""
 HEALTHY = ("SERVING", ELSEWHERE)
-
-NUM_CHECKS = 4
-"""Health checks in a row that a service leaves without an answer before it is killed; each waits 2 s."""
-_CREDENTIALS = struct.Struct("3i")
-_RETRY_S = 0.05
-_CHECK_TIMEOUT_S = 2.0
+DEFAULT_INTERVAL_S, MIN_INTERVAL_S, MAX_INTERVAL_S = 1.0, 0.1, 3600.0
 _TIMEOUT_S = 5.0
-_UNFOLDED_WIDTH = 240
-# Health is asked on this host, where a proxy has no business and a retry costs nothing.
-CHANNEL_OPTIONS = (
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 100),
-)
-WHOLE_SERVER = health_pb2.HealthCheckRequest(service="")
-
-
-async def wait_until_serving(address: str) -> None:
-    """Returns when the server at `address` says SERVING. Tries for ever: bound it, and watch its process."""
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        while True:
-            with suppress(grpc.aio.AioRpcError):
-                # A stream that fails leaks memory (grpc/grpc#43360): it begins when a server is there.
-                await stub.Check(WHOLE_SERVER, timeout=_CHECK_TIMEOUT_S, wait_for_ready=True)
-                async for response in stub.Watch(WHOLE_SERVER):
-                    if response.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-            await asyncio.sleep(_RETRY_S)
-
-
-async def check(address: str, **access: Unpack[AccessOptions]) -> str:
-    """Health of the server at `address` now: "SERVING", "NOT_SERVING" or "UNKNOWN".
-
-    Raises UnavailableError when no server answers there.
-    """
-    async with open_async_channel(address, CHANNEL_OPTIONS, access) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        try:
-            response = await stub.Check(WHOLE_SERVER, timeout=_CHECK_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise UnavailableError(f"{address} does not answer: {error.details()}") from error
-    name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
-    return name
-
-
-async def check_or_kill(address: str) -> str:
-    """Returns the health of the service at unix:PATH. Kills the process that listens there and does not answer.
-
-    Raises UnavailableError when no process listens there, and when one was killed.
-    """
-    parsed = parse_address(address, field="ADDRESS")
-    if not isinstance(parsed, UnixAddress):
-        raise ConfigError("kill_hung", address, "unix:PATH, whose process is known")
-    num_missed = 0
-    while True:
-        try:
-            return await check(address)
-        except UnavailableError as error:
-            if (pid := _listener(parsed)) is None:
-                raise
-            num_missed += 1
-            if num_missed == NUM_CHECKS:
-                os.kill(pid, signal.SIGKILL)
-                raise UnavailableError(f"{address} does not answer: its process {pid} was killed") from error
-
-
-def _listener(address: UnixAddress) -> int | None:
-    """Id of the process that listens there; None if there is none, or none that can be seen from here."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # a full backlog of a process that is stopped
-        try:
-            probe.connect(str(address.path))
-        except OSError:
-            return None
-        # Those of the process that called `listen`, in our own namespace: 0 if it is not there.
-        pid, _, _ = _CREDENTIALS.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return pid or None
+_SCRAPE_TIMEOUT_S = 2.0
+_UNFOLDED_WIDTH, _PLAIN_WIDTH = 240, 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,10 +105,6 @@ class ServerStatus:
 
     def print(self) -> None:
         """Prints all services as a table, which is only folded where there is a terminal too narrow for it."""
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
         title = f"Slipstream {self.state.version} at {self.server}, {self.describe()}"
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
         restarts = ["restarts"] if self.reports else []
@@ -238,3 +165,226 @@ async def _health(server: str, service: ServiceState, access: AccessOptions) -> 
         return await (check(address, **access) if is_server else check(address))
     except UnavailableError:
         return UNREACHABLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A server at one moment."""
+
+    at_s: float
+    """On the monotonic clock."""
+    status: ServerStatus
+    metrics: Scrape | None
+    """Samples of the gateway's and the scheduler's metrics, with a label `job`; None when they cannot be read."""
+    why_no_metrics: str = ""
+
+    def restarted(self, earlier: Reading) -> list[str]:
+        """Names of the measured services that are other processes than in `earlier`: counters begin anew there."""
+        ours, theirs = (reading._starts() for reading in (self, earlier))
+        return [
+            name
+            for name in self.measured
+            if self._pids.get(name) != earlier._pids.get(name)
+            or (name in ours and name in theirs and ours[name] != theirs[name])
+        ]
+
+    @property
+    def measured(self) -> list[str]:
+        """The services whose metrics are shown."""
+        return ["scheduler", *self.status.gateways]
+
+    @property
+    def _pids(self) -> dict[str, int]:
+        return {service.name: service.pid for service in self.status.state.services}
+
+    def _starts(self) -> dict[str, float]:
+        # In containers the next process can have the same id.
+        return {} if self.metrics is None else self.metrics.by("job", "process_start_time_seconds")
+
+    def since(self, earlier: Reading | None) -> dict[str, Any] | None:
+        """Rates and means of the time between; None for a first reading, another process, or without metrics."""
+        if earlier is None or earlier.metrics is None or self.metrics is None or self.restarted(earlier):
+            return None
+        # Imported here: `up` needs no metrics of its own, and starts without what they take.
+        from slipstream.gateway.metrics import GENERATION_TOKENS
+        from slipstream.scheduler.telemetry.step_metrics import ACCEPTED_TOKENS, BUBBLE_SECONDS, DRAFTS, STEP_SECONDS
+
+        added, seconds = self.metrics.since(earlier.metrics), self.at_s - earlier.at_s
+        num_steps, drafts = added.total(f"{STEP_SECONDS.name}_count"), added.total(DRAFTS.name)
+        # From the end of one step to the end of the next, and the part of it in which no worker worked.
+        wall_s, bubble_s = added.total(f"{STEP_SECONDS.name}_sum"), added.total(BUBBLE_SECONDS.name)
+        bubbles = {edge: s / num_steps for edge, s in added.by("edge", BUBBLE_SECONDS.name).items() if s > 0}
+        return {
+            "seconds": seconds,
+            "overlap_efficiency": 1 - bubble_s / wall_s if wall_s else None,
+            "steps_per_s": num_steps / seconds,
+            "step_s": wall_s / num_steps if num_steps else None,
+            "bubbles_s": bubbles,
+            "mean_accept_length": 1 + added.total(ACCEPTED_TOKENS.name) / drafts if drafts else None,
+            "tokens_per_s": added.total(GENERATION_TOKENS.name) / seconds,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """Everything that is known at one moment."""
+
+    at: datetime
+    """With the time zone."""
+    reading: Reading | None
+    """None when no server answers."""
+    error: str = ""
+    interval: dict[str, Any] | None = None
+    """See `Reading.since`: the time since the look before."""
+    event: str = ""
+    """The last change that was seen, and when: the server went away, came back, was started anew."""
+
+    def as_json(self) -> dict[str, object]:
+        """For `json.dumps`."""
+        status: dict[str, object] = {"healthy": False} if self.reading is None else self.reading.status.as_json()
+        at, event, error = self.at.isoformat(timespec="milliseconds"), self.event or None, self.error or None
+        return {"time": at, "event": event, "error": error, "interval": self.interval} | status
+
+
+class Watcher:
+    """Remembers what the last look found."""
+
+    def __init__(self, locate: Callable[[], str], read: Callable[[str], Awaitable[Reading]]) -> None:
+        """`locate` gives the server's address, `read` reads it; both raise SlipstreamError while there is no server."""
+        self._locate = locate
+        self._read = read
+        self._last: Reading | None = None
+        self._gone_since_s: float | None = None
+        self._event = ""
+
+    async def look(self) -> Look:
+        """Asks the server and its services, and reads the metrics. A server that does not answer is no error."""
+        at = datetime.now().astimezone()
+        try:
+            reading = await self._read(self._locate())
+        except SlipstreamError as error:
+            if self._gone_since_s is None:
+                self._gone_since_s, self._event = time.monotonic(), f"no answer since {at:%H:%M:%S}"
+            return Look(at=at, reading=None, error=str(error), event=self._event)
+        self._event = self._what_happened(reading, at) or self._event
+        interval = reading.since(self._last)
+        self._last, self._gone_since_s = reading, None
+        return Look(at=at, reading=reading, error=reading.why_no_metrics, interval=interval, event=self._event)
+
+    def _what_happened(self, reading: Reading, at: datetime) -> str:
+        last, gone_since_s = self._last, self._gone_since_s
+        away = "" if gone_since_s is None else f", after {reading.at_s - gone_since_s:.1f} s without an answer"
+        if last is not None and (restarted := reading.restarted(last)):
+            return f"the {' and the '.join(restarted)} was started anew, seen at {at:%H:%M:%S}{away}"
+        if last is not None and last.status.state.epoch != (epoch := reading.status.state.epoch):
+            return f"workers attached anew, epoch {epoch}, seen at {at:%H:%M:%S}{away}"
+        return f"answers since {at:%H:%M:%S}{away}" if away else ""
+
+
+async def read_server(server: str, **access: Unpack[AccessOptions]) -> Reading:
+    """Asks this server. Raises a SlipstreamError when it does not answer; without its metrics, the reading says why."""
+    from slipstream.common.rpc.scrape import joined, scrape
+
+    status = await fetch_status(server, **access)
+    pages: dict[str, Scrape] = {}
+    metrics, why = None, ""
+    for name in ("scheduler", *status.gateways):
+        port = status.service(name).metrics_port
+        if not port:
+            why = f"the {name} has no metrics"
+            continue
+        try:
+            pages[name] = await scrape(port, timeout_s=_SCRAPE_TIMEOUT_S)
+        except (OSError, HTTPException, ValueError) as error:
+            why = f"the metrics of the {name}, on port {port} of the server's host, cannot be read from here: {error}"
+    if not why:
+        metrics = joined(pages)
+    return Reading(at_s=time.monotonic(), status=status, metrics=metrics, why_no_metrics=why)
+
+
+def frame(look: Look) -> Table:
+    """One look as a table: a name and a text in each row."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row(f"{look.at:%H:%M:%S}", Text(look.event, "yellow"))
+    if look.error:
+        table.add_row("error", Text(look.error, "bold red"))
+    if look.interval is not None:
+        _add_interval(table, look.interval)
+    if look.reading is not None:
+        _add_server(table, look.reading.status)
+    return table
+
+
+def _add_interval(table: Table, found: dict[str, Any]) -> None:
+    efficiency, step_s = found["overlap_efficiency"], found["step_s"]
+    if efficiency is None or not step_s:
+        table.add_row("overlap", "-  no steps")
+    else:
+        style = "green" if efficiency >= 0.97 else "yellow" if efficiency >= 0.9 else "bold red"
+        table.add_row("overlap", Text(f"{efficiency:.1%} of the steps' time is work", style))
+        table.add_row("step", f"{1e3 * step_s:.3g} ms; {found['steps_per_s']:.1f} steps per second")
+        bubbles = [f"{edge} {1e3 * s:.3g} ms ({s / step_s:.1%})" for edge, s in found["bubbles_s"].items()]
+        table.add_row("bubbles", ", ".join(bubbles) or "none")
+    accepted = found["mean_accept_length"]
+    table.add_row("accept", "-  no drafts" if accepted is None else f"{accepted:.2f} tokens a step")
+    table.add_row("tokens", f"{found['tokens_per_s']:.1f} per second")
+
+
+def _add_server(table: Table, status: ServerStatus) -> None:
+    state = status.state
+    waiting = f"{state.num_waiting} of {state.queue_capacity} waiting"
+    table.add_row("requests", f"{state.num_running} of {state.num_slots} running, {waiting}")
+    used = state.num_pages - state.num_free_pages
+    share = f", {used / state.num_pages:.1%}" if used else ""
+    preemptions = f"; {state.num_preemptions} preemptions" if state.num_preemptions else ""
+    table.add_row("KV", f"{used} of {state.num_pages} pages{share}{preemptions}")
+    table.add_row("runs", Text(f"{state.model}; {status.describe()}; epoch {state.epoch}"))
+    for service in state.services:
+        health = status.health[service.name]
+        line = Text(health, "green" if health in HEALTHY else "bold red")
+        table.add_row(service.name, line.append(f"  pid {service.pid}  {service.address}", "dim"))
+
+
+async def run_watch(
+    locate: Callable[[], str], access: AccessOptions, *, interval_s: float | None, as_json: bool
+) -> int:
+    """Shows a look now and after each interval: on a terminal redrawn, elsewhere as lines. Returns 0 after a signal.
+
+    `locate`: see `Watcher`. Raises ConfigError naming `interval_s`.
+    """
+    interval_s = DEFAULT_INTERVAL_S if interval_s is None else interval_s
+    if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
+        raise ConfigError("interval_s", interval_s, f"{MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds")
+    watcher = Watcher(locate, partial(read_server, **access))
+    is_live = not as_json and sys.stdout.isatty() and not Console().is_dumb_terminal
+    plain = Console(width=_PLAIN_WIDTH, color_system=None)
+    with Live(Text("asking ..."), auto_refresh=False) if is_live else nullcontext() as screen:
+
+        def show(look: Look) -> None:
+            if screen is not None:
+                screen.update(frame(look), refresh=True)
+            elif as_json:
+                print(json.dumps(look.as_json(), allow_nan=False), flush=True)
+            else:
+                print_lines(plain, look)
+
+        await StopSignals().cancel(_watch(watcher, interval_s, show))
+    return 0
+
+
+async def _watch(watcher: Watcher, interval_s: float, show: Callable[[Look], None]) -> None:
+    loop = asyncio.get_running_loop()
+    due_s = loop.time()
+    while True:
+        show(await watcher.look())
+        due_s = max(due_s + interval_s, loop.time())
+        await asyncio.sleep(due_s - loop.time())
+
+
+def print_lines(console: Console, look: Look) -> None:
+    """Prints the table's lines, with an empty line behind them."""
+    with console.capture() as captured:
+        console.print(frame(look))
+    print(*(line.rstrip() for line in captured.get().splitlines()), "", sep="\n", file=console.file, flush=True)

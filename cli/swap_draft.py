@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slipstream.cli.model_choice import ALGORITHMS, INFERRED, WITHOUT_MODEL, algorithm_of, check_without_model
+from slipstream.cli.models import ALGORITHMS, INFERRED, WITHOUT_MODEL, algorithm_of, check_without_model
 from slipstream.common.api.draft_swap import (
     DEFAULT_JUDGE_STEPS,
     DEFAULT_ROLLBACK_BELOW,
@@ -77,8 +77,7 @@ async def run_swap(options: SwapOptions, state_dir: Path, *, as_json: bool) -> i
 
     Raises SlipstreamError when nothing was swapped.
     """
-    from slipstream.cli.up.control import request_swap
-    from slipstream.cli.up.draft_swaps import swap_at
+    from slipstream.cli.draft_swaps import request_swap, swap_at
 
     terms = shared(SwapTerms, options)
     if options.address is not None:

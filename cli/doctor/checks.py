@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.cli.doctor.hand_over import TIMED, WORDS, measure
-from slipstream.cli.model_checks import describe_draft, describe_target
-from slipstream.cli.status import check
-from slipstream.cli.up.config import LOOPBACK
-from slipstream.cli.up.mps import MpsMode, has_nvidia_device, mps_daemon, outside_mps
+from slipstream.cli.health import check
+from slipstream.cli.models import describe_draft, describe_target
+from slipstream.cli.mps import MpsMode, has_nvidia_device, mps_daemon, outside_mps
+from slipstream.cli.up_config import LOOPBACK
 from slipstream.common.device.choose import CPU, CUDA, cuda_obstacle
 from slipstream.common.device.manifest import EVENT, TIMELINE
 from slipstream.common.errors import SlipstreamError, UnavailableError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
     from slipstream.cli.doctor.hand_over import HandOver
-    from slipstream.cli.model_choice import ModelChoice
+    from slipstream.cli.models import ModelChoice
 
 MIB = 1 << 20
 FEWEST_SHM_BYTES, ENOUGH_SHM_BYTES = 32 * MIB, 512 * MIB

@@ -15,7 +15,7 @@ import grpc
 import psutil
 import pytest
 
-from slipstream.cli.up import mps
+from slipstream.cli import mps
 from slipstream.protos import generation_pb2_grpc
 from slipstream.scheduler.config import DEFAULT_DRAFT_TOKENS
 from tests.harness.example_states import STATE

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     ("modules", "heavy"),
     [
-        (("main", "up.run", "status", "up.supervisor"), ("torch", "transformers", "numpy", "prometheus_client")),
-        (("trace", "status_watch", "demo"), ("torch", "transformers")),
+        (("main", "up", "status", "supervisor"), ("torch", "transformers", "numpy", "prometheus_client")),
+        (("trace", "demo"), ("torch", "transformers")),
     ],
 )
 def test_no_command_imports_what_only_services_need(modules: tuple[str, ...], heavy: tuple[str, ...]) -> None:

@@ -26,7 +26,7 @@ from slipstream.cli.doctor.checks import (
     run_doctor,
 )
 from slipstream.cli.doctor.hand_over import TIMED, HandOver, measure
-from slipstream.cli.model_choice import ModelChoice
+from slipstream.cli.models import ModelChoice
 from slipstream.common.device.choose import cuda_obstacle
 from slipstream.common.errors import FailedPreconditionError
 from slipstream.services.models.config import FAMILIES

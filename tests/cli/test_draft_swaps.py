@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from slipstream.cli.model_choice import WITHOUT_MODEL, ModelChoice
-from slipstream.cli.up import draft_swaps
-from slipstream.cli.up.config import UpConfig
-from slipstream.cli.up.control import control_server, fetch_reports, request_swap
-from slipstream.cli.up.draft_swaps import DraftSwaps
-from slipstream.cli.up.supervisor import Supervisor
+from slipstream.cli import draft_swaps
+from slipstream.cli.draft_swaps import DraftSwaps, control_server, fetch_reports, request_swap
+from slipstream.cli.models import WITHOUT_MODEL, ModelChoice
+from slipstream.cli.supervisor import Supervisor
+from slipstream.cli.up_config import UpConfig
 from slipstream.common.api.draft_swap import DraftFigures, DraftSwap, SwapOutcome, SwapTerms
 from slipstream.common.errors import (
     FailedPreconditionError,
@@ -34,7 +33,7 @@ from tests.harness.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from slipstream.cli.up.process import ServiceCommand
+    from slipstream.cli.process import ServiceCommand
     from tests.harness.supervised import MakeCommand
 
 pytestmark = pytest.mark.timeout(30)

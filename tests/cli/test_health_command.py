@@ -14,8 +14,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from slipstream.cli import status
-from slipstream.cli.status import check_or_kill
+from slipstream.cli import health as health_module
+from slipstream.cli.health import check_or_kill
 from slipstream.common.errors import UnavailableError
 from tests.harness.grpc_server import unserved_address
 from tests.harness.running import slipstream
@@ -70,14 +70,14 @@ def test_nobody_there_is_one_line(tmp_path: Path) -> None:
 def test_kills_a_process_that_is_stopped_and_no_other(
     servicer: health.HealthServicer, address: str, fake_service: MakeCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "_CHECK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(health_module, "_CHECK_TIMEOUT_S", 0.5)
     servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     assert asyncio.run(check_or_kill(address)) == "NOT_SERVING"
     command = fake_service("stopped")
     with pytest.raises(UnavailableError, match=r"does not answer: (?!its)"):
         asyncio.run(check_or_kill(command.address))
     with subprocess.Popen(command.argv, stdout=subprocess.DEVNULL) as stopped:
-        asyncio.run(status.wait_until_serving(command.address))
+        asyncio.run(health_module.wait_until_serving(command.address))
         stopped.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
         with pytest.raises(UnavailableError, match=f"does not answer: its process {stopped.pid} was killed"):
@@ -98,7 +98,7 @@ def test_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom slipstream.cli.main import app\n"
         "try:\n    app(['health', 'unix:/nobody'])\nexcept BaseException:\n    pass\n"
-        f"print('slipstream.cli.status' in sys.modules, [name for name in {heavy} if name in sys.modules])"
+        f"print('slipstream.cli.health' in sys.modules, [name for name in {heavy} if name in sys.modules])"
     )
     found = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, timeout=30, check=True)
     assert found.stdout.strip() == "True []"

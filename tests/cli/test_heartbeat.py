@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from slipstream.cli.up.restarts import RestartSettings
-from slipstream.cli.up.service import Service, until_hung
+from slipstream.cli.health import until_hung
+from slipstream.cli.service import Service
+from slipstream.cli.up_config import RestartSettings
 from slipstream.common.errors import UnavailableError
 from tests.harness.supervised import Kills, States, supervisor_of, workers_of
 from tests.harness.waiting import until
@@ -21,7 +22,7 @@ from tests.harness.waiting import until
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.cli.up.supervisor import Supervisor
+    from slipstream.cli.supervisor import Supervisor
     from tests.harness.supervised import MakeCommand
 
 pytestmark = pytest.mark.timeout(30)

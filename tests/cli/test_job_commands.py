@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.cli.generate import _report, print_output
+from slipstream.cli.jobs import _report, print_output
 from slipstream.client import Client
 from slipstream.common.api.job_info import JobState
 from slipstream.common.api.output_chunk import FinishReason, OutputChunk

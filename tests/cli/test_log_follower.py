@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.cli.up.display import LogFollower
+from slipstream.cli.display import LogFollower
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:

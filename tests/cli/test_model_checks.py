@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream import bundled
-from slipstream.cli import model_checks
+from slipstream.cli import models as models_module
 from slipstream.cli.doctor.checks import Verdict, check_models
-from slipstream.cli.model_checks import check_device
-from slipstream.cli.model_choice import ModelChoice
+from slipstream.cli.models import ModelChoice, check_device
 from slipstream.common.errors import CheckpointError, ConfigError
 from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP
 from slipstream.services.worker.config import STANDALONE
@@ -38,7 +37,7 @@ DRAFTS = {
 def refused(models: ModelChoice, *, needs_weights: bool = True) -> str:
     """Why models are refused; the doctor says the same of them."""
     with pytest.raises(CheckpointError) as caught:
-        model_checks.check_models(models, needs_weights=needs_weights)
+        models_module.check_models(models, needs_weights=needs_weights)
     if needs_weights:
         (failed,) = [finding for finding in check_models(models) if finding.verdict is Verdict.FAILED]
         assert str(caught.value) in failed.detail
@@ -48,8 +47,8 @@ def refused(models: ModelChoice, *, needs_weights: bool = True) -> str:
 @pytest.mark.parametrize("algorithm", DRAFTS)
 def test_what_fits_is_accepted_without_pytorch(algorithm: str) -> None:
     code = (
-        "import sys; from pathlib import Path; from slipstream.cli.model_checks import check_models;"
-        "from slipstream.cli.model_choice import ModelChoice;"
+        "import sys; from pathlib import Path; from slipstream.cli.models import check_models;"
+        "from slipstream.cli.models import ModelChoice;"
         "check_models(ModelChoice(target=Path(sys.argv[1]), draft=Path(sys.argv[2]), algorithm=sys.argv[3]));"
         "print({'torch', 'transformers'} & set(sys.modules))"
     )
@@ -60,7 +59,7 @@ def test_what_fits_is_accepted_without_pytorch(algorithm: str) -> None:
 def test_what_cannot_be_served_is_refused_with_the_reason(tmp_path: Path) -> None:
     own = write_checkpoint(tmp_path / "own")
     models = ModelChoice(target=own, draft=own, algorithm=STANDALONE)
-    model_checks.check_models(models)
+    models_module.check_models(models)
     assert "its tokenizer is not that of the target" in refused(replace(models, draft=bundled.standalone_dir()))
     assert "the head is for a target of hidden size" in refused(
         replace(models, draft=bundled.eagle3_dir(), algorithm=EAGLE3)
@@ -70,7 +69,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(tmp_path: Path) -> Non
     assert "architectures: got ['MambaForCausalLM']" in refused(replace(models, draft=mamba))
     (own / "model.safetensors").write_bytes(b"")
     assert "is truncated or no safetensors file" in refused(replace(models, draft=None))
-    model_checks.check_models(models, needs_weights=False)
+    models_module.check_models(models, needs_weights=False)
     (own / "tokenizer.json").unlink()
     assert "tokenizer.json is missing" in refused(models, needs_weights=False)
 
@@ -100,10 +99,10 @@ def test_a_gpu_without_its_driver_or_build_is_refused(monkeypatch: pytest.Monkey
     def lacks(name: str) -> None:
         raise OSError(name)
 
-    monkeypatch.setattr(model_checks.ctypes, "CDLL", lacks)
-    monkeypatch.setattr(model_checks.runpy, "run_path", lambda _: {"cuda": "12.8"})
+    monkeypatch.setattr(models_module.ctypes, "CDLL", lacks)
+    monkeypatch.setattr(models_module.runpy, "run_path", lambda _: {"cuda": "12.8"})
     with pytest.raises(ConfigError, match=r"device: got 'cuda', accepted: cpu here: there is no libcuda.so.1"):
         check_device("cuda")
-    monkeypatch.setattr(model_checks.runpy, "run_path", lambda _: {"cuda": None})
+    monkeypatch.setattr(models_module.runpy, "run_path", lambda _: {"cuda": None})
     with pytest.raises(ConfigError, match="device: got 'cuda', accepted: cpu here: this PyTorch was built without"):
         check_device("cuda")

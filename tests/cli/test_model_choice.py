@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream import bundled
-from slipstream.cli.model_choice import ModelChoice, ModelOptions
+from slipstream.cli.models import ModelChoice, ModelOptions
 from slipstream.common.errors import ConfigError
 from tests.harness.eagle3_checkpoints import ALGORITHMS, LAYOUTS, SPECULATORS, write_head
 

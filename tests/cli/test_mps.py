@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.cli.up import mps
-from slipstream.cli.up.config import placed
-from slipstream.cli.up.mps import MpsMode, mps_daemon, outside_mps
-from slipstream.cli.up.process import ServiceCommand
+from slipstream.cli import mps
+from slipstream.cli.mps import MpsMode, mps_daemon, outside_mps
+from slipstream.cli.process import ServiceCommand
+from slipstream.cli.up_config import placed
 from slipstream.common.errors import ConfigError, FailedPreconditionError
 from tests.harness.waiting import runs, until
 

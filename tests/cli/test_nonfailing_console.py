@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.cli.up.display import nonfailing_console
+from slipstream.cli.display import nonfailing_console
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from slipstream.cli.cancellation import StopSignals
-from slipstream.cli.up.service import ServiceState
+from slipstream.cli.service import ServiceState
 from slipstream.common.errors import UnavailableError
 from tests.harness.supervised import Kills, sockets_in, supervisor_of
 from tests.harness.waiting import until

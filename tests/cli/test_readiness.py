@@ -12,9 +12,10 @@ import psutil
 import pytest
 from rich.console import Console
 
-from slipstream.cli.up import display, run
-from slipstream.cli.up.display import StateLines
-from slipstream.cli.up.service import ServiceState
+from slipstream.cli import display
+from slipstream.cli import up as run
+from slipstream.cli.display import StateLines
+from slipstream.cli.service import ServiceState
 from tests.harness.example_states import STATE
 from tests.harness.planted_faults import PlantedFaults
 from tests.harness.running import running, status, until
@@ -22,7 +23,7 @@ from tests.harness.running import running, status, until
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.cli.up.supervisor import Supervisor
+    from slipstream.cli.supervisor import Supervisor
 
 LOADING, READY, DIED = ServiceState.LOADING, ServiceState.READY, ServiceState.DIED
 

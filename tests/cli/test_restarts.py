@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.cli.status import check
-from slipstream.cli.up import restarts as restarts_module
-from slipstream.cli.up.restarts import RestartSettings
-from slipstream.cli.up.service import ServiceState
+from slipstream.cli import supervisor as restarts_module
+from slipstream.cli.health import check
+from slipstream.cli.service import ServiceState
+from slipstream.cli.up_config import RestartSettings
 from slipstream.common.errors import UnavailableError
 from tests.harness.supervised import Kills, States, sockets_in, supervisor_of, workers_of
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:
-    from slipstream.cli.up.process import ServiceCommand
+    from slipstream.cli.process import ServiceCommand
     from tests.harness.supervised import MakeCommand
 
 pytestmark = pytest.mark.timeout(30)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from slipstream.cli.status import check
+from slipstream.cli.health import check
 from slipstream.common.errors import UnavailableError
 from tests.harness.supervised import supervisor_of
 from tests.harness.waiting import block_until, runs
@@ -57,8 +57,8 @@ def test_services_die_with_a_supervisor_that_is_killed(fake_service: MakeCommand
     command = fake_service("verify")
     script = textwrap.dedent(f"""
         import asyncio, pathlib
-        from slipstream.cli.up.process import ServiceCommand
-        from slipstream.cli.up.supervisor import Supervisor
+        from slipstream.cli.process import ServiceCommand
+        from slipstream.cli.supervisor import Supervisor
 
         async def main():
             async with Supervisor(ready_timeout_s=20, drain_timeout_s=5) as supervisor:

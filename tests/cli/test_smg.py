@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import openai
 import pytest
 
-from slipstream.cli.up.config import LOOPBACK, free_address
-from slipstream.cli.up.smg import smg_command
-from slipstream.cli.up.supervisor import Supervisor
+from slipstream.cli.supervisor import Supervisor
+from slipstream.cli.up_config import LOOPBACK, free_address, smg_command
 from slipstream.common.rpc.address import TcpAddress, parse_address
 from tests.harness.checkpoints import write_tokenizer
 from tests.harness.example_states import STATE

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from slipstream.cli.process import ServiceReport
 from slipstream.cli.status import fetch_status
-from slipstream.cli.up.process import ServiceReport
-from slipstream.cli.up.supervisor import Supervisor
+from slipstream.cli.supervisor import Supervisor
 from slipstream.common.api.server_state import ServiceState
 
 if TYPE_CHECKING:

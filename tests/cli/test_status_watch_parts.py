@@ -16,8 +16,7 @@ import pytest
 from prometheus_client import generate_latest
 from rich.console import Console
 
-from slipstream.cli.status import ServerStatus
-from slipstream.cli.status_watch import Look, Reading, Watcher, frame, print_lines
+from slipstream.cli.status import Look, Reading, ServerStatus, Watcher, frame, print_lines
 from slipstream.common.api.server_state import ServiceState
 from slipstream.common.errors import UnavailableError
 from slipstream.common.rpc.metrics import make_registry
@@ -231,6 +230,6 @@ def test_everything_fits_a_small_terminal() -> None:
 
 
 def test_it_starts_without_what_only_workers_need() -> None:
-    code = "import sys, slipstream.cli.status_watch; print('torch' in sys.modules)"
+    code = "import sys, slipstream.cli.status; print('torch' in sys.modules)"
     found = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True, timeout=30)
     assert found.stdout == "False\n"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.cli.status import check
-from slipstream.cli.up.service import ServiceState
+from slipstream.cli.health import check
+from slipstream.cli.service import ServiceState
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from tests.harness.supervised import States, sockets_in, supervisor_of
 from tests.harness.waiting import until

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream import bundled
+from slipstream.cli import draft_swaps
 from slipstream.cli.swap_draft import SwapOptions, print_outcome, run_swap
-from slipstream.cli.up import control
 from slipstream.common.api.draft_swap import DraftFigures, DraftSwap, SwapOutcome, SwapTerms
 from slipstream.common.errors import ConfigError, UnavailableError
 from slipstream.protos import scheduler_pb2_grpc
@@ -72,7 +72,7 @@ async def test_the_algorithm_is_that_of_the_draft(draft: Path, algorithm: str, m
         asked.extend(given)
         return OUTCOME
 
-    monkeypatch.setattr(control, "request_swap", request_swap)
+    monkeypatch.setattr(draft_swaps, "request_swap", request_swap)
     await run_swap(SwapOptions(draft=str(draft)), Path(), as_json=True)
     assert asked[:2] == [draft, algorithm]
 

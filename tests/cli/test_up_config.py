@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from slipstream.cli.model_choice import ModelChoice
-from slipstream.cli.up import config as up_config
-from slipstream.cli.up.config import (
+from slipstream.cli import up_config
+from slipstream.cli.models import ModelChoice
+from slipstream.cli.mps import MpsMode
+from slipstream.cli.up_config import (
     UpConfig,
     dialled,
     gateway_commands,
@@ -22,7 +23,6 @@ from slipstream.cli.up.config import (
     scheduler_command,
     worker_command,
 )
-from slipstream.cli.up.mps import MpsMode
 from slipstream.common.errors import ConfigError
 from slipstream.gateway import config as gateway_config
 

@@ -15,8 +15,8 @@ import typer.main
 import yaml
 
 from slipstream.bundled import target_dir
+from slipstream.cli import mps
 from slipstream.cli.main import app
-from slipstream.cli.up import mps
 from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.rpc.logs import FORMATS
 from slipstream.gateway.config import GatewayConfig

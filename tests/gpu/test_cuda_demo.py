@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from slipstream.cli.up.mps import CONTROL
+from slipstream.cli.mps import CONTROL
 from tests.harness.running import slipstream
 
 

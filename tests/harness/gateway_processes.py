@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slipstream.bundled import target_dir
-from slipstream.cli.status import wait_until_serving
+from slipstream.cli.health import wait_until_serving
 from slipstream.common.rpc.listener import Listener
 from slipstream.gateway.home import gateway_name, home_of
 from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler, serving

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from slipstream.cli.up.process import ServiceCommand
-from slipstream.cli.up.service import ServiceState
-from slipstream.cli.up.supervisor import Supervisor
+from slipstream.cli.process import ServiceCommand
+from slipstream.cli.service import ServiceState
+from slipstream.cli.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from slipstream.cli.model_choice import ModelChoice
-from slipstream.cli.up import run as up
-from slipstream.cli.up.config import UpConfig
-from slipstream.cli.up.process import ServiceCommand
+from slipstream.cli import up
+from slipstream.cli.models import ModelChoice
+from slipstream.cli.process import ServiceCommand
+from slipstream.cli.up_config import UpConfig
 from slipstream.common.errors import SlipstreamError
 
 _FAKE_SERVICE = Path(__file__).with_name("fake_service.py")

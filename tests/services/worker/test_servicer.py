@@ -12,8 +12,7 @@ import grpc.aio
 import pytest
 
 from slipstream.benchmarks.dummy_model import DummyDraft
-from slipstream.cli.status import check
-from slipstream.cli.up.service import health_checks, until_hung
+from slipstream.cli.health import check, health_checks, until_hung
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, StaleEpochError, UnavailableError
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.worker.step import FenceName, Role

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.cli.cancellation import shielded
-from slipstream.cli.up.process import start_bound
+from slipstream.cli.process import start_bound
 from slipstream.common.errors import ConfigError, FailedPreconditionError, SlipstreamError
 from slipstream.common.rpc.address import MAX_UNIX_PATH_BYTES
 

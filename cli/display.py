@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, Self, TextIO, cast
 
 from rich.console import Console
 
-from slipstream.cli.up.service import ServiceState
+from slipstream.cli.service import ServiceState
 from slipstream.common.rpc.shutdown import raise_failure
 
 if TYPE_CHECKING:

@@ -21,6 +21,8 @@ from slipstream.common.rpc.listener import Listener
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+HTTP = "http://"
+"""Begins the address of a service that is asked for its health as SMG answers."""
 _EXEC_WITH_PARENT = Path(__file__).with_name("exec_with_parent.py")
 
 

@@ -11,26 +11,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.cli.model_choice import ModelChoice  # noqa: TC001 - `with_options` reads the annotations
-from slipstream.cli.up.mps import MpsMode, has_nvidia_device, outside_mps
-from slipstream.cli.up.process import ServiceCommand
-from slipstream.cli.up.restarts import RestartSettings
-from slipstream.cli.up.smg import SMG, smg_command
+from slipstream.cli.models import ModelChoice  # noqa: TC001 - `with_options` reads the annotations
+from slipstream.cli.mps import MpsMode, has_nvidia_device, outside_mps
+from slipstream.cli.process import HTTP, ServiceCommand
 from slipstream.common.errors import AddressInUseError, ConfigError
 from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.service_options import LogSettings, ServiceOptions
-from slipstream.common.settings import arguments, setting, shared
+from slipstream.common.settings import Settings, arguments, setting, shared
 from slipstream.gateway.config import LISTEN, GatewayConfig, GatewaySettings
 from slipstream.gateway.home import gateway_name
 from slipstream.scheduler.config import SchedulerConfig, ServingSettings
 from slipstream.services.worker.config import NGRAM, PROMPT_LOOKUP, STANDALONE, ComputeSettings, WorkerConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-    from slipstream.cli.up.mps import MpsDaemon
-    from slipstream.common.settings import Settings
+    from slipstream.cli.mps import MpsDaemon
 
 DEFAULT_SERVER = LISTEN
 """Address at which `up` listens, and to which `generate` and `status` connect."""
@@ -45,6 +42,9 @@ LOOPBACK = "127.0.0.1"
 """Address of the metrics ports."""
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _SOCKET_FOLDER = "sockets"
+SMG = "smg"
+_SMG_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+"""It reads the tokenizer in the model's directory, and downloads nothing in its place."""
 
 
 def default_state_dir() -> Path:
@@ -53,6 +53,29 @@ def default_state_dir() -> Path:
         return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "slipstream"
     except RuntimeError:
         return Path(tempfile.gettempdir()) / f"slipstream-{os.geteuid()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartSettings(Settings, heading="Restarts"):
+    """When `up` starts a service again, and when it gives up."""
+
+    max_restarts: int = setting(
+        5,
+        help="Restarts of a service within --restart-window-s; with the next death `up` ends. A draft waits for room.",
+        unit="N",
+        low=0,
+        high=1_000_000,
+    )
+    restart_window_s: float = setting(
+        300.0, help="Time in which the restarts are counted.", unit="SECONDS", above=0, high=86400
+    )
+    hang_timeout_s: float = setting(
+        10.0,
+        help="A service that answers no health check for so long is killed and started again.",
+        unit="SECONDS",
+        above=0,
+        high=86400,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +309,39 @@ def openai_command(config: UpConfig, engine: str) -> ServiceCommand:
     assert isinstance(listen, TcpAddress), "a port is TCP's"
     assert isinstance(metrics, TcpAddress), "a port is TCP's"
     return smg_command(listen, [dialled(engine)], metrics_port=metrics.port, log_path=config.log_path(SMG))
+
+
+def smg_command(listen: TcpAddress, engines: Iterable[str], *, metrics_port: int, log_path: Path) -> ServiceCommand:
+    """SMG at `listen`, in front of the gRPC addresses `engines`; its metrics are on the same host.
+
+    An engine need not be there yet, and is asked for its health every second. One that does not answer gets no
+    further requests until it does.
+    """
+    options: dict[str, object] = {
+        "host": listen.host,
+        "port": listen.port,
+        "prometheus-host": listen.host,
+        "prometheus-port": metrics_port,
+        "policy": "round_robin",
+        "log-level": "warn",
+        "worker-startup-check-interval": 1,
+        "health-check-interval-secs": 1,
+        "health-check-timeout-secs": 2,
+        "health-failure-threshold": 1,
+        "health-success-threshold": 1,
+        # It ends after its engines, and so has no request of its own to wait for.
+        "shutdown-grace-period-secs": 1,
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    urls = (f"grpc://{engine}" for engine in engines)
+    return ServiceCommand(
+        name=SMG,
+        argv=(sys.executable, "-P", "-m", "smg", "launch", *words, "--worker-urls", *urls),
+        address=f"{HTTP}{listen}",
+        log_path=log_path,
+        environment=_SMG_ENVIRONMENT,
+        restarts=True,
+    )
 
 
 def _command(

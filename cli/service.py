@@ -6,26 +6,20 @@ import asyncio
 import enum
 import math
 import time
-from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
-import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
-
 from slipstream.cli.cancellation import background
-from slipstream.cli.status import CHANNEL_OPTIONS, WHOLE_SERVER, wait_until_serving
-from slipstream.cli.up.process import ServiceProcess, ServiceReport
-from slipstream.cli.up.smg import HTTP, smg_answers, wait_until_smg_serves
+from slipstream.cli.health import NUM_CHECKS, answers_within, health_checks, until_hung, wait_until_serving
+from slipstream.cli.process import ServiceProcess, ServiceReport
 from slipstream.common.rpc.service_options import WRONG_SETTINGS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import Callable
 
-    from slipstream.cli.up.process import ServiceCommand
+    from slipstream.cli.process import ServiceCommand
 
-    Answers = Callable[[float], Awaitable[bool]]
-    """Checks the health of a service: whether it answers in so many seconds."""
+_START_FACTOR = 3
+"""A restart has this many times the slowest start, or the hang timeout if longer, to its first answer."""
 
 
 class ServiceState(enum.Enum):
@@ -141,14 +135,14 @@ class Service:
 
         async def become_ready() -> None:
             async with asyncio.timeout(ready_timeout_s):
-                await _until_serving(address)
+                await wait_until_serving(address)
             process.ready.set()
             on_ready()
 
         async def find_hang() -> str:
             missed_s = self.start_timeout_s(hang_timeout_s)
             async with health_checks(address) as answers:
-                if await _answers_within(answers, missed_s, hang_timeout_s / NUM_CHECKS):
+                if await answers_within(answers, missed_s, hang_timeout_s / NUM_CHECKS):
                     self.slowest_start_s = max(self.slowest_start_s, math.ceil(time.monotonic() - begun))
                     missed_s = hang_timeout_s
                     await until_hung(answers, missed_s)
@@ -160,52 +154,3 @@ class Service:
                 await readying
                 await asyncio.wait((hanging, ending), return_when=asyncio.FIRST_COMPLETED)
             return "" if ending.done() else await hanging
-
-
-async def _until_serving(address: str) -> None:
-    await (wait_until_smg_serves(address) if address.startswith(HTTP) else wait_until_serving(address))
-
-
-NUM_CHECKS = 4
-"""Health checks in a row that a service must leave without an answer. Several, for this process may have been stopped
-itself: then the deadline of the check that was under way has passed, and that of the next one has not."""
-_START_FACTOR = 3
-"""A restart has so many times the slowest start, or the hang timeout if that is longer, to its first answer."""
-
-
-@asynccontextmanager
-async def health_checks(address: str) -> AsyncIterator[Answers]:
-    """Yields what checks the health of the service at `address`. Any answer counts as one."""
-    if address.startswith(HTTP):
-        yield partial(smg_answers, address)
-        return
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-
-        async def answers(timeout_s: float) -> bool:
-            with suppress(grpc.aio.AioRpcError):
-                await stub.Check(WHOLE_SERVER, timeout=timeout_s, wait_for_ready=True)
-                return True
-            return False
-
-        yield answers
-
-
-async def until_hung(answers: Answers, timeout_s: float) -> None:
-    """Returns when a service that has answered a health check just now answers none for so long."""
-    part_s, is_alive = timeout_s / NUM_CHECKS, True
-    while is_alive:
-        await asyncio.sleep(part_s)
-        is_alive = await _answers_within(answers, timeout_s, part_s)
-
-
-async def _answers_within(answers: Answers, timeout_s: float, part_s: float) -> bool:
-    """Returns whether one of the health checks of that time, which take `part_s` each, is answered."""
-    num_missed = 0
-    while num_missed * part_s < timeout_s:
-        begun = time.monotonic()
-        if await answers(part_s):
-            return True
-        num_missed += 1
-        await asyncio.sleep(max(0.0, part_s - (time.monotonic() - begun)))
-    return False

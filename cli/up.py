@@ -11,9 +11,13 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from slipstream.cli.cancellation import StopSignals, background
-from slipstream.cli.model_checks import check_device, check_models
+from slipstream.cli.display import LogFollower, StateLines, nonfailing_console
+from slipstream.cli.draft_swaps import DraftSwaps, control_server
+from slipstream.cli.models import check_device, check_models
+from slipstream.cli.mps import mps_daemon
 from slipstream.cli.status import fetch_status
-from slipstream.cli.up.config import (
+from slipstream.cli.supervisor import Supervisor
+from slipstream.cli.up_config import (
     clients_address,
     free_address,
     gateway_commands,
@@ -23,11 +27,6 @@ from slipstream.cli.up.config import (
     server_address,
     worker_command,
 )
-from slipstream.cli.up.control import control_server
-from slipstream.cli.up.display import LogFollower, StateLines, nonfailing_console
-from slipstream.cli.up.draft_swaps import DraftSwaps
-from slipstream.cli.up.mps import mps_daemon
-from slipstream.cli.up.supervisor import Supervisor
 from slipstream.common.errors import ConfigError, UnavailableError
 from slipstream.common.private_files import lock, make_private_directory, open_new
 from slipstream.gateway.keys import KeyFile
@@ -39,10 +38,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from slipstream.cli.process import ServiceCommand
+    from slipstream.cli.service import ServiceState
     from slipstream.cli.status import ServerStatus
-    from slipstream.cli.up.config import UpConfig
-    from slipstream.cli.up.process import ServiceCommand
-    from slipstream.cli.up.service import ServiceState
+    from slipstream.cli.up_config import UpConfig
     from slipstream.common.api.server_state import ServerState
 
 _LOCK = "up.lock"

@@ -8,23 +8,53 @@ import math
 import signal
 import time
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from slipstream.cli.cancellation import background, shielded
-from slipstream.cli.up.restarts import RestartRecord, RestartSettings
-from slipstream.cli.up.service import Service, ServiceState
+from slipstream.cli.service import Service, ServiceState
+from slipstream.cli.up_config import RestartSettings
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-    from slipstream.cli.up.process import ServiceCommand, ServiceProcess
+    from slipstream.cli.process import ServiceCommand, ServiceProcess
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 _DEATH_NOTICED_S = 0.5
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 10.0
+
+
+@dataclass(slots=True)
+class RestartRecord:
+    """When a service was started again."""
+
+    settings: RestartSettings
+    times: list[float] = field(default_factory=list)
+    """Moments of the restarts, on time.monotonic's clock."""
+
+    def recent(self, now: float) -> list[float]:
+        """The restarts within the window."""
+        return [at for at in self.times if now - at < self.settings.restart_window_s]
+
+    def is_used_up(self, now: float) -> bool:
+        """True if no further restart is allowed now."""
+        return len(self.recent(now)) >= self.settings.max_restarts
+
+    def due(self, now: float) -> float:
+        """Returns when it may be started again: at once, after growing pauses, and when the window has room."""
+        recent, most = self.recent(now), self.settings.max_restarts
+        if len(recent) >= most:
+            return (recent[-most] if most else now) + self.settings.restart_window_s
+        return now + min(_FIRST_PAUSE_S * 2 ** min(len(recent) - 1, 10), _MAX_PAUSE_S) if recent else now
+
+    def add(self, now: float) -> None:
+        """Counts a restart."""
+        self.times = [*self.recent(now), now]
 
 
 class Supervisor:
