@@ -78,7 +78,9 @@ class JobManager:
         self._metrics = metrics
         self._stream_interval_s = stream_interval_s
         self._alive: dict[RunningSequence, tuple[Job, Sample]] = {}
-        self.journal = JobJournal(journal_file, jobs=store.jobs, on_failure=self._fail_all, on_writable=on_writable)
+        self.journal = JobJournal(
+            journal_file, jobs=store.jobs, metrics=metrics, on_failure=self._fail_all, on_writable=on_writable
+        )
         self._return_s = return_s
         self._quota = quota or TokenQuota(None)
         self.turns = LoopTurns()

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.errors import ResourceExhaustedError, SlipstreamError, UnavailableError
 from slipstream.common.rpc.shutdown import raise_failure
-from slipstream.gateway.journal_codec import add_rows, job_of, output_of, record_of, rows_of
+from slipstream.gateway.journal_codec import add_rows, job_id_of, job_of, output_of, record_of, rows_of
 from slipstream.gateway.journal_file import Accepted, Forgotten, Saved
+from slipstream.gateway.journal_repair import Damage
 from slipstream.gateway.metrics import DISCONNECTED
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from slipstream.common.api.sequence import StepOutput
     from slipstream.gateway.job import Job
     from slipstream.gateway.journal_file import Change, JournalFile, StoredJob
+    from slipstream.gateway.metrics import RequestMetrics
     from slipstream.gateway.model import ServedModel
     from slipstream.gateway.sample import RunningSequence
 
@@ -229,6 +231,7 @@ class JobJournal(Journal):
         file: JournalFile | None,
         *,
         jobs: Callable[[], Iterable[Job]],
+        metrics: RequestMetrics,
         on_failure: Callable[[SlipstreamError], None],
         on_writable: Callable[[bool], None] = lambda _: None,
     ) -> None:
@@ -238,8 +241,14 @@ class JobJournal(Journal):
         self._rows = [] if file is None else list(file.rows())
         self._is_on = file is not None
         super().__init__(file, on_failure=on_failure, on_writable=on_writable, save=self._save_all)
-        self.last_number = max((stored.number for stored in self._stored), default=0)
-        """The largest number of a job in it."""
+        self.last_number = 0 if file is None else file.last_number
+        """The largest number that a job ever had."""
+        self._metrics = metrics
+        damage = Damage() if file is None else file.damage
+        self._lacks_output = damage.lacks_output
+        metrics.lost_output.inc(damage.lacks_output)
+        for number, record in damage.jobs:
+            self._count_lost(number, record, "its rows in the journal are damaged, and are left out")
 
     @property
     def has_jobs(self) -> bool:
@@ -273,17 +282,24 @@ class JobJournal(Journal):
         """
         restored: list[tuple[StoredJob, Job]] = []
         num_dropped = 0
-        for count, stored in enumerate(self._stored, start=1):
+        for count, stored in enumerate(tuple(self._stored), start=1):
             if count % _RESTORED_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            job = job_of(stored, model)
+            try:
+                job = job_of(stored, model, lacks_output=self._lacks_output and stored.ended_ns is None)
+            except Exception as error:
+                self._count_lost(stored.number, stored.record, "its rows stay in the journal", error)
+                self._stored.remove(stored)
+                continue
             if job is None:
                 num_dropped += 1
                 self.forget(stored.number)
             else:
                 restored.append((stored, job))
         unfinished = [(stored, job) for stored, job in restored if stored.ended_ns is None]
-        await self._add_rows(unfinished)
+        if not await self._add_rows(unfinished):
+            self._lacks_output = True
+            return await self.restore(model)
         for _, job in unfinished:
             has_abort = any(sample.output.finish_reason is FinishReason.ABORT for sample in job.samples)
             if has_abort and not job.is_cancelled and job.left_as is None:
@@ -295,24 +311,40 @@ class JobJournal(Journal):
         for _, job in restored:
             job.settle()
         for _, job in unfinished:
+            if self._lacks_output:
+                self.accept(job)
             self.save(job)
         if num_dropped:
             logger.warning("%d jobs of another model than the one that is served are dropped", num_dropped)
         self._stored, self._rows = [], []
         return [(job, self._next_step if stored.ended_ns is None else stored.since) for stored, job in restored]
 
-    async def _add_rows(self, unfinished: Iterable[tuple[StoredJob, Job]]) -> None:
-        """Adds the output of the steps since each job was saved."""
+    async def _add_rows(self, unfinished: Iterable[tuple[StoredJob, Job]]) -> bool:
+        """Adds the output of the steps since each job was saved.
+
+        Returns False if it cannot be read from a step on: the jobs are to be made again, it is left out from there on.
+        """
         waiting = sorted(unfinished, key=lambda item: item[0].since, reverse=True)
         jobs: dict[int, Job] = {}
-        for number, rows in self._rows:
+        for index, (number, rows) in enumerate(self._rows):
             while waiting and waiting[-1][0].since <= number:
                 stored, job = waiting.pop()
                 jobs[stored.number] = job
             if number % _RESTORED_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            for row in rows:
-                add_rows(row, jobs)
+            try:
+                for row in rows if jobs else ():
+                    add_rows(row, jobs)
+            except Exception:
+                logger.exception("the output of step %d cannot be read: it is made again, with all after it", number)
+                self._metrics.lost_output.inc()
+                del self._rows[index:]
+                return False
+        return True
+
+    def _count_lost(self, number: int, record: bytes, what: str, cause: Exception | None = None) -> None:
+        logger.error("job %d is lost: %s", number, what, exc_info=cause, extra={"job": job_id_of(record)})
+        self._metrics.lost_jobs.inc()
 
     def _save_all(self, numbers: Sequence[int]) -> None:
         """Called when the log takes too much room."""

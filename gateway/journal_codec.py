@@ -6,6 +6,7 @@ between two of them: they say when something was, and decide nothing.
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from slipstream.gateway.journal_file import StoredJob
     from slipstream.gateway.model import ServedModel
     from slipstream.gateway.sample import Sample
+
+_ID_LENGTH = re.compile(rb"\x0a[\x80-\xff]*[\x00-\x7f]\x1a([\x00-\x80])\x01?", re.DOTALL)
+"""After the length of JournaledJob's first field, that of the job's id, of 128 bytes at most, in the sequence."""
 
 
 def record_of(job: Job) -> bytes:
@@ -79,10 +83,11 @@ def rows_of(step: StepOutput, keys: Mapping[int, int]) -> bytes:
     )
 
 
-def job_of(stored: StoredJob, model: ServedModel) -> Job | None:
+def job_of(stored: StoredJob, model: ServedModel, *, lacks_output: bool = False) -> Job | None:
     """The job with the output that was saved with it; None if it is one of another model.
 
-    `add_rows` adds the rest, then `Job.settle` must be called.
+    `add_rows` adds the rest, then `Job.settle` must be called. `lacks_output`: clients may have had more output than it
+    has; the rest is made again, which is another attempt.
     """
     record = journal_pb2.JournaledJob.FromString(stored.record)
     if record.model_identity != repr(model.identity):
@@ -107,7 +112,7 @@ def job_of(stored: StoredJob, model: ServedModel) -> Job | None:
         ],
         model,
         number=stored.number,
-        attempt=record.attempt,
+        attempt=record.attempt + lacks_output,
         created_at=datetime.fromtimestamp(record.created_ns / 1e9, UTC),
         owner=record.owner,
     )
@@ -117,6 +122,13 @@ def job_of(stored: StoredJob, model: ServedModel) -> Job | None:
     job.left_as = output.left_as or None
     job.failure = _error_from_pb(output.failure) if output.HasField("failure") else None
     return job
+
+
+def job_id_of(record: bytes) -> str:
+    """The id of a job by its record, damaged or not, of which it is the beginning."""
+    found = _ID_LENGTH.match(record)
+    job_id = record[found.end() :][: found[1][0]].decode(errors="replace") if found is not None else ""
+    return job_id if job_id.isprintable() and job_id else "unknown"
 
 
 def add_rows(row: bytes, jobs: Mapping[int, Job]) -> None:

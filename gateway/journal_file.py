@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import enum
+import logging
 import os
 import sqlite3
 import stat
 from collections import deque
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import ConfigError, FailedPreconditionError
+from slipstream.gateway.journal_repair import (
+    APPLICATION_ID,
+    CREATE_TABLES,
+    HEADER_BYTES,
+    MIGRATE_FROM_1,
+    VERSION,
+    Damage,
+    checksum,
+    commits_in_log,
+    find_damage,
+    has_our_id,
+    is_damage,
+    keep,
+    kept_path,
+    log_path,
+    rebuild,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
-VERSION = 1
-"""Version of the tables; a file with another one is refused."""
-_APPLICATION_ID = 0x536C6A6C
+logger = logging.getLogger(__name__)
 
 _COLLECT_EVERY = 64
 """Commits between two looks for rows that no job needs."""
@@ -29,16 +47,7 @@ ROOM_BYTES = 2**20
 """Free bytes from which on a disk that was full takes jobs again."""
 _WAL_BYTES = 16 * 2**20
 
-_TABLES = f"""
-BEGIN;
-CREATE TABLE jobs (number INTEGER PRIMARY KEY, record BLOB NOT NULL);
-CREATE TABLE outputs (number INTEGER PRIMARY KEY, since INTEGER NOT NULL, ended_ns INTEGER, output BLOB);
-CREATE TABLE steps (number INTEGER PRIMARY KEY, rows BLOB NOT NULL);
-PRAGMA application_id = {_APPLICATION_ID};
-PRAGMA user_version = {VERSION};
-COMMIT;
-"""
-_INSERT_STEPS = "INSERT INTO steps VALUES (?, ?)"
+_INSERT_STEPS = "INSERT INTO steps VALUES (?, ?, ?)"
 
 
 class JournalMode(enum.StrEnum):
@@ -104,10 +113,17 @@ class JournalFile:
     `jobs_to_save`.
     """
 
-    def __init__(self, database: sqlite3.Connection, *, max_log_bytes: int) -> None:
+    def __init__(
+        self, path: Path, database: sqlite3.Connection, last_number: LastNumber, damage: Damage, *, max_log_bytes: int
+    ) -> None:
         """Use `open`."""
+        self.damage = damage
+        """What was found lost when it was opened."""
+        self.last_number = last_number.value
+        """Number of the last job that was ever accepted; 0 if there was none."""
+        self._last_number = last_number
         self._database = database
-        self._directory = Path(database.execute("PRAGMA database_list").fetchone()[2]).parent
+        self._directory = path.parent
         self._max_log_bytes = max_log_bytes
         self._log: deque[tuple[int, int]] = deque()
         """Number and size of each row of steps."""
@@ -122,19 +138,28 @@ class JournalFile:
     def open(cls, path: Path, mode: JournalMode, *, max_log_bytes: int = 8 * 2**20) -> JournalFile:
         """Opens the file, or makes it, for this process and user alone.
 
-        Raises ConfigError if it cannot be had, FailedPreconditionError if what is in it cannot be used.
+        What is damaged in it is lost, which `damage` and the log say; the damaged file is kept. Raises ConfigError if
+        it cannot be had, FailedPreconditionError if it is no journal, or one of a later version.
         """
-        _make(path)
-        database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0.0)
+        # Not later: as any descriptor of the file is closed, SQLite's lock of it is gone.
+        handle = _make(path)
+        header = os.pread(handle, HEADER_BYTES, 0)
+        os.close(handle)
+        last_number = LastNumber(path.with_name(f"{path.name}.last"))
         try:
-            _prepare(database, path, mode)
-            file = cls(database, max_log_bytes=max_log_bytes)
-            file._find_out()
+            database, damage = _opened(path, mode, header, is_ours=last_number.value > 0 or has_our_id(header))
+            try:
+                file = cls(path, database, last_number, damage, max_log_bytes=max_log_bytes)
+                file._find_out(path)
+                _tidy(database)
+            except BaseException:
+                database.close()
+                raise
         except sqlite3.Error as error:
-            database.close()
+            last_number.close()
             raise _explained(error, path) from error
         except BaseException:
-            database.close()
+            last_number.close()
             raise
         return file
 
@@ -152,15 +177,16 @@ class JournalFile:
     def commit(self, changes: Sequence[Change], rows: Sequence[bytes]) -> int:
         """Commits all of it or nothing. Returns the number of the step. Raises sqlite3.Error."""
         step, database = self.next_step, self._database
+        last_number = max((self.last_number, *(one.number for one in changes if isinstance(one, Accepted))))
         # Each statement gives the interpreter away and waits for it again: in most steps there is only one.
         if changes:
             database.execute("BEGIN")
         try:
             for change in changes:
-                self._make_change(change, step)
+                self._make_change(change, step, last_number)
             if rows:
                 joined = _join(rows)
-                database.execute(_INSERT_STEPS, (step, joined))
+                database.execute(_INSERT_STEPS, (step, joined, checksum(step, joined)))
             if changes:
                 database.execute("COMMIT")
         except sqlite3.Error:
@@ -168,6 +194,9 @@ class JournalFile:
                 database.execute("ROLLBACK")
             raise
         self._note(changes, step)
+        if last_number > self.last_number:
+            self.last_number = last_number
+            self._last_number.set(last_number)
         if rows:
             self._log.append((step, len(joined)))
             self._log_bytes += len(joined)
@@ -211,20 +240,28 @@ class JournalFile:
     def close(self) -> None:
         """Closes the file."""
         self._database.close()
+        self._last_number.close()
 
-    def _make_change(self, change: Change, step: int) -> None:
-        execute = self._database.execute
+    def _make_change(self, change: Change, step: int, last_number: int) -> None:
+        execute, number = self._database.execute, change.number
         match change:
             case Accepted():
-                upsert = "INSERT INTO jobs VALUES (?, ?) ON CONFLICT DO UPDATE SET record = excluded.record"
-                execute(upsert, (change.number, change.record))
-                execute("INSERT OR IGNORE INTO outputs VALUES (?, ?, NULL, ?)", (change.number, step, change.output))
+                execute("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?)", _with_checksum(number, change.record))
+                output = _with_checksum(number, step, None, change.output)
+                execute("INSERT OR IGNORE INTO outputs VALUES (?, ?, ?, ?, ?)", output)
             case Saved():
-                query = "UPDATE outputs SET since = ?, ended_ns = ?, output = ? WHERE number = ?"
-                execute(query, (change.since, change.ended_ns, change.output, change.number))
+                output = _with_checksum(number, change.since, change.ended_ns, change.output)
+                query = "UPDATE outputs SET since = ?2, ended_ns = ?3, output = ?4, checksum = ?5 WHERE number = ?1"
+                execute(query, output)
             case Forgotten():
-                execute("DELETE FROM jobs WHERE number = ?", (change.number,))
-                execute("DELETE FROM outputs WHERE number = ?", (change.number,))
+                execute("DELETE FROM jobs WHERE number = ?", (number,))
+                execute("DELETE FROM outputs WHERE number = ?", (number,))
+                if number == last_number:
+                    self._keep_last_number(number)
+
+    def _keep_last_number(self, number: int) -> None:
+        self._database.execute("DELETE FROM last_jobs")
+        self._database.execute("INSERT INTO last_jobs VALUES (?, ?)", _with_checksum(number))
 
     def _note(self, changes: Iterable[Change], step: int) -> None:
         for change in changes:
@@ -237,8 +274,19 @@ class JournalFile:
                 case _:
                     self._live.pop(change.number, None)
 
-    def _find_out(self) -> None:
+    def _find_out(self, path: Path) -> None:
         execute = self._database.execute
+        query = "SELECT max(ifnull((SELECT max(number) FROM jobs), 0), ifnull((SELECT max(number) FROM last_jobs), 0))"
+        (last_number,) = execute(query).fetchone()
+        if self.last_number > last_number:
+            logger.error(
+                "the journal %s ended with %s: jobs after it are lost, the last of them was %s",
+                *(path, _said(last_number), _said(self.last_number)),
+            )
+            self.damage = replace(self.damage, lacks_output=True)
+            self._keep_last_number(self.last_number)
+        self.last_number = max(self.last_number, last_number)
+        self._last_number.set(self.last_number)
         self._live = dict(execute("SELECT number, since FROM outputs WHERE ended_ns IS NULL").fetchall())
         self._log = deque(execute("SELECT number, length(rows) FROM steps ORDER BY number").fetchall())
         self._log_bytes = sum(size for _, size in self._log)
@@ -246,8 +294,8 @@ class JournalFile:
         self.next_step = last[0] + 1
 
 
-def _make(path: Path) -> None:
-    """Makes the file if it is not there, or checks that it is this user's; no other user may read it."""
+def _make(path: Path) -> int:
+    """Makes the file if it is not there, or checks that it is this user's; no other user may read it. Opens it."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -258,33 +306,114 @@ def _make(path: Path) -> None:
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise ConfigError("journal", str(path), "a regular file of this user")
         os.fchmod(handle, 0o600)
-    finally:
+    except BaseException:
         os.close(handle)
+        raise
+    return handle
 
 
-def _prepare(database: sqlite3.Connection, path: Path, mode: JournalMode) -> None:
+class LastNumber:
+    """The number of the last job, in a file of its own: without it, the loss of the newest jobs would not show.
+
+    It is behind the journal's own at most. What cannot be read, or written, does not count.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError."""
+        self._file = os.fdopen(_make(path), "r+b", buffering=0)
+        number, _, found = self._file.read(64).strip().partition(b" ")
+        is_whole = number.isdigit() and found.isdigit() and int(found) == checksum(int(number))
+        self.value = int(number) if is_whole else 0
+
+    def set(self, number: int) -> None:
+        """Writes it."""
+        with suppress(OSError):
+            os.pwrite(self._file.fileno(), b"%020d %010d\n" % (number, checksum(number)), 0)
+        self.value = number
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _opened(path: Path, mode: JournalMode, header: bytes, *, is_ours: bool) -> tuple[sqlite3.Connection, Damage]:
+    """Opens the database; makes it whole first if it is damaged. Raises sqlite3.Error and the errors of `open`.
+
+    `is_ours`: it was a journal, though it may not look as one any more.
+    """
+    # SQLite deletes the log of a file that is empty.
+    log = log_path(path).read_bytes() if log_path(path).exists() else b""
+    database, damage = _connected(path), Damage()
+    try:
+        _set_up(database, mode)
+        _, num_frames, _ = database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        # A single one may have been written in part when the process died, before anyone was told of it.
+        num_lost = sum(commit > num_frames for commit in commits_in_log(log))
+        if num_lost > 1:
+            keep(log_path(path), log)
+            said = "the journal %s is damaged: its last %d commits cannot be read, and are lost; its log is kept as %s"
+            logger.error(said, path, num_lost, kept_path(log_path(path)))
+            damage = Damage("a damaged log", lacks_output=True)
+        _prepare(database, path)
+        reason = find_damage(database, header)
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        if not (is_ours and is_damage(error)):
+            database.close()
+            raise
+        reason = str(error)
+    except BaseException:
+        database.close()
+        raise
+    if not reason:
+        return database, damage
+    found = rebuild(path, database, reason)
+    said = "the journal %s is damaged (%s): what is whole is used, the file is kept as %s"
+    logger.error(said, path, reason, kept_path(path))
+    database = _connected(path)
+    try:
+        _set_up(database, mode)
+    except BaseException:
+        database.close()
+        raise
+    return database, replace(found, lacks_output=found.lacks_output or damage.lacks_output)
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0.0)
+    database.text_factory = bytes
+    return database
+
+
+def _set_up(database: sqlite3.Connection, mode: JournalMode) -> None:
     # Exclusive from the first access on; the log's index is then in memory, and another gateway is refused.
     database.execute("PRAGMA locking_mode = EXCLUSIVE")
     database.execute("PRAGMA journal_mode = WAL").fetchall()
     database.execute(f"PRAGMA synchronous = {'FULL' if mode is JournalMode.POWER else 'OFF'}")
     database.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}").fetchall()
+
+
+def _prepare(database: sqlite3.Connection, path: Path) -> None:
+    """Makes the tables, or those of this version of older ones."""
     version, application, num_tables = (
         database.execute(query).fetchone()[0]
         for query in ("PRAGMA user_version", "PRAGMA application_id", "SELECT count(*) FROM sqlite_schema")
     )
     if num_tables == 0:
-        database.executescript(_TABLES)
+        database.executescript(CREATE_TABLES)
         return
-    if application != _APPLICATION_ID:
+    if application != APPLICATION_ID:
         raise ConfigError("journal", str(path), "a journal of jobs; this is another SQLite database")
-    if version != VERSION:
+    if version == 1:
+        database.create_function("checksum_of", -1, checksum, deterministic=True)
+        database.executescript(MIGRATE_FROM_1)
+    elif version != VERSION:
         raise FailedPreconditionError(
             f"the journal {path} was written by another version of Slipstream (format {version}, this one reads"
             f" {VERSION}): start that version, or move the file away to go on without its jobs"
         )
-    (problem,) = database.execute("PRAGMA quick_check(1)").fetchone()
-    if problem != "ok":
-        raise sqlite3.DatabaseError(problem)
+
+
+def _tidy(database: sqlite3.Connection) -> None:
     free, pages = (database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("freelist_count", "page_count"))
     if free > pages // 2:
         database.execute("VACUUM")
@@ -301,6 +430,17 @@ def _explained(error: sqlite3.Error, path: Path) -> Exception:
     return FailedPreconditionError(
         f"the journal {path} cannot be read ({error}): move it and {path.name}-wal away to go on without its jobs"
     )
+
+
+def _with_checksum(*values: bytes | int | None) -> tuple[bytes | int | None, ...]:
+    return (*values, checksum(*values))
+
+
+def _said(number: int) -> str:
+    """A job's number for people: it is the time of its creation in microseconds."""
+    if not number:
+        return "no job"
+    return f"the job of {datetime.fromtimestamp(number / 1e6, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _join(rows: Iterable[bytes]) -> bytes:

@@ -67,6 +67,11 @@ GIVEN_UP = counter(
     "slipstream_sequences_given_up_total",
     "Sequences that failed because all work was lost again and again while they ran: they may be the cause.",
 )
+JOURNAL_DAMAGE = counter(
+    "slipstream_journal_damage_total",
+    "What the gateway found damaged in its journal as it started: jobs that are lost, and output that is.",
+    "lost",
+)
 RUNNING = gauge(
     "slipstream_num_requests_running",
     "Outputs, n of a request, that were given a slot and have not ended; preempted ones count.",
@@ -85,6 +90,7 @@ SPECS = (
         COALESCED,
         CUT_OFF,
         GIVEN_UP,
+        JOURNAL_DAMAGE,
         RUNNING,
         WAITING,
         QUEUE_CAPACITY,
@@ -109,6 +115,8 @@ class RequestMetrics:
         self.coalesced = COALESCED.counter(registry)
         self.cut_off = CUT_OFF.counter(registry)
         self.given_up = GIVEN_UP.counter(registry)
+        damage = JOURNAL_DAMAGE.counter(registry)
+        self.lost_jobs, self.lost_output = damage.labels("job"), damage.labels("output")
         requests = REQUESTS.counter(registry)
         self._outcomes = {outcome: requests.labels(outcome) for outcome in OUTCOMES}
         RUNNING.gauge(registry).set_function(num_running)

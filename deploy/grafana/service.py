@@ -16,6 +16,7 @@ from slipstream.gateway.metrics import (
     GENERATION_TOKENS,
     GIVEN_UP,
     INTER_TOKEN,
+    JOURNAL_DAMAGE,
     PROMPT_TOKENS,
     PUBLISH_TO_SEND,
     QUEUE_CAPACITY,
@@ -137,10 +138,11 @@ def _traffic() -> list[Panel]:
         graph(
             "Streams cut off",
             "Streams per second whose client read nothing, sequences given up with which work was lost repeatedly, and "
-            "those whose logits were NaN or infinite.",
+            "those whose logits were NaN or infinite. And what a damaged journal has cost since the gateway's start.",
             Query(total(rate(CUT_OFF)), "cut off"),
             Query(total(rate(GIVEN_UP)), "sequences given up"),
             Query(total(rate(NOT_FINITE)), "logits not finite"),
+            Query(total(series(JOURNAL_DAMAGE), "lost"), "damaged journal: {{lost}}"),
             unit="reqps",
             limits=((0.1, "yellow"),),
         ),

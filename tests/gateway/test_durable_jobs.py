@@ -9,6 +9,7 @@ import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+import grpc.aio
 import pytest
 
 from slipstream.client import AsyncClient
@@ -16,7 +17,15 @@ from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from slipstream.gateway.journal_file import JournalFile
 from slipstream.protos import generation_pb2, generation_pb2_grpc
-from tests.harness.generation_server import collect, generation_server, killed, state_of, text_of, tokens_of
+from tests.harness.generation_server import (
+    collect,
+    generation_server,
+    killed,
+    make_version_1,
+    state_of,
+    text_of,
+    tokens_of,
+)
 from tests.harness.scripted_scheduler import ScriptedScheduler
 from tests.harness.waiting import until
 
@@ -175,6 +184,67 @@ async def test_a_clock_that_steps_changes_no_order_and_no_outcome(
         arrivals = [sequence.spec.arrival for sequence in server.loop.submitted]
         assert [sequence.spec.job_id for sequence in server.loop.submitted] == names
         assert arrivals == sorted(set(arrivals))
+
+
+@pytest.mark.parametrize(("is_of_version_1", "broken"), [(False, "broken"), (False, "b" * 128), (True, "broken")])
+async def test_a_damaged_row_costs_its_job_and_no_other(
+    path: Path, is_of_version_1: bool, broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A journal of the first format had no checksums."""
+    async with generation_server(journal=path) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = PAUSE
+        for name in (broken, "whole"):
+            await client.create_job(PROMPT, job_id=name, max_new_tokens=80)
+        await until(lambda: all(server.manager.get(name).num_tokens == PAUSE for name in (broken, "whole")))
+        attempt = server.manager.get("whole").attempt
+        left = killed(path)
+    with closing(sqlite3.connect(left)) as database:
+        query = "UPDATE jobs SET record = record || x'00' WHERE instr(record, CAST(? AS BLOB))"
+        assert database.execute(query, (broken,)).rowcount == 1
+        database.commit()
+    if is_of_version_1:
+        make_version_1(left)
+    async with generation_server(journal=left) as server, AsyncClient(server.address) as client:
+        assert tokens_of(await collect(client.watch_job("whole"))) == (PROMPT * 4)[:80]
+        assert server.manager.get("whole").attempt == attempt
+        assert [len(sequence.spec.output) for sequence in server.loop.submitted] == [PAUSE]
+        with pytest.raises(NotFoundError):
+            await client.get_job(broken)
+        assert server.metric("journal_damage_total", lost="job") == 1
+        assert server.metric("journal_damage_total", lost="output") == 0
+    [lost] = [record for record in caplog.records if " is lost: " in record.message]
+    assert lost.job == broken  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("is_of_version_1", [False, True])
+async def test_damaged_output_is_made_again_as_another_attempt(path: Path, is_of_version_1: bool) -> None:
+    """What a client had of it may be another text than what comes now, on a GPU."""
+    async with generation_server(journal=path) as server, AsyncClient(server.address) as client:
+        await client.create_job(PROMPT, job_id="over", max_new_tokens=80)
+        await collect(client.watch_job("over"))
+        server.loop.pause_tokens = PAUSE
+        await client.create_job(PROMPT, job_id="mine", max_new_tokens=80)
+        await until(lambda: server.manager.get("mine").num_tokens == PAUSE)
+        attempts = {name: server.manager.get(name).attempt for name in ("over", "mine")}
+        left = killed(path)
+    with closing(sqlite3.connect(left)) as database:
+        database.execute("UPDATE steps SET rows = x'01000000ff' WHERE number = (SELECT max(number) FROM steps)")
+        database.commit()
+    if is_of_version_1:
+        make_version_1(left)
+    for num_damaged in (1, 0):  # the second time, the journal is whole
+        async with generation_server(journal=left) as server, AsyncClient(server.address) as client:
+            assert server.metric("journal_damage_total", lost="output") == num_damaged
+            stub = generation_pb2_grpc.GenerationStub(client._channel)  # type: ignore[no-untyped-call]
+            request = generation_pb2.WatchJobRequest(job_id="mine", from_token=PAUSE, attempt=attempts["mine"])
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.WatchJob(request).read()
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert tokens_of(await collect(client.watch_job("mine"))) == (PROMPT * 4)[:80]
+            now = {name: server.manager.get(name).attempt for name in ("over", "mine")}
+            assert now == {"over": attempts["over"], "mine": attempts["mine"] + 1}
+            await server.manager.journal.flush()
+            left = killed(left)
 
 
 async def test_a_client_goes_on_at_its_offset(path: Path) -> None:

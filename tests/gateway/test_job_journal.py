@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from slipstream.client import AsyncClient
 from slipstream.common.api.output_chunk import FinishReason
@@ -15,6 +16,7 @@ from slipstream.gateway.job import Job
 from slipstream.gateway.journal import JobJournal
 from slipstream.gateway.journal_codec import output_of, record_of, rows_of
 from slipstream.gateway.journal_file import Accepted, JournalFile, JournalMode
+from slipstream.gateway.metrics import RequestMetrics
 from slipstream.gateway.request import CheckedRequest
 from slipstream.gateway.sample import RunningSequence
 from slipstream.gateway.sample_output import SampleOutput
@@ -50,7 +52,8 @@ async def test_a_job_ends_as_cancelled_only_if_a_client_cancelled_it(tmp_path: P
     )
     file = JournalFile.open(tmp_path / "journal", JournalMode.PROCESS)
     file.commit([Accepted(1, record_of(job))], [rows_of(last, {7: sequence.key})])
-    journal = JobJournal(file, jobs=tuple, on_failure=lambda error: pytest.fail(str(error)))
+    metrics = RequestMetrics(CollectorRegistry(), num_running=lambda: 0, num_waiting=lambda: 0)
+    journal = JobJournal(file, jobs=tuple, metrics=metrics, on_failure=lambda error: pytest.fail(str(error)))
     ((restored, _),) = await journal.restore(model)
     await journal.close()
     assert (restored.is_over, restored.num_tokens) == (True, 1)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import resource
 import sqlite3
 import stat
 import subprocess
 import sys
-from contextlib import asynccontextmanager
+from collections import Counter
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,13 +27,22 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.gateway.journal import Journal
-from slipstream.gateway.journal_file import ROOM_BYTES, VERSION, Accepted, Forgotten, JournalFile, JournalMode, Saved
+from slipstream.gateway.journal_file import (
+    ROOM_BYTES,
+    Accepted,
+    Forgotten,
+    JournalFile,
+    JournalMode,
+    Saved,
+    StoredJob,
+)
+from slipstream.gateway.journal_repair import VERSION, Damage, kept_path, log_path
 from tests.harness import journal_writer
+from tests.harness.generation_server import killed, make_version_1
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
-    from pathlib import Path
 
 KILLS = 20
 
@@ -295,17 +308,164 @@ async def test_output_given_before_the_failure_is_known_is_not_kept(path: Path) 
     file.close()
 
 
-def test_a_damaged_file_is_named(path: Path) -> None:
-    file = JournalFile.open(path, JournalMode.PROCESS)
-    for number in range(1, 200):
-        file.commit([Accepted(number, os.urandom(2000))], [])
+@dataclass
+class Written:
+    """What a journal has, and its files as a kill leaves them, or an orderly end."""
+
+    jobs: list[StoredJob]
+    rows: list[tuple[int, list[bytes]]]
+    files: dict[str, bytes]
+    """By suffix."""
+
+    @classmethod
+    def at(cls, path: Path, *, is_closed: bool) -> Written:
+        """Writes 60 jobs, of which the last goes on, each with a step."""
+        file, rng = JournalFile.open(path, JournalMode.PROCESS), random.Random(5)
+        for number in range(1, 61):
+            changes: list[Accepted | Saved] = [Accepted(number, rng.randbytes(300))]
+            if number % 2:
+                changes.append(Saved(number, rng.randbytes(500), file.next_step, 7))
+            file.commit(changes, [rng.randbytes(200)])
+        jobs, rows = list(file.jobs()), list(file.rows())
+        suffixes = ("", ".last") if is_closed else ("", "-wal", ".last")
+        if is_closed:
+            file.close()
+        files = {suffix: Path(f"{path}{suffix}").read_bytes() for suffix in suffixes}
+        file.close()
+        return cls(jobs, rows, files)
+
+    def damaged_at(self, path: Path, suffix: str, content: bytes) -> JournalFile:
+        """Opens the files at a path with another content of one of them."""
+        for found in path.parent.glob(f"{path.name}*"):
+            found.unlink()
+        for name, whole in {**self.files, suffix: content}.items():
+            Path(f"{path}{name}").write_bytes(whole)
+        return JournalFile.open(path, JournalMode.PROCESS)
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal"])
+def test_a_flipped_bit_costs_what_it_hits_and_is_said(path: Path, suffix: str) -> None:
+    """In the database a job or the steps' output, or what can be reached only by a page; in the log all after it."""
+    written = Written.at(path, is_closed=not suffix)
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    rng, num_lost = random.Random(seed), Counter[int]()
+    # A file of another version, or of another program, is refused.
+    names = () if suffix else (47, *range(60, 64), *range(68, 72))
+    places = [place for place in range(len(written.files[suffix])) if place not in names]
+    for _ in range(150):
+        flipped = bytearray(written.files[suffix])
+        flipped[rng.choice(places)] ^= 1 << rng.randrange(8)
+        file = written.damaged_at(path, suffix, bytes(flipped))
+        jobs, rows = list(file.jobs()), list(file.rows())
+        assert all(job in written.jobs for job in jobs), "a job comes back as it never was"
+        lost = [job.number for job in written.jobs if job not in jobs]
+        num_lost[len(lost)] += 1
+        assert file.damage.lacks_output or rows == written.rows
+        assert file.damage.lacks_output or lost == [number for number, _ in file.damage.jobs]
+        if file.damage.reason and not suffix:
+            assert kept_path(path).read_bytes() == bytes(flipped)
+        file.close()
+        again = JournalFile.open(path, JournalMode.PROCESS)
+        assert (again.damage, list(again.jobs()), again.last_number) == (Damage(), jobs, 60), "it is said once"
+        again.close()
+    if not suffix:
+        assert num_lost[0] + num_lost[1] > 0.9 * num_lost.total()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda whole: b"", lambda whole: b"no database" * 100, lambda whole: whole[: len(whole) // 2]],
+    ids=["no bytes", "garbage", "half"],
+)
+def test_a_journal_that_cannot_be_read_is_kept_and_another_one_begun(
+    path: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    written = Written.at(path, is_closed=True)
+    content = damage(written.files[""])
+    file = written.damaged_at(path, "", content)
+    assert (list(file.jobs()), file.last_number, file.damage.lacks_output) == ([], 60, True)
+    assert "ended with no job: jobs after it are lost, the last of them was the job of 1970-01-01" in caplog.text
+    assert not content or kept_path(path).read_bytes() == content
+    file.commit([Accepted(61, b"new")], [])
     file.close()
-    whole = path.read_bytes()
-    for damaged in (b"no database at all" * 100, whole[: len(whole) // 2], whole[:8192] + os.urandom(8192) * 4):
-        path.write_bytes(damaged)
-        with pytest.raises(FailedPreconditionError, match=r"move it and journal\.sqlite3-wal away") as raised:
-            JournalFile.open(path, JournalMode.PROCESS)
-        assert str(path) in str(raised.value)
+    file = JournalFile.open(path, JournalMode.PROCESS)
+    assert [job.number for job in file.jobs()] == [61]
+    file.close()
+
+
+@pytest.mark.parametrize("table", ["jobs", "outputs"])
+def test_half_a_job_is_none(path: Path, table: str) -> None:
+    written = Written.at(path, is_closed=True)
+    with closing(sqlite3.connect(path)) as database:
+        database.execute(f"DELETE FROM {table} WHERE number = 17")
+        database.commit()
+    file = JournalFile.open(path, JournalMode.PROCESS)
+    assert [number for number, _ in file.damage.jobs] == [17]
+    assert list(file.jobs()) == [job for job in written.jobs if job.number != 17]
+    assert (list(file.rows()), file.damage.lacks_output) == (written.rows, False)
+    file.close()
+
+
+def test_a_journal_that_says_that_nobody_may_write_it_is_made_anew(path: Path) -> None:
+    written = Written.at(path, is_closed=True)
+    header = bytearray(written.files[""])
+    header[18] ^= 8
+    file = written.damaged_at(path, "", bytes(header))
+    assert (list(file.jobs()), list(file.rows())) == (written.jobs, written.rows)
+    file.commit([Accepted(61, b"new")], [b"output"])
+    file.close()
+
+
+def test_a_tail_that_is_lost_is_said_though_all_jobs_are_there(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = JournalFile.open(path, JournalMode.PROCESS)
+    file.commit([Accepted(1, b"one")], [])
+    file._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    for _ in range(5):
+        file.commit([], [b"output"])
+    left = killed(path)
+    file.close()
+    log = bytearray(log_path(left).read_bytes())
+    log[2 * len(log) // 5] ^= 1
+    log_path(left).write_bytes(log)
+    file = JournalFile.open(left, JournalMode.PROCESS)
+    assert file.damage.lacks_output
+    assert [job.number for job in file.jobs()] == [1]
+    assert len(rows_of(file)) < 5
+    assert re.search(r"its last [34] commits cannot be read, and are lost", caplog.text)
+    assert kept_path(log_path(left)).read_bytes() == log
+    file.close()
+
+
+def test_the_last_number_outlives_its_job(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = JournalFile.open(path, JournalMode.PROCESS)
+    file.commit([Accepted(7, b"seven"), Forgotten(7)], [])
+    file.close()
+    for has_side_file in (True, False):
+        file = JournalFile.open(path, JournalMode.PROCESS)
+        assert (file.last_number, file.damage) == (7, Damage())
+        file.close()
+        if has_side_file:
+            Path(f"{path}.last").unlink()
+    assert caplog.text == ""
+
+
+def test_a_journal_of_the_first_format_is_taken_over(path: Path) -> None:
+    written = Written.at(path, is_closed=True)
+    make_version_1(path)
+    file = JournalFile.open(path, JournalMode.PROCESS)
+    assert (list(file.jobs()), list(file.rows())) == (written.jobs, written.rows)
+    assert (file.last_number, file.damage) == (60, Damage())
+    file.close()
+    JournalFile.open(path, JournalMode.PROCESS).close()
+
+
+def test_a_file_that_never_was_a_journal_is_left_alone(path: Path) -> None:
+    path.write_bytes(b"no database at all" * 100)
+    with pytest.raises(FailedPreconditionError, match=r"move it and journal\.sqlite3-wal away") as raised:
+        JournalFile.open(path, JournalMode.PROCESS)
+    assert str(path) in str(raised.value)
+    assert path.read_bytes() == b"no database at all" * 100
 
 
 def test_a_file_of_a_later_version_is_refused(path: Path) -> None:
@@ -326,11 +486,17 @@ def test_another_database_is_not_touched(path: Path) -> None:
 
 
 def test_a_file_in_use_is_refused(path: Path) -> None:
-    first = JournalFile.open(path, JournalMode.PROCESS)
-    with pytest.raises(ConfigError, match="no other gateway uses"):
-        JournalFile.open(path, JournalMode.PROCESS)
-    first.close()
-    JournalFile.open(path, JournalMode.PROCESS).close()
+    code = (
+        "import sys; from pathlib import Path; from slipstream.gateway.journal_file import *\n"
+        f"try: JournalFile.open(Path({str(path)!r}), JournalMode.PROCESS)\n"
+        "except ConfigError as error: sys.exit(str(error))"
+    )
+    for _ in range(2):
+        file = JournalFile.open(path, JournalMode.PROCESS)
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert "no other gateway uses" in found.stderr
+        file.close()
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 4096])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -207,6 +208,15 @@ async def state_of(client: AsyncClient, job_id: str, state: JobState) -> JobInfo
         while (info := await client.get_job(job_id)).state is not state:
             pass
     return info
+
+
+def make_version_1(path: Path) -> None:
+    """Makes a journal one of the first format, which had no checksums."""
+    with closing(sqlite3.connect(path)) as database:
+        for table in ("jobs", "outputs", "steps"):
+            database.execute(f"ALTER TABLE {table} DROP COLUMN checksum")
+        database.execute("DROP TABLE last_jobs")
+        database.execute("PRAGMA user_version = 1")
 
 
 def killed(path: Path) -> Path:
