@@ -88,7 +88,7 @@ POINTS: Mapping[str, tuple[Method, ...]] = {
     "scheduler.before_send": tuple(_loop("workers.link", name) for name in _SENDS),
     "scheduler.after_send": tuple(_loop("workers.link", name, is_after=True) for name in _SENDS),
     "scheduler.before_take_in": (_loop("core.batch", "Batch.apply"),),
-    "scheduler.before_delivery": (_loop("servicer", "SchedulerServicer._deliver"),),
+    "scheduler.before_delivery": (_loop("core.outbox", "Outgoing.deliveries"),),
     "scheduler.before_output": (_loop("servicer", "SchedulerServicer.put"),),
     "verify.before_attach": (_engine("Engine._attach", "verify"),),
     "verify.before_step": (_engine("Engine._enqueue", "verify"),),
