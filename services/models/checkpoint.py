@@ -34,8 +34,7 @@ from slipstream.services.models.head_config import (
     check_target,
 )
 from slipstream.services.models.heads import DraftHead, make_head
-from slipstream.services.models.linear import FP8
-from slipstream.services.models.quantization import dequantised
+from slipstream.services.models.linear import FP8, dequantised
 from slipstream.services.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from slipstream.services.models.quantization import Fp8Weights
+    from slipstream.services.models.config import Fp8Weights
 
 logger = logging.getLogger(__name__)
 

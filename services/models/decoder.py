@@ -16,8 +16,7 @@ from slipstream.services.models.linear import FP8, Linear, empty_parameter, keep
 
 if TYPE_CHECKING:
     from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV
-    from slipstream.services.models.config import ModelConfig
-    from slipstream.services.models.rope_config import RopeConfig
+    from slipstream.services.models.config import ModelConfig, RopeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.services.models.quantization import BLOCK, dequantised
+from slipstream.services.models.config import BLOCK
 
 FP8 = torch.float8_e4m3fn
 _PACKED_FOR_TOKENS = 8
@@ -69,6 +69,17 @@ class Linear(nn.Module):
         """Rearranges an FP8 weight for the kernels and rows of `dtype`; `forward` cannot be called any more."""
         if self.weight is not None and self.scales is not None:
             self.packed_fp8, self.weight = PackedFp8.of(self.weight, dtype), None
+
+
+def dequantised(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiplies e4m3 numbers, [rows, columns], with the scales of equal groups of rows: float32.
+
+    `scales`: [groups, 1], or [groups, cdiv(columns, 128)].
+    """
+    by_row = scales.repeat_interleave(len(weight) // len(scales), 0)
+    if by_row.shape[1] > 1:
+        by_row = by_row.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
+    return weight.float() * by_row
 
 
 def pack_linears(model: nn.Module) -> None:

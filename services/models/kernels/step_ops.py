@@ -54,12 +54,8 @@ def gather_kernel(
     out_bonus: tl.tensor,  # [B] int64
     out_num_new: tl.tensor,  # [B] int64
     out_last: tl.tensor,  # [B, WIDTH] int64
-    vocab_size: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    HAS_STAMP: tl.constexpr,
-) -> None:
+    vocab_size: tl.tensor, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, HAS_LAST: tl.constexpr, HAS_STAMP: tl.constexpr,
+) -> None:  # fmt: skip
     """Reads the stash of one slot, clamped to its range; the first program stamps. Grid: (B,)."""
     b = tl.program_id(0)
     if HAS_STAMP:
@@ -92,11 +88,8 @@ def accept_kernel(
     seeds: tl.tensor,  # [slots] int64, read if IS_SIMULATED
     out_seq_lens: tl.tensor,  # [B] int64
     out_accepted: tl.tensor,  # [B] int64
-    threshold: tl.tensor,
-    width: tl.tensor,
-    BLOCK_W: tl.constexpr,
-    IS_SIMULATED: tl.constexpr,
-) -> None:
+    threshold: tl.tensor, width: tl.tensor, BLOCK_W: tl.constexpr, IS_SIMULATED: tl.constexpr,
+) -> None:  # fmt: skip
     """Counts the accepted draft tokens of one slot: all before the first mismatch or score that is not finite.
 
     Grid: (B,).
@@ -137,14 +130,9 @@ def publish_kernel(
     accepted: tl.tensor,  # [B] int64
     tokens: tl.tensor,  # [B, width] int64
     scores: tl.tensor,  # [B, width], read if HAS_SCORES
-    num_slots: tl.tensor,
-    width: tl.tensor,
-    ROW: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    HAS_SCORES: tl.constexpr,
-    NOT_FINITE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    num_slots: tl.tensor, width: tl.tensor, ROW: tl.constexpr, BLOCK_W: tl.constexpr, HAS_SCORES: tl.constexpr,
+    NOT_FINITE: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Writes what the scheduler reads of one slot, and what verify's next step does. Grid: (B,)."""
     wait_for_previous(OVERLAPS)
     b = tl.program_id(0)
@@ -174,12 +162,8 @@ def propose_kernel(
     stamp_stride: tl.tensor,
     rows: tl.tensor,  # [B] int64
     tokens: tl.tensor,  # [B, width] int64
-    width: tl.tensor,
-    ROW: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    HAS_STAMP: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
+    width: tl.tensor, ROW: tl.constexpr, BLOCK_W: tl.constexpr, HAS_STAMP: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Writes the draft's tokens of one slot; the last program stamps. Grid: (B,)."""
     wait_for_previous(OVERLAPS)
     b = tl.program_id(0)
@@ -212,13 +196,9 @@ def stash_kernel(
     tokens: tl.tensor,  # [B, width] int64
     hidden: tl.tensor,  # [B, width, hidden_width], read if that is not 0
     row_stride: tl.tensor,  # of `hidden`
-    token_stride: tl.tensor,
-    width: tl.tensor,
-    hidden_width: tl.tensor,
-    BLOCK_W: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    token_stride: tl.tensor, width: tl.tensor, hidden_width: tl.tensor, BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr,
     HAS_STAMP: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Writes what the draft's next forward reads of one slot into a region, if there is one.
 
     The last program stamps when it has done its part; others may take a little longer.
@@ -259,12 +239,8 @@ def copy_in_kernel(
     copied: tl.tensor,  # [B, width] int64, written
     ring_row: tl.tensor,  # [1] int64: the step's row, read if IS_CAPTURED
     row: tl.tensor,  # the same otherwise
-    num_ring_rows: tl.tensor,
-    vocab_size: tl.tensor,
-    width: tl.tensor,
-    BLOCK_W: tl.constexpr,
-    IS_CAPTURED: tl.constexpr,
-) -> None:
+    num_ring_rows: tl.tensor, vocab_size: tl.tensor, width: tl.tensor, BLOCK_W: tl.constexpr, IS_CAPTURED: tl.constexpr,
+) -> None:  # fmt: skip
     """Copies one slot's draft tokens, clamped to the vocabulary, and two rows of the draft's stamps. Grid: (B,).
 
     Without a region, the tokens are 0.
@@ -293,12 +269,8 @@ def take_sampling_kernel(
     seed: tl.tensor,  # [slots] int64
     rows: tl.tensor,  # [B] int64
     out_temperature: tl.tensor,  # [B * width] float32, and so on
-    out_top_k: tl.tensor,
-    out_top_p: tl.tensor,
-    out_min_p: tl.tensor,
-    out_seed: tl.tensor,
-    width: tl.tensor,
-) -> None:
+    out_top_k: tl.tensor, out_top_p: tl.tensor, out_min_p: tl.tensor, out_seed: tl.tensor, width: tl.tensor,
+) -> None:  # fmt: skip
     """Copies one slot's sampling parameters for one token. Grid: (B * width,)."""
     n = tl.program_id(0)
     slot = tl.load(rows + n // width)

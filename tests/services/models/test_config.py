@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from slipstream.common.errors import CheckpointError
-from slipstream.services.models.config import ModelConfig
-from slipstream.services.models.rope_config import RopeConfig
+from slipstream.services.models.config import ModelConfig, RopeConfig
 from tests.harness.checkpoints import FAMILIES, LLAMA, write_json
 from tests.harness.sampling import examples
 

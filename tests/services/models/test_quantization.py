@@ -13,8 +13,7 @@ from slipstream.services.models.attention import ForwardBatch, PagedKV
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
-from slipstream.services.models.linear import FP8, Linear, keeps_fp8
-from slipstream.services.models.quantization import dequantised
+from slipstream.services.models.linear import FP8, Linear, dequantised, keeps_fp8
 from tests.harness.checkpoints import LLAMA, write_checkpoint, write_json, write_weights
 from tests.harness.fp8_checkpoints import FP8_LAYOUTS, compressed_tensors, quantise
 from tests.harness.paged_model import CPU, PagedModel, random_tokens

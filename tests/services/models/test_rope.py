@@ -14,10 +14,9 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.common.errors import CheckpointError
-from slipstream.services.models.config import ModelConfig
+from slipstream.services.models.config import ModelConfig, RopeConfig
 from slipstream.services.models.decoder import paired_dimensions, rotation_table
 from slipstream.services.models.json_files import ConfigFields
-from slipstream.services.models.rope_config import RopeConfig
 from tests.harness.checkpoints import FAMILIES
 from tests.harness.sampling import examples
 

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.services.models.attention import PADDING_PAGE, ForwardBatch, PagedKV, RaggedRows, TorchAttention
-from slipstream.services.models.config import ModelConfig
+from slipstream.services.models.config import ModelConfig, RopeConfig
 from slipstream.services.models.kernels.paged_attention import PagedAttention
-from slipstream.services.models.rope_config import RopeConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

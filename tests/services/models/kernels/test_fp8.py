@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from slipstream.services.models.config import BLOCK
 from slipstream.services.models.decoder import RMSNorm
 from slipstream.services.models.kernels import products
 from slipstream.services.models.kernels.fp8 import fp8_linear, from_fp8
 from slipstream.services.models.kernels.products import MOST_ROWS, add_product, linear, product
-from slipstream.services.models.linear import CHUNK, FP8, Linear, PackedFp8
-from slipstream.services.models.quantization import BLOCK, dequantised
+from slipstream.services.models.linear import CHUNK, FP8, Linear, PackedFp8, dequantised
 
 ROUNDING = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Exact sums, rounded where the kernels round, differ by 0.0032 and 0.022 in 16 bits, behind a norm and a gate."""

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.services.models.config import RopeConfig
 from slipstream.services.models.decoder import RMSNorm, rotation_table
 from slipstream.services.models.kernels.block_ops import rotation_of
 from slipstream.services.models.kernels.paged_attention import PagedAttention
-from slipstream.services.models.rope_config import RopeConfig
 from tests.services.models.kernels.attention_case import TOLERANCES, AttentionCase, some_config
 
 FAR = 2**62
