@@ -9,11 +9,16 @@ import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from slipstream.common.errors import CheckpointError
+from slipstream.services.models.checkpoint import load_decoder
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 BOS_ID = 256
@@ -134,6 +139,23 @@ def write_tokenizer(path: Path) -> None:
 def write_json(path: Path, value: object) -> None:
     """Writes `value` as JSON."""
     path.write_text(json.dumps(value, indent=2), encoding="utf-8")
+
+
+def refusal(path: Path, read: Callable[[Path], object] | None = None) -> str:
+    """The message of a `CheckpointError`, without the directory that it begins with: one printable line.
+
+    `read` gets `path`; it loads a decoder by default.
+    """
+    with pytest.raises(CheckpointError) as caught:
+        (read or _load)(path)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert message.startswith(f"{path}: ")
+    return message.removeprefix(f"{path}: ")
+
+
+def _load(path: Path) -> object:
+    return load_decoder(path, device=torch.device("cpu"), dtype=torch.float32)
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from slipstream.services.models.checkpoint import LoadFormat, load_decoder
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.linear import FP8, Linear, dequantised, keeps_fp8
-from tests.harness.checkpoints import LLAMA, write_checkpoint, write_json, write_weights
+from tests.harness.checkpoints import LLAMA, refusal, write_checkpoint, write_json, write_weights
 from tests.harness.fp8_checkpoints import FP8_LAYOUTS, compressed_tensors, quantise
 from tests.harness.paged_model import CPU, PagedModel, random_tokens
 
@@ -110,13 +110,6 @@ def test_random_weights_of_config_json_alone(tmp_path: Path) -> None:
     )
     logits = decoder.logits(decoder.forward(batch, cache).hidden)
     assert 0.3 < logits.std().item() < 3
-
-
-def refusal(path: Path) -> str:
-    """The message of the error, without the directory."""
-    with pytest.raises(CheckpointError) as caught:
-        load_decoder(path, device=CPU, dtype=torch.float32)
-    return str(caught.value).removeprefix(f"{path}: ")
 
 
 GROUP = "config_groups.group_0."
