@@ -17,7 +17,7 @@ TESTS = {
     ("step_ops",): ("step_ops",),
     ("paged_attention",): ("attention_kernels", "paged_attention"),
     ("block_ops", "rotate_and_keep"): ("block_ops",),
-    ("products", "tiled_products"): ("products",),
+    ("products",): ("products",),
     ("fp8",): ("fp8",),
     ("sampling",): ("sampling", "token_scores"),
     ("suffix_ring",): ("suffix_ring",),

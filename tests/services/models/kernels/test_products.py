@@ -1,91 +1,57 @@
-"""Products of few rows, with the norms, gates and sums around them, against float64."""
+"""Products with the norms, gates and sums around them against float64: of few rows, and of many by tiles."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from slipstream.services.models.decoder import RMSNorm
-from slipstream.services.models.kernels.products import MOST_ROWS, add_product, has_few_rows, linear, product
+from slipstream.services.models.kernels.products import (
+    MOST_ROWS,
+    added_product,
+    gated_product,
+    has_few_rows,
+    linear,
+    product,
+    suits_tiles,
+)
 from slipstream.services.models.linear import Linear
+from tests.services.models.kernels.product_case import HAS_CUDA, Case, gated
 
 ROUNDING = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Relative: that of the input of the second product, and of its output."""
-EPS = 1e-5
+TILES_ROUNDING = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Relative: a little more than one rounding."""
 SHAPES = ((1, 64, 48, 80), (5, 600, 100, 33), (16, 1100, 256, 64), (17, 96, 32, 64), (64, 48, 300, 16))
+"""Rows, size, columns, columns of the product behind."""
+TILED_SHAPES = ((1, 64, 40), (130, 136, 296), (257, 64, 128), (2200, 8, 8))
+"""Rows, size and columns: less than a tile, tiles that are not full, more tiles than run side by side."""
+# On a GPU tiles of float32 would not fit, see `has_few_rows` and `suits_tiles`.
+FEW = pytest.mark.parametrize("dtype", ["bfloat16"] if HAS_CUDA else ["float32", "float16"], indirect=True)
+TILED = pytest.mark.parametrize("dtype", ["float16", "bfloat16" if HAS_CUDA else "float32"], indirect=True)
 
 
-class Case:
-    """Numbers of one device and dtype."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._generator = torch.Generator().manual_seed(7)
-        self._device = device
-        self._dtype = dtype
-
-    def some(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        """Random numbers around zero."""
-        return (scale * torch.randn(*shape, generator=self._generator)).to(self._device, self._dtype)
-
-    def layer(self, size: int, columns: int, *, has_bias: bool) -> Linear:
-        """Its outputs are of the size of its inputs."""
-        weight = nn.Parameter(self.some(columns, size, scale=size**-0.5), requires_grad=False)
-        return Linear(weight, nn.Parameter(self.some(columns), requires_grad=False) if has_bias else None)
-
-    def norm(self, size: int) -> RMSNorm:
-        """Makes a norm with weights around one."""
-        return RMSNorm(nn.Parameter(1 + self.some(size, scale=0.2), requires_grad=False), EPS)
+def plain(weight: torch.Tensor) -> Linear:
+    return Linear(nn.Parameter(weight, requires_grad=False))
 
 
-def exact(x: torch.Tensor, layer: Linear) -> torch.Tensor:
-    """`layer(x)` in float64."""
-    assert layer.weight is not None
-    bias = layer.bias.to(torch.float64) if layer.bias is not None else None
-    return F.linear(x.to(torch.float64), layer.weight.to(torch.float64), bias)
-
-
-# On a GPU the products are of bfloat16 alone, see `has_few_rows`: tiles of float32 would not fit.
-@pytest.fixture(params=["bfloat16"] if torch.cuda.is_available() else ["float32", "float16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """The rows' dtype."""
-    value = getattr(torch, request.param)
-    assert isinstance(value, torch.dtype)
-    return value
-
-
-@pytest.fixture
-def case(device: torch.device, dtype: torch.dtype) -> Case:
-    """Numbers where the kernels run."""
-    return Case(device, dtype)
-
-
-@pytest.mark.sampled(8)
+@FEW
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize(("num_rows", "size", "columns", "behind"), SHAPES)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_a_sum_its_norm_and_the_product_behind_it(
-    case: Case, dtype: torch.dtype, num_rows: int, size: int, columns: int, behind: int, is_gated: bool
+    shape: tuple[int, int, int, int], is_gated: bool, device: torch.device, dtype: torch.dtype
 ) -> None:
-    x, residual, norm = case.some(num_rows, size), case.some(num_rows, columns), case.norm(columns)
-    first = case.layer(size, columns, has_bias=is_gated)
-    second = case.layer(columns, 2 * behind if is_gated else behind, has_bias=is_gated)
-    summed, scaled = add_product(residual, x, first, norm)
-    assert summed.dtype == dtype
-    close(summed, residual.to(torch.float64) + exact(x, first))
-    normed = F.rms_norm(summed.to(torch.float64), (columns,), norm.weight.to(torch.float64), EPS)
-    expected = exact(normed, second)
-    if is_gated:
-        gate, up = expected.chunk(2, dim=1)
-        expected = F.silu(gate) * up
-    close(product(scaled, second, is_gated=is_gated), expected)
+    Case(device, dtype, ROUNDING).check_sum_norm_and_product(*shape, None, is_gated=is_gated)
 
 
+@FEW
 @pytest.mark.parametrize(("num_rows", "size", "columns"), [(1, 64, 48), (5, 600, 5000), (40, 2048, 32)])
-def test_a_product(case: Case, num_rows: int, size: int, columns: int) -> None:
-    x, layer = case.some(num_rows, size), case.layer(size, columns, has_bias=False)
-    close(product(x, layer), exact(x, layer))
-    close(linear(x[:, None], layer), exact(x[:, None], layer))
+def test_a_product(num_rows: int, size: int, columns: int, device: torch.device, dtype: torch.dtype) -> None:
+    case = Case(device, dtype, ROUNDING)
+    x, layer = case.some(num_rows, size), case.layer(size, columns)
+    case.close(product(x, layer), case.exact(x, layer))
+    case.close(linear(x[:, None], layer), case.exact(x[:, None], layer))
 
 
 def test_larger_batches_and_float32_are_left_to_pytorch() -> None:
@@ -97,7 +63,45 @@ def test_larger_batches_and_float32_are_left_to_pytorch() -> None:
     assert not has_few_rows(few[:0])
 
 
-def close(values: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compares up to rounding."""
-    rounding = ROUNDING[values.dtype]
-    torch.testing.assert_close(values.to(torch.float64), expected, atol=rounding, rtol=rounding)
+@TILED
+@pytest.mark.parametrize(("num_rows", "size", "columns"), TILED_SHAPES)
+def test_a_product_by_tiles(num_rows: int, size: int, columns: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Of gates, and one that is added: what a draft head reads of the layer before stays."""
+    case = Case(device, dtype, TILES_ROUNDING)
+    x, gates, layer = case.some(num_rows, size), case.layer(size, 2 * columns), case.layer(size, columns)
+    case.close(gated_product(x, gates), gated(case.exact(x, gates)))
+    residual = case.some(num_rows, columns)
+    kept = residual.clone()
+    case.close(added_product(residual, x, layer), kept.to(torch.float64) + case.exact(x, layer))
+    assert torch.equal(residual, kept)
+
+
+@TILED
+def test_large_gates(device: torch.device, dtype: torch.dtype) -> None:
+    """They are 0 or as they are, not NaN."""
+    weight = torch.zeros(16, 8, device=device, dtype=dtype)
+    weight[:3, 0] = torch.tensor([-200.0, 200.0, -90.0])
+    weight[8:11, 0] = torch.tensor([2.0, 3.0, 4.0])
+    output = gated_product(torch.eye(1, 8, device=device, dtype=dtype), plain(weight))
+    expected = torch.tensor([0.0, 600.0, 0.0], device=device)
+    torch.testing.assert_close(output[0, :3].float(), expected, atol=1e-30, rtol=0)
+
+
+def test_what_tiles_do_not_suit(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "slipstream.services.models.kernels.products"
+    monkeypatch.setattr(f"{module}.is_hopper", lambda device: True)
+    monkeypatch.setattr(f"{module}.num_multiprocessors", lambda device: 132)
+    rows, weight = torch.zeros(1024, 64, dtype=torch.bfloat16), torch.zeros(2 * 14336, 64, dtype=torch.bfloat16)
+    layer = plain(weight)
+    assert suits_tiles(rows, layer, is_gated=True), "896 tiles fill seven times all multiprocessors but 28"
+    assert not suits_tiles(rows[:768], layer, is_gated=True), "672 tiles fill them five times and 12 more"
+    assert suits_tiles(rows[:80], layer, is_gated=True), "112 tiles that read the weight once"
+    assert not suits_tiles(rows[:79], layer, is_gated=True), "cuBLAS reads it as fast"
+    assert not suits_tiles(rows[:80], plain(weight[: 2 * 13440]), is_gated=True), "105 tiles, 0.795 of all"
+    assert not suits_tiles(rows[:0], layer, is_gated=True)
+    assert not suits_tiles(rows.float(), layer, is_gated=True)
+    assert not suits_tiles(rows[:, :60], plain(weight[:, :60]), is_gated=True)
+    assert not suits_tiles(rows, Linear(layer.weight, nn.Parameter(weight[:, 0], requires_grad=False)), is_gated=True)
+    assert not suits_tiles(rows, Linear(layer.weight, None, nn.Parameter(weight[:1])), is_gated=True)
+    monkeypatch.setattr(f"{module}.is_hopper", lambda device: False)
+    assert not suits_tiles(rows, layer, is_gated=True), "on a GPU that they were not measured on"
