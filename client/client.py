@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from slipstream.client.connection import open_async_channel, open_channel
+from slipstream.client.connection import open_async_channel, open_channel, with_key
 from slipstream.client.requests import (
     RECONNECT_S,
     FirstContact,
@@ -16,7 +17,9 @@ from slipstream.client.requests import (
     Reconnection,
     build,
     channel_options,
+    detokenize_request,
     job_request,
+    tokenize_request,
 )
 from slipstream.common.api.job_info import JobInfo, JobPage
 from slipstream.common.api.server_state import ServerState
@@ -25,11 +28,11 @@ from slipstream.common.rpc.keepalive import CONNECT_TIMEOUT_S
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
     from typing import Unpack
 
     from slipstream.client.connection import AccessOptions
-    from slipstream.client.requests import Prompt, RequestOptions
+    from slipstream.client.requests import ChatOptions, Prompt, RequestOptions
     from slipstream.common.api.output_chunk import OutputChunk
     from slipstream.common.rpc.keepalive import Keepalive
 
@@ -78,6 +81,13 @@ class _Client:
         self._contact = FirstContact(address, connect_timeout_s)
         self._channel = self._open_channel(address, channel_options(address, keepalive, connect_timeout_s), access)
         self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def with_key(self, api_key: str) -> Self:
+        """Returns a client of the same connection whose calls send another API key. Raises ConfigError for no key."""
+        other = copy(self)
+        other._channel = with_key(self._channel, api_key)
+        other._stub = generation_pb2_grpc.GenerationStub(other._channel)  # type: ignore[no-untyped-call]
+        return other
 
     def _generated(
         self, prompt: Prompt, job_id: str, options: RequestOptions, reconnect_s: float, timeout_s: float | None
@@ -209,6 +219,25 @@ class AsyncClient(_Client):
         with self._contact.our_errors():
             return ServerState.from_pb(await self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest()))
 
+    async def tokenize(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool | None = None,
+        **chat: Unpack[ChatOptions],
+    ) -> list[tuple[int, bytes]]:
+        """Returns the tokens of a text or a conversation: the id of each, and the bytes that it adds to a text."""
+        request = tokenize_request(prompt, add_special_tokens, chat)
+        with self._contact.our_errors():
+            found = await self._stub.Tokenize(request)
+        return list(zip(found.ids, found.tokens, strict=True))
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Returns the text of tokens."""
+        request = detokenize_request(token_ids, skip_special_tokens)
+        with self._contact.our_errors():
+            return str((await self._stub.Detokenize(request)).text)
+
     async def _follow(self, output: _Output) -> AsyncGenerator[OutputChunk, None]:
         while not output.reader.is_over:
             chunks = self._chunks(output)
@@ -316,6 +345,25 @@ class Client(_Client):
         """Returns the server's configuration and load."""
         with self._contact.our_errors():
             return ServerState.from_pb(self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest()))
+
+    def tokenize(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool | None = None,
+        **chat: Unpack[ChatOptions],
+    ) -> list[tuple[int, bytes]]:
+        """Returns the tokens of a text or a conversation. See `AsyncClient.tokenize`."""
+        request = tokenize_request(prompt, add_special_tokens, chat)
+        with self._contact.our_errors():
+            found = self._stub.Tokenize(request)
+        return list(zip(found.ids, found.tokens, strict=True))
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Returns the text of tokens."""
+        request = detokenize_request(token_ids, skip_special_tokens)
+        with self._contact.our_errors():
+            return str((self._stub.Detokenize(request)).text)
 
     def _follow(self, output: _Output) -> Generator[OutputChunk, None, None]:
         while not output.reader.is_over:

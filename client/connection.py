@@ -61,11 +61,14 @@ def _open(
     else:
         channel = secure(address, credentials, options=options)
     api_key = access.get("api_key") or os.environ.get(API_KEY_VARIABLE)
-    if not api_key:
-        return channel
+    return with_key(channel, api_key) if api_key else channel
+
+
+def with_key(channel: Any, api_key: str) -> Any:
+    """Returns the channel with a key that its calls send, in place of any other. Raises ConfigError."""
     if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
         raise ConfigError("api_key", f"{len(api_key)} characters", "printable ASCII without spaces")
-    return _KeyedChannel(channel, api_key)
+    return _KeyedChannel(channel.plain if isinstance(channel, _KeyedChannel) else channel, api_key)
 
 
 def _credentials(access: AccessOptions) -> Any:
@@ -103,19 +106,20 @@ class _KeyedChannel:
     """A channel whose calls send an API key, also without TLS, where gRPC's own call credentials refuse to."""
 
     def __init__(self, channel: Any, api_key: str) -> None:
-        self._channel = channel
+        self.plain = channel
+        """The same channel without a key."""
         self._metadata = (("authorization", f"Bearer {api_key}"),)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._channel, name)
+        found = getattr(self.plain, name)
         return partial(self._method, found) if name in ("unary_unary", "unary_stream", "stream_stream") else found
 
     async def __aenter__(self) -> _KeyedChannel:
-        await self._channel.__aenter__()
+        await self.plain.__aenter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._channel.__aexit__(*error)
+        await self.plain.__aexit__(*error)
 
     def _method(self, make: Callable[..., Any], *arguments: Any, **more: Any) -> Callable[..., Any]:
         return partial(make(*arguments, **more), metadata=self._metadata)

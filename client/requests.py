@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
@@ -29,7 +30,7 @@ from slipstream.common.rpc.status import error_from_rpc
 from slipstream.protos import generation_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from slipstream.common.rpc.keepalive import ChannelOption
 
@@ -44,11 +45,26 @@ LONGEST_PAUSE_S = 1.0
 _Request = TypeVar("_Request")
 
 
-Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, str]]"
-"""A text, token ids, or a conversation: messages with a "role" and a "content", for the model's chat template."""
+Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]]"
+"""A text, token ids, or a conversation for the model's chat template.
+
+Its messages have a "role" and a "content", a text or text parts, and may have "tool_calls", a "tool_call_id", a "name"
+and a "reasoning", as OpenAI's.
+"""
 
 
-class RequestOptions(TypedDict, total=False):
+class ChatOptions(TypedDict, total=False):
+    """The fields of a conversation beside its messages, as in generation.proto; None takes the server's default."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    """Tools that the model may call."""
+    template_kwargs: Mapping[str, Any] | None
+    """Other variables of the template."""
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+class RequestOptions(ChatOptions, total=False):
     """The fields of a request beside its prompt, as in generation.proto; None takes the server's default."""
 
     max_new_tokens: int | None
@@ -62,6 +78,9 @@ class RequestOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool
+    fills_context: bool
+    """Without `max_new_tokens`: as many as the context has room for."""
+    skip_special_tokens: bool | None
     repetition_penalty: float | None
     frequency_penalty: float | None
     presence_penalty: float | None
@@ -102,27 +121,91 @@ def job_request(kind: type[_Request], prompt: Prompt, job_id: str, options: Requ
     if isinstance(sampling.get("stop"), str):
         # A string is a sequence of strings, too.
         sampling["stop"] = [sampling["stop"]]
-    fields = _prompt_field(prompt) | {name: sampling.pop(name, None) for name in ("priority", "cache_salt")}
+    chat = {name: sampling.pop(name) for name in ChatOptions.__annotations__ if name in sampling}
+    fields = _prompt_field(prompt, chat) | {name: sampling.pop(name, None) for name in ("priority", "cache_salt")}
     if any(value is not None for value in speculation.values()):
         fields["speculation"] = build(generation_pb2.Speculation, within="speculation.", **speculation)
     params = build(generation_pb2.SamplingParams, within="sampling_params.", **sampling)
     return build(kind, job_id=job_id, sampling_params=params, **fields)
 
 
-def _prompt_field(prompt: Prompt) -> dict[str, Any]:
+def tokenize_request(
+    prompt: str | Sequence[Mapping[str, Any]], add_special_tokens: bool | None, chat: ChatOptions
+) -> generation_pb2.TokenizeRequest:
+    """Builds the request. Raises InvalidArgumentError naming a field of the wrong type."""
+    field = _prompt_field(prompt, chat)
+    return build(generation_pb2.TokenizeRequest, add_special_tokens=add_special_tokens, **field)
+
+
+def detokenize_request(token_ids: Sequence[int], skip_special_tokens: bool) -> generation_pb2.DetokenizeRequest:
+    """Builds the request. Raises InvalidArgumentError naming a field of the wrong type."""
+    ids = build(generation_pb2.TokenIds, within="input_ids.", ids=token_ids)
+    return build(generation_pb2.DetokenizeRequest, input_ids=ids, skip_special_tokens=skip_special_tokens)
+
+
+def _prompt_field(prompt: Prompt, chat: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the field of a request that has the prompt; `chat`: the options of a conversation."""
+    is_chat = (
+        not isinstance(prompt, str) and isinstance(prompt, Sequence) and isinstance(next(iter(prompt), 0), Mapping)
+    )
+    if not is_chat:
+        for name, value in chat.items():
+            if value is not None:
+                raise InvalidArgumentError(name, value, "none beside a prompt that is no conversation")
     if isinstance(prompt, str):
         return {"text": prompt}
     # Bytes are a sequence of integers, too.
     if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Sized):
         accepted = "a text, token ids, or a conversation: a list of messages with a role and a content"
         raise InvalidArgumentError("prompt", prompt, accepted)
-    if len(prompt) and isinstance(prompt[0], Mapping):
-        messages = [
-            build(generation_pb2.ChatMessage, within=f"messages.items[{index}].", **message)  # type: ignore[arg-type]
-            for index, message in enumerate(prompt)
-        ]
-        return {"messages": generation_pb2.ChatMessages(items=messages)}
+    if is_chat:
+        return {"messages": _conversation(prompt, chat)}  # type: ignore[arg-type]
     return {"input_ids": build(generation_pb2.TokenIds, within="input_ids.", ids=prompt)}
+
+
+def _conversation(messages: Sequence[Mapping[str, Any]], chat: Mapping[str, Any]) -> generation_pb2.ChatMessages:
+    kwargs = chat.get("template_kwargs")
+    return build(
+        generation_pb2.ChatMessages,
+        within="messages.",
+        items=[_message(message, f"messages.items[{index}].") for index, message in enumerate(messages)],
+        tools=[json.dumps(tool) for tool in chat.get("tools") or ()],
+        template_kwargs=None if kwargs is None else json.dumps(kwargs),
+        add_generation_prompt=chat.get("add_generation_prompt"),
+        continue_final_message=chat.get("continue_final_message"),
+    )
+
+
+def _message(message: Mapping[str, Any], field: str) -> generation_pb2.ChatMessage:
+    given = dict(message)
+    content = given.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        del given["content"]
+        given["content_parts"] = [_text_of(part, f"{field}content[{number}]") for number, part in enumerate(content)]
+    calls = given.pop("tool_calls", None) or ()
+    given["tool_calls"] = [_tool_call(call, f"{field}tool_calls[{number}]") for number, call in enumerate(calls)]
+    return build(generation_pb2.ChatMessage, within=field, **given)
+
+
+def _text_of(part: Any, field: str) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise InvalidArgumentError(field, part, 'a part of the type "text" with a text')
+    text: str = part["text"]
+    return text
+
+
+def _tool_call(call: Any, field: str) -> generation_pb2.ToolCall:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise InvalidArgumentError(field, call, "a call with a function")
+    arguments = function.get("arguments") or ""
+    return build(
+        generation_pb2.ToolCall,
+        within=f"{field}.",
+        id=call.get("id") or "",
+        name=function.get("name"),
+        arguments=arguments if isinstance(arguments, str) else json.dumps(arguments),
+    )
 
 
 def build(kind: type[_Request], *, within: str = "", **values: Any) -> _Request:

@@ -80,16 +80,37 @@ class GatewaySettings(AccessSettings, heading="Requests and jobs"):
         low=1,
         high=1000,
     )
+    chat_template: Path | None = setting(
+        None,
+        help="A file with the chat template, Jinja.",
+        unit="FILE",
+        accepts=Path.is_file,
+        accepted="a file that this user can read",
+        unset="the model's",
+    )
+    served_model_name: str | None = setting(
+        None,
+        help="Names under which clients ask for the model, with commas between.",
+        unit="NAMES",
+        accepts=lambda names: all(names.split(",")),
+        accepted="names with commas between",
+        unset="the name of its directory",
+    )
     vllm_engine: bool = setting(False, help="Serve the vllm.grpc.engine.VllmEngine service, too: for the SMG gateway.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.vllm_engine and find_spec("smg_grpc_proto") is None:
-            raise ConfigError("vllm_engine", True, "false without the extra, slipstream-serve[openai]")
+            raise ConfigError("vllm_engine", True, "false without the extra, slipstream-serve[smg]")
 
     @property
     def shares_port(self) -> bool:
         return self.gateways > 1
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names of the model for clients; empty for its own name."""
+        return tuple(self.served_model_name.split(",")) if self.served_model_name else ()
 
 
 @dataclass(frozen=True, kw_only=True)

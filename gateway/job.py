@@ -57,11 +57,14 @@ class Job:
         self.num_prompt_tokens = len(request.samples[0].prompt)
         self.attempt = attempt
         self.model_identity = model.identity
-        detokenizer = partial(model.vocabulary.new_detokenizer, request.text_before)
+        vocabulary = model.vocabulary.for_output(shows_special=request.shows_special)
+        detokenizer = partial(vocabulary.new_detokenizer, request.text_before)
         self.samples = tuple(
             Sample(
                 sequence,
-                SampleOutput(request, detokenizer(), sample_index=index, attempt=attempt),
+                SampleOutput(
+                    request, detokenizer(), token_bytes=vocabulary.token_bytes, sample_index=index, attempt=attempt
+                ),
                 key=_key(number, index),
             )
             for index, sequence in enumerate(sequences)
@@ -155,11 +158,12 @@ class Job:
         self.number = number
         self.left_as = self.failure = None
         self.is_over = self.is_cancelled = False
+        vocabulary = vocabulary.for_output(shows_special=self.request.shows_special)
         detokenizer = partial(vocabulary.new_detokenizer, self.request.text_before)
         begun = [
             (sample, sequence)
             for index, sample in enumerate(self.samples)
-            if (sequence := sample.go_on(detokenizer(), key=_key(number, index))) is not None
+            if (sequence := sample.go_on(detokenizer(), vocabulary.token_bytes, key=_key(number, index))) is not None
         ]
         if self.error is None:
             return begun

@@ -41,6 +41,7 @@ def record_of(job: Job) -> bytes:
         stop=request.stop,
         min_new_tokens=request.min_new_tokens,
         continues_prompt=request.continues_prompt,
+        shows_special=request.shows_special,
         digest=request.digest,
         attempt=job.attempt,
         created_ns=round(job.created_at.timestamp() * 1e9),
@@ -100,6 +101,7 @@ def job_of(stored: StoredJob, model: ServedModel, *, lacks_output: bool = False)
         stop=tuple(record.stop),
         min_new_tokens=record.min_new_tokens,
         continues_prompt=record.continues_prompt,
+        shows_special=record.shows_special,
     )
     arrived_at = _to_monotonic(record.created_ns) / 1e9
     output = journal_pb2.JournaledOutput.FromString(stored.output or b"")

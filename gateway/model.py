@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import CheckpointError
+from slipstream.gateway.chat_template import formats_of
 from slipstream.gateway.request import RequestLimits
 from slipstream.gateway.text import Vocabulary
 from slipstream.gateway.tokenizer import load_tokenizer, longest_token
@@ -33,6 +34,8 @@ class ServedModel:
         longest = longest_token(tokenizer)
         self.identity = identity
         self.vocabulary = Vocabulary(tokenizer)
+        self.formats = formats_of(tokenizer.chat_template)
+        """Forms of calls of tools and of thoughts, see `formats_of`."""
         special = {name: token for name, token in self.vocabulary.special_tokens.items() if token < limits.vocab_size}
         self.limits = replace(
             limits,
@@ -42,10 +45,13 @@ class ServedModel:
         )
 
 
-def load_model(description: SchedulerDescription, last: ServedModel | None, *, max_samples: int) -> ServedModel:
+def load_model(
+    description: SchedulerDescription, last: ServedModel | None, *, max_samples: int, chat_template: Path | None = None
+) -> ServedModel:
     """Loads the model that a scheduler describes; `last` itself if nothing has changed. Takes up to seconds.
 
     Outputs of models of the same identity belong together: name, vocabulary size and the files of the tokenizer.
+    `chat_template`: a file with the template in place of the model's.
     Raises CheckpointError when the tokenizer cannot be loaded.
     """
     server = description.server
@@ -59,9 +65,19 @@ def load_model(description: SchedulerDescription, last: ServedModel | None, *, m
     path = description.tokenizer_path
     identity = (server.model, server.vocab_size, _digest(Path(path)))
     if last is None or last.identity != identity:
-        return ServedModel(load_tokenizer(path), limits, tokenizer_path=path, identity=identity)
+        tokenizer = load_tokenizer(path)
+        if chat_template is not None:
+            tokenizer.chat_template = _template_in(chat_template)
+        return ServedModel(tokenizer, limits, tokenizer_path=path, identity=identity)
     model = ServedModel(last.tokenizer, limits, tokenizer_path=path, identity=identity)
     return last if (last.limits, last.tokenizer_path) == (model.limits, path) else model
+
+
+def _template_in(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot read the chat template: {error}") from error
 
 
 def _digest(directory: Path) -> str:

@@ -6,16 +6,18 @@ import hashlib
 import re
 import secrets
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from slipstream.common.api.sequence import MAX_LISTED_IDS, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SequenceSpec
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.rpc.interceptor import reject_unknown_fields
+from slipstream.gateway.chat_template import render_messages
 from slipstream.gateway.home import ALONE, Home
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from slipstream.gateway.chat_template import PromptTokenizer
     from slipstream.protos import generation_pb2
 
     JobRequest = generation_pb2.GenerateRequest | generation_pb2.CreateJobRequest
@@ -73,6 +75,8 @@ class CheckedRequest:
     """No stop string is completed by the text of the first so many tokens."""
     continues_prompt: bool = False
     """Whether the text continues the prompt's; the answer in a conversation is a text of its own."""
+    shows_special: bool = False
+    """Whether special tokens have their names in the text."""
 
     @property
     def text_before(self) -> tuple[int, ...]:
@@ -124,7 +128,8 @@ def parse_request(
         samples=samples_of(first, num_samples),
         stop=stop,
         min_new_tokens=min_new_tokens,
-        continues_prompt=request.WhichOneof("prompt") != "messages",
+        continues_prompt=request.WhichOneof("prompt") != "messages" or request.messages.continue_final_message,
+        shows_special=params.HasField("skip_special_tokens") and not params.skip_special_tokens,
     )
 
 
@@ -222,7 +227,7 @@ def _max_draft_tokens(speculation: generation_pb2.Speculation, limits: RequestLi
 def _max_new_tokens(params: generation_pb2.SamplingParams, prompt_tokens: int, limits: RequestLimits) -> int:
     room = limits.context_tokens - prompt_tokens
     if not params.HasField("max_new_tokens"):
-        return min(limits.default_max_new_tokens, room)
+        return room if params.fills_context else min(limits.default_max_new_tokens, room)
     given = params.max_new_tokens
     if not 1 <= given <= room:
         accepted = f"1 to {room}: the context has {limits.context_tokens} tokens, the prompt takes {prompt_tokens}"
@@ -256,33 +261,16 @@ def sample_seed(seed: int, index: int) -> int:
     return (seed + index * SEED_STEP) & MAX_SEED
 
 
-ROLES = ("system", "user", "assistant")
 MAX_MESSAGES = 4096
 """Millions of them fit into a request, and each takes a microsecond of the event loop's time."""
 
 
-class PromptTokenizer(Protocol):
-    """The part of a tokenizer, ours or one of transformers, that reads prompts."""
-
-    chat_template: Any
-    """None if the model has none."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the special tokens that the model's tokenizer adds of its own accord or without them."""
-        ...
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
-    ) -> str:
-        """The text of a conversation, rendered in a sandbox; raises what the model's template raises."""
-        ...
-
-
-def check_num_messages(request: JobRequest) -> None:
-    """Raises InvalidArgumentError for too many messages."""
-    given = len(request.messages.items)
-    if given > MAX_MESSAGES:
-        raise InvalidArgumentError("messages.items", f"{given} messages", f"at most {MAX_MESSAGES}")
+def check_num_messages(request: JobRequest | generation_pb2.TokenizeRequest) -> None:
+    """Raises InvalidArgumentError for too many messages, or tools."""
+    for name, items in (("items", request.messages.items), ("tools", request.messages.tools)):
+        if len(items) > MAX_MESSAGES:
+            given = f"{len(items)} {'messages' if name == 'items' else name}"
+            raise InvalidArgumentError(f"messages.{name}", given, f"at most {MAX_MESSAGES}")
 
 
 def check_size(request: JobRequest, limits: RequestLimits) -> None:
@@ -291,7 +279,9 @@ def check_size(request: JobRequest, limits: RequestLimits) -> None:
     check_most(len(request.input_ids.ids), limits.context_tokens, "input_ids.ids")
     # protobuf makes a new string each time that it is asked for one.
     num_in_text = len(request.text)
-    num_characters = num_in_text + sum(len(message.content) for message in request.messages.items)
+    num_characters = num_in_text + sum(
+        len(message.content) + sum(map(len, message.content_parts)) for message in request.messages.items
+    )
     if limits.max_characters is not None and num_characters > limits.max_characters:
         accepted = f"at most {limits.max_characters}, which may fit into the context of {limits.context_tokens} tokens"
         field = "text" if num_in_text else "messages"
@@ -316,12 +306,23 @@ def read_prompt(request: JobRequest, tokenizer: PromptTokenizer, limits: Request
         prompt = tuple(tokenizer.encode(request.text))
     else:
         # The template writes the special tokens itself.
-        prompt = tuple(tokenizer.encode(_render(request.messages, tokenizer), add_special_tokens=False))
+        prompt = tuple(tokenizer.encode(render_messages(request.messages, tokenizer), add_special_tokens=False))
     _check_length(prompt, context_tokens, field)
     if max(prompt) >= vocab_size:
         accepted = f"{field} that the tokenizer turns into token ids of 0 to {vocab_size - 1}"
         raise InvalidArgumentError(field, f"token id {max(prompt)}", accepted)
     return prompt
+
+
+def tokenized(request: generation_pb2.TokenizeRequest, tokenizer: PromptTokenizer, limits: RequestLimits) -> list[int]:
+    """The tokens of a text or a conversation. Raises InvalidArgumentError naming the field."""
+    if request.WhichOneof("prompt") is None:
+        raise InvalidArgumentError("prompt", None, "one of text and messages")
+    check_num_messages(request)
+    if request.HasField("messages"):
+        return tokenizer.encode(render_messages(request.messages, tokenizer), add_special_tokens=False)
+    adds_special = request.add_special_tokens or not request.HasField("add_special_tokens")
+    return tokenizer.encode(request.text, add_special_tokens=adds_special)
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
@@ -330,25 +331,6 @@ def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
     if ids and max(ids) >= vocab_size:
         index = next(index for index, token in enumerate(ids) if token >= vocab_size)
         raise InvalidArgumentError(f"{field}[{index}]", ids[index], f"token ids of 0 to {vocab_size - 1}")
-
-
-def _render(messages: generation_pb2.ChatMessages, tokenizer: PromptTokenizer) -> str:
-    if not messages.items:
-        raise InvalidArgumentError("messages.items", [], "at least one message")
-    for index, message in enumerate(messages.items):
-        if message.role not in ROLES:
-            raise InvalidArgumentError(f"messages.items[{index}].role", message.role, ", ".join(ROLES))
-    if tokenizer.chat_template is None:
-        accepted = "text or input_ids: the model has no chat template"
-        raise InvalidArgumentError("messages", f"{len(messages.items)} messages", accepted)
-    conversation = [{"role": message.role, "content": message.content} for message in messages.items]
-    try:
-        return tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
-    except Exception as error:
-        # A template is a program of the model's and may raise anything.
-        raise InvalidArgumentError.described(
-            "messages", f"the model's chat template does not take them: {error}"
-        ) from error
 
 
 def _check_length(prompt: Sequence[int], context_tokens: int, field: str) -> None:

@@ -18,7 +18,7 @@ from slipstream.common.api.output_chunk import FinishReason, Usage, mean_accept_
 from slipstream.common.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from slipstream.common.api.output_chunk import TokenLogprobs
     from slipstream.common.api.sequence import SequenceSpec
@@ -200,14 +200,16 @@ class Sample:
         has_end = self.output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         return self.error is None and (has_end or (self.usage is None and self.output.is_cut))
 
-    def go_on(self, detokenizer: Detokenizer, *, key: int) -> RunningSequence | None:
+    def go_on(
+        self, detokenizer: Detokenizer, token_bytes: Callable[[int], bytes], *, key: int
+    ) -> RunningSequence | None:
         """Begins again from the output kept, unless the output is whole, or broken. Returns the sequence."""
         if self.is_whole:
             self.end(FinishReason.ABORT, None)
             return None
         self.error = self.usage = self.sequence = None
         with self.failing_alone():
-            self.output.reopen(detokenizer)
+            self.output.reopen(detokenizer, token_bytes)
             self.stats.finished_at = None
             self.sequence = RunningSequence(
                 self.spec, arrived_at=self.arrived_at, output=self.output.token_ids, stats=self.stats, key=key

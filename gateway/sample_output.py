@@ -15,7 +15,7 @@ from slipstream.common.api.output_chunk import FinishReason, OutputChunk, PlainC
 from slipstream.gateway.stop_strings import StopMatcher
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from slipstream.common.api.output_chunk import MatchedStop, Usage
     from slipstream.gateway.request import CheckedRequest
@@ -49,9 +49,15 @@ class SampleOutput:
     """
 
     def __init__(
-        self, request: CheckedRequest, detokenizer: Detokenizer, *, sample_index: int = 0, attempt: int = 0
+        self,
+        request: CheckedRequest,
+        detokenizer: Detokenizer,
+        *,
+        token_bytes: Callable[[int], bytes] | None = None,
+        sample_index: int = 0,
+        attempt: int = 0,
     ) -> None:
-        """`detokenizer` is this sample's alone."""
+        """`detokenizer` is this sample's alone. `token_bytes`: what logprobs say of a token; None: nothing."""
         self.token_ids = array("I")
         """Tokens so far. Only `add` changes it."""
         self.num_steps = 0
@@ -64,6 +70,7 @@ class SampleOutput:
         self._attempt = attempt
         self._sample_index = sample_index
         self._detokenizer: Detokenizer | None = detokenizer
+        self._token_bytes = token_bytes
         self._stop = request.stop
         self._stops = StopMatcher(request.stop) if request.stop else None
         self._min_new_tokens = request.min_new_tokens
@@ -147,9 +154,10 @@ class SampleOutput:
             # The sequence may end in any other way after it was cut here.
             self._finish_reason = None if reason is None else FinishReason.STOP
 
-    def reopen(self, detokenizer: Detokenizer) -> None:
+    def reopen(self, detokenizer: Detokenizer, token_bytes: Callable[[int], bytes] | None = None) -> None:
         """Goes on after an end that was none of the output's own. Its tokens become text anew when they are read."""
         self._detokenizer = detokenizer
+        self._token_bytes = token_bytes
         self._text = io.StringIO()
         self._text_ends = array("I")
         self._last_read = None
@@ -215,7 +223,7 @@ class SampleOutput:
             text=text + (self._tail or "") if is_last else text,
             is_draft=tuple(memoryview(self._is_draft[offset:end]).cast("?")),
             text_lengths=tuple(map(sub, text_ends, chain((start_character,), text_ends))),
-            logprobs=() if self._logprobs is None else self._logprobs.read(offset, end),
+            logprobs=self._read_logprobs(offset, end),
             sample_index=self._sample_index,
             finish_reason=self._finish_reason if is_last else None,
             matched_stop=self.matched_stop if is_last else None,
@@ -260,6 +268,20 @@ class SampleOutput:
                 await self.detokenize_in_turns(self.num_tokens)
                 self.detokenize(self.num_tokens)
         self._detokenizer = None
+        if self._token_bytes is not None:
+            used = set() if self._logprobs is None else {*self.token_ids, *self._logprobs.columns()[1]}
+            self._token_bytes = {token: self._token_bytes(token) for token in used}.__getitem__
+
+    def _read_logprobs(self, start: int, end: int) -> tuple[TokenLogprobs, ...]:
+        if self._logprobs is None:
+            return ()
+        found, token_bytes = self._logprobs.read(start, end), self._token_bytes
+        if token_bytes is None:
+            return found
+        return tuple(
+            TokenLogprobs(one.logprob, one.top, token_bytes(token), tuple(token_bytes(top) for top, _ in one.top))
+            for token, one in zip(self.token_ids[start:end], found, strict=True)
+        )
 
     async def detokenize_in_turns(self, end: int) -> None:
         """Detokenizes bit by bit, so that the event loop serves other calls in between."""

@@ -78,6 +78,7 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
             turns=FairTurns(executor),
             peers=peers,
             writes=writes,
+            served_names=config.served_names,
         )
         forwarding = Forwarding(peers, writes)
         servers += _servers(config, listener, private, forwarding, RpcMetrics(registry))
@@ -124,7 +125,7 @@ class _Health:
 def _make_link(config: GatewayConfig, metrics: RequestMetrics, health: _Health) -> SchedulerLink:
     return SchedulerLink(
         config.scheduler,
-        partial(load_model, max_samples=min(MAX_SAMPLES, config.own_queue)),
+        partial(load_model, max_samples=min(MAX_SAMPLES, config.own_queue), chat_template=config.chat_template),
         capacity=config.own_queue,
         outage_timeout_s=config.outage_timeout_s,
         max_lost_epochs=config.max_lost_epochs,

@@ -22,7 +22,16 @@ from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.common.worker.recorder import Record, Site
 from slipstream.common.worker.trace import HostRecords
 from slipstream.gateway.keys import NO_OWNER, client_of, current_owner
-from slipstream.gateway.request import check_job_id, check_num_messages, check_size, digest_of, parse_request
+from slipstream.gateway.request import (
+    check_ids,
+    check_job_id,
+    check_most,
+    check_num_messages,
+    check_size,
+    digest_of,
+    parse_request,
+    tokenized,
+)
 from slipstream.protos import generation_pb2, generation_pb2_grpc, trace_pb2, trace_pb2_grpc
 
 if TYPE_CHECKING:
@@ -65,10 +74,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         turns: FairTurns,
         peers: Peers,
         writes: StreamWrites,
+        served_names: tuple[str, ...] = (),
     ) -> None:
         """`model` and `state` return the present ones, or raise UnavailableError.
 
-        Long texts are tokenised in `turns`.
+        Long texts are tokenised in `turns`. `served_names`: of the model; by default its own name.
         """
         self._jobs = jobs
         self._model = model
@@ -76,6 +86,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._turns = turns
         self._peers = peers
         self._writes = writes
+        self._served_names = served_names
         self.request_times = RequestTimes()
         self._encoded: tuple[OutputChunk, generation_pb2.GenerateResponse] | None = None
         """The chunk that was encoded last."""
@@ -123,18 +134,42 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self, request: generation_pb2.GetServerInfoRequest, context: Any
     ) -> generation_pb2.GetServerInfoResponse:
         reject_unknown_fields(request)
-        return (await self._state()).to_pb()
+        state = await self._state()
+        tools, reasoning = self._model().formats
+        names = self._served_names or (state.model,)
+        return replace(state, served_names=names, tool_call_format=tools, reasoning_format=reasoning).to_pb()
+
+    async def Tokenize(self, request: generation_pb2.TokenizeRequest, context: Any) -> generation_pb2.TokenizeResponse:
+        model = self._model()
+
+        def tokenize() -> generation_pb2.TokenizeResponse:
+            reject_unknown_fields(request)
+            ids = tokenized(request, model.tokenizer, model.limits)
+            return generation_pb2.TokenizeResponse(ids=ids, tokens=map(model.vocabulary.token_bytes, ids))
+
+        return await self._turns.run(client_of(context), request.ByteSize(), tokenize)
+
+    async def Detokenize(
+        self, request: generation_pb2.DetokenizeRequest, context: Any
+    ) -> generation_pb2.DetokenizeResponse:
+        model, ids = self._model(), request.input_ids.ids
+
+        def detokenize() -> generation_pb2.DetokenizeResponse:
+            reject_unknown_fields(request)
+            check_most(len(ids), model.limits.context_tokens + 1, "input_ids.ids")
+            check_ids(ids, model.limits.vocab_size, "input_ids.ids")
+            vocabulary = model.vocabulary.for_output(shows_special=not request.skip_special_tokens)
+            return generation_pb2.DetokenizeResponse(text=vocabulary.decode(ids))
+
+        return await self._turns.run(client_of(context), request.ByteSize(), detokenize)
 
     def _named(self, request: generation_pb2.WatchJobRequest | generation_pb2.GetJobRequest) -> Job:
         reject_unknown_fields(request)
         check_job_id(request.job_id)
         return self._jobs.get(request.job_id)
 
-    async def admit(self, request: JobRequest, client: str, *, attempt: int = 0, fills_context: bool = False) -> Job:
-        """The job of a request, new or not. Raises FailedPreconditionError if it is not that of `attempt`; 0 is any.
-
-        `fills_context`: a request that names no number of tokens gets as many as the context has room for.
-        """
+    async def admit(self, request: JobRequest, client: str, *, attempt: int = 0) -> Job:
+        """The job of a request, new or not. Raises FailedPreconditionError if it is not that of `attempt`; 0 is any."""
         received_ns = time.monotonic_ns()
         check_num_messages(request)
         with suppress(UnavailableError, FailedPreconditionError):
@@ -154,10 +189,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                 raise FailedPreconditionError(message)
             # Before the text is tokenised: under overload most requests come no further.
             self._jobs.check_room()
-            limits = model.limits
-            if fills_context:
-                limits = replace(limits, default_max_new_tokens=limits.context_tokens)
-            checked = await self._parse(request, limits, model.tokenizer, client)
+            checked = await self._parse(request, model.limits, model.tokenizer, client)
             # Other workers may have come meanwhile, with another context length or vocabulary.
             if self._present_model() is model:
                 tokenised_ns = time.monotonic_ns()

@@ -78,12 +78,17 @@ class KnownTexts(dict[int, str | None]):
 class Vocabulary:
     """The text of each token of a tokenizer, shared by all jobs; a cache that fills up as tokens are seen."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, skips_special: bool = True) -> None:
+        """`skips_special`: special tokens have no text; else they have their names."""
         self._tokenizer = tokenizer
+        self._skips_special = skips_special
+        self._showing: Vocabulary | None = None
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._steps = [] if self._backend is None else _decoder_steps(self._backend.decoder)
         self.special_tokens = self._special_tokens()
-        """By name, the ids of the tokens that have no text."""
+        """By name, the ids of the special tokens."""
+        self._names = {token_id: name for name, token_id in self.special_tokens.items()}
+        self._is_bytewise = any(step["type"] == "ByteFallback" for step in self._steps)
         self._bytes: dict[int, bytes] = {}
         self._pieces: dict[int, str | None] = {}
         self._texts: dict[int, tuple[str, str]] = {}
@@ -91,6 +96,14 @@ class Vocabulary:
         """For a byte-level vocabulary: tokens that neither begin nor end within a character."""
         self.inner_pieces = KnownTexts(self._inner_piece)
         """For a vocabulary of pieces: pieces after the first that are no single byte."""
+
+    def for_output(self, *, shows_special: bool) -> Vocabulary:
+        """The vocabulary for a text with the names of special tokens, or this one."""
+        if not shows_special:
+            return self
+        if self._showing is None:
+            self._showing = Vocabulary(self._tokenizer, skips_special=False)
+        return self._showing
 
     def new_detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
         """Makes a detokenizer for a sample; `prompt` is what its text continues, empty for a text of its own."""
@@ -126,7 +139,7 @@ class Vocabulary:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The tokenizer's text of the tokens, without special tokens."""
-        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        options = {"skip_special_tokens": self._skips_special, "clean_up_tokenization_spaces": False}
         return _text_by(self._tokenizer.decode, list(token_ids), **options)
 
     def piece(self, token_id: int) -> str | None:
@@ -136,13 +149,26 @@ class Vocabulary:
         except KeyError:
             assert self._backend is not None, "pieces are a tokenizer backend's"
             piece = self._backend.id_to_token(token_id)
-            return self._pieces.setdefault(token_id, None if piece in self.special_tokens else piece)
+            is_skipped = self._skips_special and piece in self.special_tokens
+            return self._pieces.setdefault(token_id, None if is_skipped else piece)
 
     def _piece_of_any(self, token_id: int) -> str | None:
         """`piece`; empty for a tokenizer without a backend, which has no pieces."""
         if self._backend is not None:
             return self.piece(token_id)
-        return None if token_id in self.special_tokens.values() else ""
+        return None if self._skips_special and token_id in self.special_tokens.values() else ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text that goes on; the name of a special token."""
+        if (name := self._names.get(token_id)) is not None:
+            return name.encode()
+        if self._backend is None or not (piece := self.piece(token_id)):
+            return self.decode([token_id]).encode()
+        if isinstance(self._new_detokenizer(), ByteLevelDetokenizer):
+            return self.bytes_of(token_id)
+        if self._is_bytewise and _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        return self.texts_of(token_id, piece)[1].encode()
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of a token of a byte-level vocabulary."""

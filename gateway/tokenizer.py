@@ -12,6 +12,7 @@ import json
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer as Backend
 from slipstream.common.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
@@ -28,6 +29,7 @@ _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_DEFAULT_TOKEN = "<|endoftext|>"
+_QWEN2_TOKENS = ("eos_token", "unk_token", "pad_token")
 _SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
 _UNUSUAL_SETTINGS = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex", "split_special_tokens")
 """Fields of `tokenizer_config.json` that make transformers treat `tokenizer.json` in another way."""
@@ -43,17 +45,23 @@ _import_lock = threading.Lock()
 class Tokenizer:
     """A tokenizer read from `tokenizer.json`, with the part of the interface of transformers' tokenizers used here."""
 
-    def __init__(self, path: Path, backend: Backend, *, has_chat_template: bool, eos_token: str | None = None) -> None:
-        """Takes `backend` over. `path`: the directory that transformers reads when the first conversation comes."""
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        chat_template: str | dict[str, str] | None = None,
+        special_tokens: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Takes `backend` over. `special_tokens`: their names, by what they are for, as "eos_token"."""
         backend.no_truncation()
         backend.no_padding()
         self.backend_tokenizer = backend
+        eos_token = special_tokens.get("eos_token")
         self.eos_token_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
         """The token with which the model ends a text, None if the tokenizer names none."""
-        self._path = path
-        self._has_chat_template = has_chat_template
-        self._chat_tokenizer: Any = None
-        self._lock = threading.Lock()
+        self.chat_template = chat_template
+        """The model's chat template, several by name, None if it has none."""
+        self.special_tokens_map = dict(special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the tokenizer's post-processor adds or without them."""
@@ -68,29 +76,6 @@ class Tokenizer:
         assert not clean_up_tokenization_spaces, "text that was sent cannot be changed"
         text: str = self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
-
-    @property
-    def chat_template(self) -> Any:
-        """The model's chat template, None if it has none. Imports transformers, if there is one.
-
-        Raises CheckpointError when transformers cannot load the tokenizer.
-        """
-        return self._load_chat_tokenizer().chat_template if self._has_chat_template else None
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
-    ) -> str:
-        """The text of a conversation; raises whatever the model's template raises."""
-        text: str = self._load_chat_tokenizer().apply_chat_template(
-            conversation, add_generation_prompt=add_generation_prompt, tokenize=tokenize
-        )
-        return text
-
-    def _load_chat_tokenizer(self) -> Any:
-        with self._lock:
-            if self._chat_tokenizer is None:
-                self._chat_tokenizer = _load_with_transformers(self._path)
-            return self._chat_tokenizer
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -129,8 +114,9 @@ def _read_directly(path: Path) -> Tokenizer | None:
     if not (path / "tokenizer.json").is_file() or _is_unusual(path, config):
         return None
     backend = Backend.from_file(str(path / "tokenizer.json"))
+    padding = backend.padding or {}
     token_map = _read_json(path / "special_tokens_map.json")
-    if not all(_has_all_tokens(backend, source) for source in (config, token_map, backend.padding or {})):
+    if not all(_has_all_tokens(backend, source) for source in (config, token_map, padding)):
         return None
     model_type = _read_json(path / "config.json").get("model_type")
     if not _is_taken_as_it_is(backend, model_type, config.get("tokenizer_class")):
@@ -138,8 +124,10 @@ def _read_directly(path: Path) -> Tokenizer | None:
     # As in transformers, the older file counts where the newer one does not list the added tokens.
     named = config if "added_tokens_decoder" in config else config | token_map
     default = _QWEN2_DEFAULT_TOKEN if _is_of_qwen2(model_type, config.get("tokenizer_class")) else None
-    eos_token = next(iter(_special_tokens({"eos_token": named.get("eos_token", default)})), None)
-    return Tokenizer(path, backend, has_chat_template=_has_chat_template(path, config), eos_token=eos_token)
+    tokens = {} if default is None else dict.fromkeys(_QWEN2_TOKENS, default)
+    tokens |= {name: value for name, value in (padding | named).items() if name.endswith("_token")}
+    special = {name: text for name, value in tokens.items() for text in _special_tokens({name: value})}
+    return Tokenizer(backend, chat_template=_chat_template(path, config), special_tokens=special)
 
 
 def _load_with_transformers(path: Path) -> Any:
@@ -240,6 +228,12 @@ def _special_tokens(config: dict[str, Any]) -> Iterator[str]:
             yield content
 
 
-def _has_chat_template(path: Path, config: dict[str, Any]) -> bool:
-    files = (path / "chat_template.jinja", *(path / "additional_chat_templates").glob("*.jinja"))
-    return config.get("chat_template") is not None or any(file.is_file() for file in files)
+def _chat_template(path: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
+    """The templates of a directory, as transformers finds them: files come before the configuration."""
+    files = {"default": path / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
+    found = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    if not found:
+        given = config.get("chat_template")
+        return {one["name"]: one["template"] for one in given} if isinstance(given, list) else given
+    return found["default"] if found.keys() == {"default"} else found

@@ -64,7 +64,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             with suppress(UnavailableError, FailedPreconditionError):
                 # Before any work that grows with the length.
                 check_most(len(request.tokenized.input_ids), self._model().limits.context_tokens, "input_ids.ids")
-            job = await self._generation.admit(request_from_vllm(request), client_of(context), fills_context=True)
+            job = await self._generation.admit(request_from_vllm(request), client_of(context))
         answer = VllmAnswer(prompt_tokens=job.num_prompt_tokens, is_stream=request.stream)
         await self._generation.follow(job, context, encode=answer.messages)
 

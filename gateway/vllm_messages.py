@@ -90,6 +90,7 @@ def _set_params(made: generation_pb2.SamplingParams, given: vllm_engine_pb2.Samp
     made.n = given.n or 1
     if given.HasField("max_tokens"):
         made.max_new_tokens = given.max_tokens
+    made.fills_context = not given.HasField("max_tokens")
     made.min_new_tokens = given.min_tokens
     made.stop.extend(given.stop)
     made.stop_token_ids.extend(given.stop_token_ids)

@@ -70,6 +70,16 @@ class GenerationStub:
                 request_serializer=slipstream_dot_protos_dot_generation__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=slipstream_dot_protos_dot_generation__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/slipstream.v1.Generation/Tokenize',
+                request_serializer=slipstream_dot_protos_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=slipstream_dot_protos_dot_generation__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/slipstream.v1.Generation/Detokenize',
+                request_serializer=slipstream_dot_protos_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=slipstream_dot_protos_dot_generation__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServicer:
@@ -129,6 +139,20 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Returns the tokens of a text or a conversation, as Generate would take it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Returns the text of tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -166,6 +190,16 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=slipstream_dot_protos_dot_generation__pb2.GetServerInfoRequest.FromString,
                     response_serializer=slipstream_dot_protos_dot_generation__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=slipstream_dot_protos_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=slipstream_dot_protos_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=slipstream_dot_protos_dot_generation__pb2.DetokenizeRequest.FromString,
+                    response_serializer=slipstream_dot_protos_dot_generation__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -358,6 +392,60 @@ class Generation:
             '/slipstream.v1.Generation/GetServerInfo',
             slipstream_dot_protos_dot_generation__pb2.GetServerInfoRequest.SerializeToString,
             slipstream_dot_protos_dot_generation__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Generation/Tokenize',
+            slipstream_dot_protos_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            slipstream_dot_protos_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Generation/Detokenize',
+            slipstream_dot_protos_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+            slipstream_dot_protos_dot_generation__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,7 +26,7 @@ from slipstream.protos import generation_pb2 as slipstream_dot_protos_dot_genera
 from slipstream.protos import scheduler_pb2 as slipstream_dot_protos_dot_scheduler__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fslipstream/protos/journal.proto\x12\rslipstream.v1\x1a\"slipstream/protos/generation.proto\x1a!slipstream/protos/scheduler.proto\"\x95\x02\n\x0cJournaledJob\x12)\n\x05\x66irst\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.NewSequence\x12\x13\n\x0bnum_samples\x18\x02 \x01(\r\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0emin_new_tokens\x18\x04 \x01(\r\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\x04\x12\x12\n\ncreated_ns\x18\x07 \x01(\x03\x12\x13\n\x0bis_detached\x18\x08 \x01(\x08\x12\x14\n\x0cis_cancelled\x18\t \x01(\x08\x12\x16\n\x0emodel_identity\x18\n \x01(\t\x12\r\n\x05owner\x18\x0b \x01(\t\x12\x18\n\x10\x63ontinues_prompt\x18\x0c \x01(\x08\"|\n\x0fJournaledOutput\x12/\n\x07samples\x18\x01 \x03(\x0b\x32\x1e.slipstream.v1.JournaledSample\x12\'\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Refusal\x12\x0f\n\x07left_as\x18\x03 \x01(\t\"\xce\x03\n\x0fJournaledSample\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08is_draft\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\x12\x32\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12#\n\x05usage\x18\x07 \x01(\x0b\x32\x14.slipstream.v1.Usage\x12%\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x16.slipstream.v1.Refusal\x12\x17\n\x0f\x65nds_with_token\x18\t \x01(\x08\x12\x0e\n\x06is_cut\x18\x0f \x01(\x08\x12\x1a\n\x12total_draft_tokens\x18\n \x01(\x04\x12\x1a\n\x12\x64rafts_by_accepted\x18\x0b \x03(\x04\x12\x13\n\x0b\x61\x64mitted_ns\x18\x0c \x01(\x03\x12\x16\n\x0e\x66irst_token_ns\x18\r \x01(\x03\x12\x15\n\rlast_token_ns\x18\x0e \x01(\x03\x12\x15\n\rcached_tokens\x18\x10 \x01(\r\x12\x1b\n\x13tokens_beyond_draft\x18\x11 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fslipstream/protos/journal.proto\x12\rslipstream.v1\x1a\"slipstream/protos/generation.proto\x1a!slipstream/protos/scheduler.proto\"\xac\x02\n\x0cJournaledJob\x12)\n\x05\x66irst\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.NewSequence\x12\x13\n\x0bnum_samples\x18\x02 \x01(\r\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0emin_new_tokens\x18\x04 \x01(\r\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\x04\x12\x12\n\ncreated_ns\x18\x07 \x01(\x03\x12\x13\n\x0bis_detached\x18\x08 \x01(\x08\x12\x14\n\x0cis_cancelled\x18\t \x01(\x08\x12\x16\n\x0emodel_identity\x18\n \x01(\t\x12\r\n\x05owner\x18\x0b \x01(\t\x12\x18\n\x10\x63ontinues_prompt\x18\x0c \x01(\x08\x12\x15\n\rshows_special\x18\r \x01(\x08\"|\n\x0fJournaledOutput\x12/\n\x07samples\x18\x01 \x03(\x0b\x32\x1e.slipstream.v1.JournaledSample\x12\'\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Refusal\x12\x0f\n\x07left_as\x18\x03 \x01(\t\"\xce\x03\n\x0fJournaledSample\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08is_draft\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\x12\x32\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12#\n\x05usage\x18\x07 \x01(\x0b\x32\x14.slipstream.v1.Usage\x12%\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x16.slipstream.v1.Refusal\x12\x17\n\x0f\x65nds_with_token\x18\t \x01(\x08\x12\x0e\n\x06is_cut\x18\x0f \x01(\x08\x12\x1a\n\x12total_draft_tokens\x18\n \x01(\x04\x12\x1a\n\x12\x64rafts_by_accepted\x18\x0b \x03(\x04\x12\x13\n\x0b\x61\x64mitted_ns\x18\x0c \x01(\x03\x12\x16\n\x0e\x66irst_token_ns\x18\r \x01(\x03\x12\x15\n\rlast_token_ns\x18\x0e \x01(\x03\x12\x15\n\rcached_tokens\x18\x10 \x01(\r\x12\x1b\n\x13tokens_beyond_draft\x18\x11 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,9 +34,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.protos.journal_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_JOURNALEDJOB']._serialized_start=122
-  _globals['_JOURNALEDJOB']._serialized_end=399
-  _globals['_JOURNALEDOUTPUT']._serialized_start=401
-  _globals['_JOURNALEDOUTPUT']._serialized_end=525
-  _globals['_JOURNALEDSAMPLE']._serialized_start=528
-  _globals['_JOURNALEDSAMPLE']._serialized_end=990
+  _globals['_JOURNALEDJOB']._serialized_end=422
+  _globals['_JOURNALEDOUTPUT']._serialized_start=424
+  _globals['_JOURNALEDOUTPUT']._serialized_end=548
+  _globals['_JOURNALEDSAMPLE']._serialized_start=551
+  _globals['_JOURNALEDSAMPLE']._serialized_end=1013
 # @@protoc_insertion_point(module_scope)

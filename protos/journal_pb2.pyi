@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JournaledJob(_message.Message):
-    __slots__ = ("first", "num_samples", "stop", "min_new_tokens", "digest", "attempt", "created_ns", "is_detached", "is_cancelled", "model_identity", "owner", "continues_prompt")
+    __slots__ = ("first", "num_samples", "stop", "min_new_tokens", "digest", "attempt", "created_ns", "is_detached", "is_cancelled", "model_identity", "owner", "continues_prompt", "shows_special")
     FIRST_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class JournaledJob(_message.Message):
     MODEL_IDENTITY_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     CONTINUES_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SHOWS_SPECIAL_FIELD_NUMBER: _ClassVar[int]
     first: _scheduler_pb2.NewSequence
     num_samples: int
     stop: _containers.RepeatedScalarFieldContainer[str]
@@ -34,7 +35,8 @@ class JournaledJob(_message.Message):
     model_identity: str
     owner: str
     continues_prompt: bool
-    def __init__(self, first: _Optional[_Union[_scheduler_pb2.NewSequence, _Mapping]] = ..., num_samples: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., min_new_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., attempt: _Optional[int] = ..., created_ns: _Optional[int] = ..., is_detached: _Optional[bool] = ..., is_cancelled: _Optional[bool] = ..., model_identity: _Optional[str] = ..., owner: _Optional[str] = ..., continues_prompt: _Optional[bool] = ...) -> None: ...
+    shows_special: bool
+    def __init__(self, first: _Optional[_Union[_scheduler_pb2.NewSequence, _Mapping]] = ..., num_samples: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., min_new_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., attempt: _Optional[int] = ..., created_ns: _Optional[int] = ..., is_detached: _Optional[bool] = ..., is_cancelled: _Optional[bool] = ..., model_identity: _Optional[str] = ..., owner: _Optional[str] = ..., continues_prompt: _Optional[bool] = ..., shows_special: _Optional[bool] = ...) -> None: ...
 
 class JournaledOutput(_message.Message):
     __slots__ = ("samples", "failure", "left_as")

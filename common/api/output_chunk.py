@@ -67,18 +67,25 @@ class TokenLogprobs:
     """The output token's."""
     top: tuple[tuple[int, float], ...] = ()
     """Id and logprob of the most likely tokens, likeliest first, as many as the request asked for."""
+    token: bytes = b""
+    """The bytes that the output token adds to a text; the name of a special token. Set by the gateway."""
+    top_tokens: tuple[bytes, ...] = ()
+    """The same for each of `top`."""
 
     def to_pb(self) -> generation_pb2.TokenLogprobs:
         return generation_pb2.TokenLogprobs(
             logprob=self.logprob,
             top_token_ids=[token for token, _ in self.top],
             top_logprobs=[logprob for _, logprob in self.top],
+            token=self.token,
+            top_tokens=self.top_tokens,
         )
 
     @classmethod
     def from_pb(cls, message: generation_pb2.TokenLogprobs) -> TokenLogprobs:
         """Decodes it; the numbers are float32."""
-        return cls(message.logprob, tuple(zip(message.top_token_ids, message.top_logprobs, strict=True)))
+        top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+        return cls(message.logprob, top, message.token, tuple(message.top_tokens))
 
 
 def mean_accept_length(num_accepted: int, num_verify_steps: int) -> float:

@@ -70,6 +70,12 @@ class ServerState:
     """Times in this epoch that a running request gave its pages back for want of pages."""
     max_batched_tokens: int = 0
     """Tokens of a step that decodes and takes in prompts."""
+    served_names: tuple[str, ...] = ()
+    """Names under which clients may ask for the model."""
+    tool_call_format: str = ""
+    """Form in which the chat template has calls of tools; empty if it has none that is known."""
+    reasoning_format: str = ""
+    """Form in which it has the assistant's thoughts; empty if it has none that is known."""
 
     def to_pb(self) -> generation_pb2.GetServerInfoResponse:
         return encode(generation_pb2.GetServerInfoResponse, self)

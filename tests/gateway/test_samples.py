@@ -18,7 +18,7 @@ from slipstream.common.errors import (
 )
 from slipstream.gateway.request import sample_seed
 from tests.harness.example_states import TOKENS_PER_STEP
-from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of
+from tests.harness.generation_server import collect, generation_server, logprobs_in, state_of, text_of, tokens_of
 from tests.harness.scripted_scheduler import logprobs_of
 from tests.harness.tokenizers_by_kind import TEXT
 from tests.harness.waiting import until
@@ -212,7 +212,7 @@ async def test_logprobs_come_with_their_tokens(client: AsyncClient, num_top: int
     for offset in (0, 1, 499):
         chunks = by_sample(await collect(client.watch_job("mine", offset)), 2)[0]
         tokens = ([5, 6, 7] * 167)[offset:500]
-        assert [entry for chunk in chunks for entry in chunk.logprobs] == [logprobs_of(t, num_top) for t in tokens]
+        assert logprobs_in(chunks) == [logprobs_of(t, num_top) for t in tokens]
         assert all(len(chunk.logprobs) == len(chunk.token_ids) for chunk in chunks)
     plain = await collect(client.generate([5, 6, 7], max_new_tokens=9))
     assert all(chunk.logprobs == () for chunk in plain)

@@ -16,7 +16,7 @@ from slipstream.common.errors import FailedPreconditionError, InternalError, Res
 from slipstream.gateway.sample import RunningSequence
 from slipstream.gateway.scheduler import MAX_SEQUENCES_PER_MESSAGE, MAX_TOKENS_PER_MESSAGE
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, TOKENS_PER_STEP
-from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of
+from tests.harness.generation_server import collect, generation_server, logprobs_in, state_of, text_of, tokens_of
 from tests.harness.scripted_scheduler import logprobs_of
 from tests.harness.tokenizers_by_kind import TEXT
 from tests.harness.waiting import until
@@ -87,7 +87,7 @@ async def test_all_that_is_unfinished_is_submitted_again_in_its_order(
     for name in names:
         chunks = await collect(client.watch_job(name))
         assert tokens_of(chunks) == [5, 6] * 4 + [5]
-        assert [entry for chunk in chunks for entry in chunk.logprobs] == [logprobs_of(t, 2) for t in tokens_of(chunks)]
+        assert logprobs_in(chunks) == [logprobs_of(t, 2) for t in tokens_of(chunks)]
 
 
 async def test_a_sequence_that_cannot_be_submitted_fails_and_no_other(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
@@ -24,20 +24,15 @@ LIMITS = RequestLimits(vocab_size=1000, context_tokens=512, eos_token_ids=frozen
 class WordTokenizer:
     """A token a word: its number. Begins with token 7, as tokenizers do that have a first token."""
 
-    chat_template: str | None = "a template"
+    chat_template: str | None = (
+        "{% for said in messages %}{{ {'system': 10, 'user': 11, 'assistant': 12}[said.role] }} {{ said.content }} "
+        "{% endfor %}{% if add_generation_prompt %}12{% endif %}"
+    )
+    special_tokens_map: ClassVar[dict[str, str]] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `Tokenizer`."""
         return [*([7] if add_special_tokens else []), *(int(word) for word in text.split())]
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
-    ) -> str:
-        """A message is the number of its role, and what was said."""
-        assert add_generation_prompt
-        assert not tokenize
-        roles = {"system": "10", "user": "11", "assistant": "12"}
-        return " ".join([*(f"{roles[said['role']]} {said['content']}" for said in conversation), "12"])
 
 
 def parse_all(request: generation_pb2.GenerateRequest, limits: RequestLimits = LIMITS) -> CheckedRequest:
@@ -381,7 +376,7 @@ def test_a_conversation_goes_through_the_template() -> None:
 
 def test_conversations_that_cannot_be_honoured() -> None:
     assert refusal(conversation()) == "messages.items"
-    assert refusal(conversation(("user", "1"), ("tool", "2"))) == "messages.items[1].role"
+    assert refusal(conversation(("user", "1"), ("judge", "2"))) == "messages.items[1].role"
     assert refusal(conversation(("", "1"))) == "messages.items[0].role"
     assert refusal(conversation(("user", "1000"))) == "messages"
     assert refusal(conversation(("user", "5 " * 512))) == "messages"

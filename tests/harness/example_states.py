@@ -30,6 +30,7 @@ STATE = ServerState(
         ServiceState(name="verify", address="unix:/a", pid=12, model="tiny", device="cpu"),
     ),
     fence="timeline",
+    served_names=("tiny",),
 )
 USAGE = Usage(
     prompt_tokens=3,

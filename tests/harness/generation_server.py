@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
+from slipstream.common.api.output_chunk import TokenLogprobs
 from slipstream.common.api.server_state import ServiceState
 from slipstream.gateway import vllm_engine
 from slipstream.gateway.fair_turns import FairTurns
@@ -195,6 +196,11 @@ async def collect(chunks: AsyncIterable[OutputChunk]) -> list[OutputChunk]:
 def tokens_of(chunks: list[OutputChunk]) -> list[int]:
     """The tokens of a job."""
     return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def logprobs_in(chunks: list[OutputChunk]) -> list[TokenLogprobs]:
+    """The logprobs of a job, without the bytes of the tokens."""
+    return [TokenLogprobs(one.logprob, one.top) for chunk in chunks for one in chunk.logprobs]
 
 
 def text_of(chunks: list[OutputChunk]) -> str:
