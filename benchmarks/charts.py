@@ -54,7 +54,7 @@ PROMPT_WORKLOADS = ("prefill", "ctx8k")
 """Their throughput is that of all tokens; of the others, that of the output."""
 PEER = "vLLM 0.22.0"
 PEER_RESULTS = "load_vllm_h200"
-LOAD_DRAFTS = {EAGLE3: "EAGLE-3", EAGLE3_AUTO: "EAGLE-3, auto", NONE: "none"}
+LOAD_DRAFTS = (EAGLE3, EAGLE3_AUTO, NONE)
 KERNELS = ("draft_ms", "verify_ms")
 SPEED = "tokens_per_second"
 LOAD_PANELS = (

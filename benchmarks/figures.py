@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.benchmarks.charts import LOAD_DRAFTS, PEER, peer_results, throughput
+from slipstream.benchmarks.charts import PEER, peer_results, throughput
 from slipstream.benchmarks.models import DRAFT_TITLES, EAGLE3, MODES, NONE, ONE, PLAIN, THREE
 from slipstream.benchmarks.overlap import HOST_BLOCKS, RUN_AHEAD, lost_ms, title_of
 from slipstream.benchmarks.peers import DRAFTING, DRAFTS, SHAPE_8B
@@ -64,8 +65,9 @@ def fields(name: str) -> Row:
     row: Row = {f"num_{key}": len(value) for key, value in rows[0].items() if isinstance(value, list)} | rows[0]
     row["hosts"] = "; ".join(dict.fromkeys(row["host"] for row in rows if "host" in row))
     if "footprints" in row:
-        growth = max(each["last_rss_kib"] / each["first_rss_kib"] - 1 for each in row["footprints"].values())
-        row["growth"] = 100 * max(0.0, growth)
+        row["growth"] = 100 * max(
+            0.0, *(each["last_rss_kib"] / each["first_rss_kib"] - 1 for each in row["footprints"].values())
+        )
     if "ways" in row:
         row["num_compared"] = num_compared(row)
     if "prices" in row:
@@ -251,7 +253,7 @@ def _load(name: str, model: str) -> str:
         cells = [_cell(throughput(ours), throughput(theirs), 0)]
         cells += [_cell(ours[time], theirs.get(time), 1) for time in times]
         cached = f"{100 * ours['cached_share']:.0f} %"
-        rows.append(" | ".join((ours["workload"], LOAD_DRAFTS[ours["draft"]], *cells, cached)))
+        rows.append(" | ".join((ours["workload"], DRAFT_TITLES[ours["draft"]], *cells, cached)))
     return markdown_table(header, rows)
 
 
@@ -260,57 +262,63 @@ def _cell(ours: float | None, theirs: float | None, digits: int) -> str:
     return found[0] if len(found) == 1 else f"{found[0]} ({found[1]})"
 
 
-def _capacity() -> str:
-    found, cells = load("capacity_h200"), "{rate:.1f} | {tokens_per_second:,.0f} | {first_token_p99_ms:.0f} | "
-    for row in found:
-        best = [
-            f"{cells}{{per_token_p99_ms:.1f}}".format_map(one) for one in row["tried"] if one["rate"] == row["rate"]
-        ]
-        row["title"], row["best"] = LOAD_DRAFTS[row["draft"]], best[0] if best else "0 |  |  | "
-    return table_of("capacity", found)
+SOURCES = {
+    "capacity": ("capacity_h200", None),
+    "delivery": ("", None),
+    "peers": ("peers_h200", None),
+    "near_ties": ("near_ties_h200", "rows"),
+    "prices": ("near_ties_h200", "prices"),
+    "serving": ("serving_cpu", "runs"),
+    "long_prompt": ("long_prompt_cpu", "results"),
+    "swaps": ("", "swaps"),
+    "growths": ("soak_cpu", "growths"),
+    "probes": ("probes_cpu", "probes"),
+}
+"""Tables whose rows are those of a result: its file, unless the page names it, and the part that has the rows."""
+LOADS = {name_of(probe): (probe.__doc__ or "").rstrip(".") for probe in PROBES}
 
 
-def _delivery(name: str) -> str:
-    found = load(name)
-    for row in found:
-        row["loop"] = row["cpu_ms"][STEP_LOOP]
-        row["cpu_of_gateways"] = sum(ms for process, ms in row["cpu_ms"].items() if process.startswith("gateway"))
-    return table_of("delivery", found)
+def _rows(table: str, name: str = "") -> str:
+    file, part = SOURCES[table]
+    rows = load(name or file) if part is None else load(name or file)[part]
+    return table_of(table, (row | _derived(row, rows) for row in rows if not is_reference(row)))
 
 
-def _peers() -> str:
-    found = load("peers_h200")
-    fastest = {row["case"]: row["tokens_per_second"] for row in reversed(found)}
-    for row in found:
-        row["draft"] = DRAFTS.get((row["case"], row["way"]), "none")
-        row["faster"] = fastest[row["case"]] / row["tokens_per_second"]
-    return table_of("peers", found)
+def is_reference(row: Row) -> bool:
+    """True for the outputs that those of the other ways are compared with."""
+    return "largest_gap" in row and (row["draft"], row["at_once"]) == (NONE, 1)
 
 
-def _near_ties() -> str:
-    found = [row for row in load("near_ties_h200")["rows"] if (row["draft"], row["at_once"]) != (NONE, 1)]
-    for row in found:
-        row["is_deterministic"], row["title"] = "yes" if row["deterministic"] else "no", DRAFT_TITLES[row["draft"]]
-        row["gap"] = "" if row["largest_gap"] is None else f"{row['largest_gap']:.3f}"
-    return table_of("near_ties", found)
-
-
-def _prices() -> str:
-    found = load("near_ties_h200")["prices"]
-    for row in found:
-        row["title"] = DRAFT_TITLES[row["draft"]]
-        row |= {f"{name}_ms": row[f"{name}_us"] / 1000 for name in ("step", "deterministic_step")}
-    return table_of("prices", found)
-
-
-def _serving() -> str:
-    runs = load("serving_cpu")["runs"]
-    return table_of("serving", [run | {"title": DRAFT_TITLES[run["algorithm"]]} for run in runs])
-
-
-def _long_prompt() -> str:
-    rows = load("long_prompt_cpu")["results"]
-    return table_of("long_prompt", [row | {"median_s": median(row["first_token_s"])} for row in rows])
+def _derived(row: Row, rows: Sequence[Row]) -> Row:
+    """Fields of a table that are made from those of a row."""
+    more: Row = {"title": DRAFT_TITLES.get(row.get("algorithm", row.get("draft")))}
+    if "cpu_ms" in row:
+        gateways = (ms for process, ms in row["cpu_ms"].items() if process.startswith("gateway"))
+        more |= {"loop": row["cpu_ms"][STEP_LOOP], "cpu_of_gateways": sum(gateways)}
+    elif "tried" in row:
+        cells = "{rate:.1f} | {tokens_per_second:,.0f} | {first_token_p99_ms:.0f} | {per_token_p99_ms:.1f}"
+        found = (cells.format_map(one) for one in row["tried"] if one["rate"] == row["rate"])
+        more["best"] = next(found, "0 |  |  | ")
+    elif "way" in row:
+        first = next(one for one in rows if one["case"] == row["case"])
+        more["faster"] = first["tokens_per_second"] / row["tokens_per_second"]
+        more["draft"] = DRAFTS.get((row["case"], row["way"]), "none")
+    elif "largest_gap" in row:
+        more["is_deterministic"] = "yes" if row["deterministic"] else "no"
+        more["gap"] = "" if row["largest_gap"] is None else f"{row['largest_gap']:.3f}"
+    elif "step_us" in row:
+        more |= {f"{name}_ms": row[f"{name}_us"] / 1000 for name in ("step", "deterministic_step")}
+    elif "first_token_s" in row:
+        more["median_s"] = median(row["first_token_s"])
+    elif "rolled_back" in row:
+        more["undone"] = " (taken off again)" if row["rolled_back"] else ""
+        more["tokens"] = "–" if row["recovery_tokens"] is None else row["recovery_tokens"]
+    elif "quantity" in row:
+        more["in_use"] = row["quantity"].replace("_mib", ", MiB")
+    elif "codes" in row:
+        more["load"], answers = LOADS[row["name"]], (f"{count:,} {code}" for code, count in row["codes"].items())
+        more["answers"] = ", ".join(answers)
+    return more
 
 
 def _outages(name: str, model: str, mps: str) -> str:
@@ -333,57 +341,36 @@ def _span(values: Iterable[float]) -> str:
     return " to ".join(dict.fromkeys(f"{value:,.0f}" for value in (found[0], found[-1])))
 
 
-def _swaps(name: str) -> str:
-    found = load(name)["swaps"]
-    for row in found:
-        row["undone"] = " (taken off again)" if row["rolled_back"] else ""
-        row["tokens"] = "–" if row["recovery_tokens"] is None else row["recovery_tokens"]
-    return table_of("swaps", found)
-
-
-def _growths() -> str:
-    rows = load("soak_cpu")["growths"]
-    return table_of("growths", [row | {"in_use": row["quantity"].replace("_mib", ", MiB")} for row in rows])
-
-
-def _probes() -> str:
-    loads = {name_of(probe): (probe.__doc__ or "").rstrip(".") for probe in PROBES}
-    found = load("probes_cpu")["probes"]
-    for row in found:
-        row |= {"load": loads[row["name"]], "answers": ", ".join(f"{n:,} {code}" for code, n in row["codes"].items())}
-    return table_of("probes", found)
-
-
 TABLES: dict[str, Callable[..., str]] = {
-    make.__name__.removeprefix("_"): make
-    for make in (
-        *(_readme, _overlap, _decode, _fp8, _accept_length, _drafters, _drafter_steps, _load, _capacity, _delivery),
-        *(_peers, _near_ties, _prices, _serving, _long_prompt, _outages, _swaps, _growths, _probes),
-    )
+    **{name: partial(_rows, name) for name in SOURCES},
+    **{
+        make.__name__.removeprefix("_"): make
+        for make in (_readme, _overlap, _decode, _fp8, _accept_length, _drafters, _drafter_steps, _load, _outages)
+    },
 }
 """Makes a marked table from the words after its name."""
 
 
+def _cell_of(rows: Iterable[Row], cell: str, **wanted: object) -> str:
+    """A cell of the only row with these values."""
+    (row,) = (row for row in rows if all(row[name] == value for name, value in wanted.items()))
+    return cell.format_map(row)
+
+
 def _outage_cell(runs: Sequence[Row], service: str, fault: str, model: str = "bundled", mps: str = "off") -> str:
     cell = "faults: {times}; longest gap {gap_p50_ms:.0f} ms (p50), {gap_worst_ms:.0f} ms (worst); back after "
-    (row,) = (
-        row
-        for run in runs
-        if (run["plan"]["model"], run["plan"]["mps"]) == (model, mps)
-        for row in run["outages"]
-        if (row["service"], row["fault"]) == (service, fault)
-    )
-    return f"{cell}{{back_p50_s:.1f}} s".format_map(row)
+    rows = (row for run in runs if (run["plan"]["model"], run["plan"]["mps"]) == (model, mps) for row in run["outages"])
+    return _cell_of(rows, f"{cell}{{back_p50_s:.1f}} s", service=service, fault=fault)
 
 
 def _swap_cell(found: Row, before: str = "", after: str = "") -> str:
     """A swap; without names, the return of a killed draft."""
     if not before:
         return f"accept length at 95 % after {found['return']['tokens']} tokens of a stream"
-    (row,) = (row for row in found["swaps"] if (row["before"], row["after"]) == (before, after))
-    undone = "taken off again by itself; " if row["rolled_back"] else ""
     cell = "longest gap {gap_worst_ms:.0f} ms, accept length {accept_length_before:.2f} → {accept_length_after:.2f}"
-    return undone + cell.format_map(row)
+    undone = {False: "", True: "taken off again by itself; "}
+    rows = (row | {"undone": undone[row["rolled_back"]]} for row in found["swaps"])
+    return _cell_of(rows, "{undone}" + cell, before=before, after=after)
 
 
 def _soak_cell(found: Row) -> str:
@@ -402,13 +389,12 @@ def _probes_cell(found: Row) -> str:
     return f"event loop held for {held:.0f} ms, health checks answered in {health:.0f} ms (p99), at most"
 
 
-def _start_cell(rows: Sequence[Row], start: str) -> str:
-    (row,) = (row for row in rows if row["start"] == start)
-    return f"{row['served_s']:.0f} s, and with the draft after {row['drafted_s']:.0f} s"
+def _cold_start_cell(rows: Sequence[Row], start: str) -> str:
+    return _cell_of(rows, "{served_s:.0f} s, and with the draft after {drafted_s:.0f} s", start=start)
 
 
 CELLS: dict[str, Callable[..., str]] = {
-    "cold_start": _start_cell,
+    "cold_start": _cold_start_cell,
     "outages": _outage_cell,
     "swap": _swap_cell,
     "soak": _soak_cell,

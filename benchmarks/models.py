@@ -31,6 +31,7 @@ DRAFT_TITLES = {
     STANDALONE: "standalone",
     STANDALONE_AUTO: "standalone, `auto`",
     EAGLE3: "EAGLE-3",
+    EAGLE3_AUTO: "EAGLE-3, auto",
     EAGLE: "EAGLE",
     MTP: "MTP modules",
     NGRAM: "n-grams",
