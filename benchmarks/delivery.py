@@ -21,7 +21,7 @@ from slipstream.benchmarks.stream_window import POLL_S, SEED, START_TIMEOUT_S, T
 from slipstream.benchmarks.workloads import request
 from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
-from slipstream.common.rpc.keepalive import Keepalive
+from slipstream.common.rpc.address import Keepalive
 from slipstream.common.settings import setting
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from slipstream.benchmarks.spin_kernel import SpinKernel
-    from slipstream.common.device.cuda.kernels import CudaKernels
+    from slipstream.common.device.cuda.driver import CudaKernels
     from slipstream.common.device.interface import Device
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.common.worker.step import StepCommand

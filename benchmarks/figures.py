@@ -291,7 +291,7 @@ def is_reference(row: Row) -> bool:
 
 def _derived(row: Row, rows: Sequence[Row]) -> Row:
     """Fields of a table that are made from those of a row."""
-    more: Row = {"title": DRAFT_TITLES.get(row.get("algorithm", row.get("draft")))}
+    more: Row = {"title": DRAFT_TITLES.get(str(row.get("algorithm", row.get("draft"))))}
     if "cpu_ms" in row:
         gateways = (ms for process, ms in row["cpu_ms"].items() if process.startswith("gateway"))
         more |= {"loop": row["cpu_ms"][STEP_LOOP], "cpu_of_gateways": sum(gateways)}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slipstream.benchmarks.load_generator import LoadRun
     from slipstream.benchmarks.up_server import UpServer
     from slipstream.benchmarks.workloads import Scale, Sizes, Workload
-    from slipstream.common.rpc.scrape import Scrape
+    from slipstream.common.rpc.metrics import Scrape
 
 T = TypeVar("T")
 MODELS = (BUNDLED, "llama-3.2-1b", "llama-3.1-8b")

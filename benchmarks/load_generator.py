@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slipstream.client import AsyncClient
-from slipstream.common.api.output_chunk import FinishReason, mean_accept_length
 from slipstream.common.errors import ResourceExhaustedError, SlipstreamError
 from slipstream.common.host import yield_to_streams
+from slipstream.common.wire.job import FinishReason, mean_accept_length
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from slipstream.benchmarks.runner import Row
     from slipstream.benchmarks.workloads import Arrival, Request, Session
-    from slipstream.common.api.output_chunk import Usage
+    from slipstream.common.wire.job import Usage
 
 LEAD_S = 0.5
 """Until the start, for the processes to take in their requests and to connect."""

@@ -19,8 +19,8 @@ from slipstream.benchmarks.stream_window import answers, stream_window
 from slipstream.benchmarks.workloads import request
 from slipstream.bundled import prompts, target_dir
 from slipstream.client import AsyncClient
-from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.settings import setting
+from slipstream.common.wire.sequence import SamplingParams
 from slipstream.services.models.sampler import gumbel_noise
 
 if TYPE_CHECKING:

@@ -25,10 +25,10 @@ from slipstream.benchmarks.half_messages import HalfMessages
 from slipstream.benchmarks.runner import Names, Row, Table, benchmark, host, write_json
 from slipstream.benchmarks.stack import LOG_DIR, Stack
 from slipstream.benchmarks.watched_gateway import longest_stalls, watched_gateway
-from slipstream.common.messages import LENGTH_DELIMITED, VARINT, tag, varint
 from slipstream.common.rpc.address import proxy_options
 from slipstream.common.rpc.interceptor import HEALTH_SERVICE
 from slipstream.common.settings import Settings, setting
+from slipstream.common.wire.messages import LENGTH_DELIMITED, VARINT, tag, varint
 from slipstream.protos import generation_pb2
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from slipstream.benchmarks.up_server import FAULTS, SERVICES, UpServer, bundled_
 from slipstream.bundled import prompts
 from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
-from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import SlipstreamError, UnavailableError
 from slipstream.common.settings import setting
+from slipstream.common.wire.job import JobState
 from slipstream.services.models.linear import padded_rows
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cuda.bindings import driver as cu
 
-from slipstream.common.device.cuda.kernels import kernel_arguments
+from slipstream.common.device.cuda.driver import kernel_arguments
 
 if TYPE_CHECKING:
     from slipstream.common.device.cuda.driver import CudaDriver

@@ -14,15 +14,15 @@ import psutil
 from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
 from slipstream.common.host import STEP_LOOP
-from slipstream.common.rpc.scrape import scrape
+from slipstream.common.rpc.metrics import scrape
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from slipstream.benchmarks.stack import Served
     from slipstream.benchmarks.workloads import Request
-    from slipstream.common.api.server_state import ServerState
-    from slipstream.common.rpc.scrape import Scrape
+    from slipstream.common.rpc.metrics import Scrape
+    from slipstream.common.wire.server import ServerState
 
 
 START_TIMEOUT_S = 120.0

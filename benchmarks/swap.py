@@ -23,12 +23,12 @@ from slipstream.bundled import eagle3_dir, standalone_dir
 from slipstream.cli.cancellation import background
 from slipstream.cli.draft_swaps import request_swap
 from slipstream.client import AsyncClient
-from slipstream.common.api.draft_swap import SwapTerms
+from slipstream.common.wire.server import SwapTerms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slipstream.common.api.server_state import ServerState
+    from slipstream.common.wire.server import ServerState
 
 CALM_S = 3.0
 """Time before a swap in which gaps and acceptance are those of before."""

@@ -18,13 +18,13 @@ from slipstream.benchmarks.models import NUM_DRAFT_TOKENS
 from slipstream.benchmarks.stack import free_ports, running, words
 from slipstream.client import AsyncClient
 from slipstream.common.errors import SlipstreamError
-from slipstream.common.rpc.scrape import scrape
+from slipstream.common.rpc.metrics import scrape
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from slipstream.common.api.server_state import ServerState
-    from slipstream.common.rpc.scrape import Scrape
+    from slipstream.common.rpc.metrics import Scrape
+    from slipstream.common.wire.server import ServerState
 
 SERVICES = ("gateway", "scheduler", "verify", "draft")
 LOG_DIR_VARIABLE = "SLIPSTREAM_BENCHMARK_LOG_DIR"

@@ -15,7 +15,6 @@ from slipstream.cli.cancellation import background, shielded
 from slipstream.cli.models import NONE, ModelOptions
 from slipstream.cli.process import ServiceReport
 from slipstream.cli.up_config import scheduler_command, worker_command
-from slipstream.common.api.draft_swap import DraftSwap, SwapOutcome, SwapTerms
 from slipstream.common.errors import (
     ConfigError,
     ConnectionLostError,
@@ -23,13 +22,13 @@ from slipstream.common.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
-from slipstream.common.messages import decode, encode
-from slipstream.common.rpc.address import UnixAddress
+from slipstream.common.rpc.address import SAME_HOST, UnixAddress
 from slipstream.common.rpc.interceptor import reject_unknown_fields
-from slipstream.common.rpc.keepalive import SAME_HOST
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.status import error_from_rpc
+from slipstream.common.wire.messages import decode, encode
+from slipstream.common.wire.server import DraftSwap, SwapOutcome, SwapTerms
 from slipstream.protos import scheduler_pb2_grpc, supervisor_pb2_grpc
 from slipstream.protos import supervisor_pb2 as pb
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from slipstream.cli.cancellation import StopSignals
 from slipstream.client import AsyncClient
-from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.errors import ConfigError, UnavailableError
+from slipstream.common.wire.job import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from slipstream.client.connection import AccessOptions
     from slipstream.client.requests import Prompt, RequestOptions
-    from slipstream.common.api.job_info import JobInfo
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.wire.job import JobInfo, OutputChunk
 
 INTERRUPTED = 130
 MAX_JOBS = 1000

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict, cast
 import typer
 
 from slipstream.common.errors import ConfigError, InvalidArgumentError
-from slipstream.common.rpc.address import check_target
-from slipstream.common.rpc.keepalive import CONNECT_TIMEOUT_S
+from slipstream.common.rpc.address import CONNECT_TIMEOUT_S, check_target
 from slipstream.common.settings import Settings, setting
 
 if TYPE_CHECKING:

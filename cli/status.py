@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from slipstream.cli.process import ServiceReport
     from slipstream.client.connection import AccessOptions
-    from slipstream.common.api.server_state import ServerState, ServiceState
-    from slipstream.common.rpc.scrape import Scrape
+    from slipstream.common.rpc.metrics import Scrape
+    from slipstream.common.wire.server import ServerState, ServiceState
 
 UNREACHABLE = "UNREACHABLE"
 ELSEWHERE = "ELSEWHERE"
@@ -283,7 +283,7 @@ class Watcher:
 
 async def read_server(server: str, **access: Unpack[AccessOptions]) -> Reading:
     """Asks this server. Raises a SlipstreamError when it does not answer; without its metrics, the reading says why."""
-    from slipstream.common.rpc.scrape import joined, scrape
+    from slipstream.common.rpc.metrics import joined, scrape
 
     status = await fetch_status(server, **access)
     pages: dict[str, Scrape] = {}

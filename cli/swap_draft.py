@@ -7,7 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slipstream.cli.models import ALGORITHMS, INFERRED, WITHOUT_MODEL, algorithm_of, check_without_model
-from slipstream.common.api.draft_swap import (
+from slipstream.common.errors import ConfigError
+from slipstream.common.rpc.address import parse_address
+from slipstream.common.settings import Settings, setting, shared
+from slipstream.common.wire.server import (
     DEFAULT_JUDGE_STEPS,
     DEFAULT_ROLLBACK_BELOW,
     MAX_JUDGE_STEPS,
@@ -15,9 +18,6 @@ from slipstream.common.api.draft_swap import (
     SwapOutcome,
     SwapTerms,
 )
-from slipstream.common.errors import ConfigError
-from slipstream.common.rpc.address import parse_address
-from slipstream.common.settings import Settings, setting, shared
 
 
 @dataclass(frozen=True, kw_only=True)

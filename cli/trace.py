@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import Unpack
 
-    from slipstream.common.api.server_state import ServiceState
+    from slipstream.common.wire.server import ServiceState
 
 STANDARD_OUTPUT = "-"
 GATEWAY_TIMEOUT_S = 5.0

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from slipstream.cli.service import ServiceState
     from slipstream.cli.status import ServerStatus
     from slipstream.cli.up_config import UpConfig
-    from slipstream.common.api.server_state import ServerState
+    from slipstream.common.wire.server import ServerState
 
 _LOCK = "up.lock"
 _SERVER = "server"

@@ -21,10 +21,10 @@ from slipstream.client.requests import (
     job_request,
     tokenize_request,
 )
-from slipstream.common.api.job_info import JobInfo, JobPage
-from slipstream.common.api.server_state import ServerState
 from slipstream.common.errors import SlipstreamError
-from slipstream.common.rpc.keepalive import CONNECT_TIMEOUT_S
+from slipstream.common.rpc.address import CONNECT_TIMEOUT_S
+from slipstream.common.wire.job import JobInfo, JobPage
+from slipstream.common.wire.server import ServerState
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from slipstream.client.connection import AccessOptions
     from slipstream.client.requests import ChatOptions, Prompt, RequestOptions
-    from slipstream.common.api.output_chunk import OutputChunk
-    from slipstream.common.rpc.keepalive import Keepalive
+    from slipstream.common.rpc.address import Keepalive
+    from slipstream.common.wire.job import OutputChunk
 
 
 @dataclass(frozen=True, slots=True)

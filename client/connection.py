@@ -16,7 +16,7 @@ from slipstream.common.rpc.address import check_target
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from slipstream.common.rpc.keepalive import ChannelOption
+    from slipstream.common.rpc.address import ChannelOption
 
 API_KEY_VARIABLE = "SLIPSTREAM_API_KEY"
 """Environment variable with the API key of clients that are given none."""

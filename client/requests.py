@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
 import grpc
 from google.protobuf.descriptor import FieldDescriptor
 
-from slipstream.common.api.output_chunk import OutputChunk
 from slipstream.common.errors import (
     CancelledError,
     ConnectionLostError,
@@ -24,15 +23,15 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnavailableError,
 )
-from slipstream.common.rpc.address import proxy_options
-from slipstream.common.rpc.keepalive import CONNECT_TIMEOUT_S, Keepalive
+from slipstream.common.rpc.address import CONNECT_TIMEOUT_S, Keepalive, proxy_options
 from slipstream.common.rpc.status import error_from_rpc
+from slipstream.common.wire.job import OutputChunk
 from slipstream.protos import generation_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from slipstream.common.rpc.keepalive import ChannelOption
+    from slipstream.common.rpc.address import ChannelOption
 
 logger = logging.getLogger(__name__)
 

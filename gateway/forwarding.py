@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from slipstream.common.errors import UnavailableError
 from slipstream.common.rpc.interceptor import ServerInterceptor, replaced
 from slipstream.common.rpc.loop_turns import LoopTurns
-from slipstream.common.rpc.request_size import MIN_COUNTED_BYTES, check_num_fields
+from slipstream.common.rpc.receive import MIN_COUNTED_BYTES, check_num_fields
 from slipstream.gateway.home import home_of
 from slipstream.gateway.keys import forwarded_for
 from slipstream.gateway.peers import forwarding_metadata, lost_peer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from slipstream.common.rpc.interceptor import Continuation, Handle
-    from slipstream.common.rpc.receive_turns import Incoming
+    from slipstream.common.rpc.receive import Incoming
     from slipstream.gateway.peers import Peers
     from slipstream.gateway.stream import StreamWrites
 

@@ -8,8 +8,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from slipstream.common.api.job_info import JobInfo, JobState
-from slipstream.common.api.output_chunk import FinishReason, Usage
+from slipstream.common.wire.job import FinishReason, JobInfo, JobState, Usage
 from slipstream.gateway.metrics import FAILED
 from slipstream.gateway.request import MAX_SAMPLES
 from slipstream.gateway.sample import Sample

@@ -29,8 +29,8 @@ from slipstream.gateway.stream import JobReader
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from slipstream.common.api.output_chunk import FinishReason
-    from slipstream.common.api.sequence import SequenceSpec, StepOutput
+    from slipstream.common.wire.job import FinishReason
+    from slipstream.common.wire.sequence import SequenceSpec, StepOutput
     from slipstream.gateway.job import JobStore
     from slipstream.gateway.journal_file import JournalFile
     from slipstream.gateway.metrics import RequestMetrics

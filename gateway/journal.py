@@ -9,9 +9,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.errors import ResourceExhaustedError, SlipstreamError, UnavailableError
 from slipstream.common.rpc.shutdown import raise_failure
+from slipstream.common.wire.job import FinishReason
 from slipstream.gateway.journal_codec import add_rows, job_id_of, job_of, output_of, record_of, rows_of
 from slipstream.gateway.journal_file import Accepted, Forgotten, Saved
 from slipstream.gateway.journal_repair import Damage
@@ -20,7 +20,7 @@ from slipstream.gateway.metrics import DISCONNECTED
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from slipstream.common.api.sequence import StepOutput
+    from slipstream.common.wire.sequence import StepOutput
     from slipstream.gateway.job import Job
     from slipstream.gateway.journal_file import Change, JournalFile, StoredJob
     from slipstream.gateway.metrics import RequestMetrics

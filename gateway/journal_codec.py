@@ -12,8 +12,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from slipstream.common.api.output_chunk import FinishReason, Usage
-from slipstream.common.api.sequence import Refusal, SequenceSpec, StepOutput
+from slipstream.common.wire.job import FinishReason, Usage
+from slipstream.common.wire.sequence import Refusal, SequenceSpec, StepOutput
 from slipstream.gateway.job import Job
 from slipstream.gateway.request import MAX_SAMPLES, CheckedRequest, samples_of
 from slipstream.gateway.sample import RunningSequence, SequenceStats

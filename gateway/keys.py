@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from slipstream.common.api.sequence import SequenceSpec
     from slipstream.common.rpc.interceptor import Continuation, Handle
+    from slipstream.common.wire.sequence import SequenceSpec
     from slipstream.gateway.job import Job
     from slipstream.gateway.sample import Sample
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry, Metric
 
-    from slipstream.common.api.server_state import ServerState
+    from slipstream.common.wire.server import ServerState
 
 REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)

@@ -14,7 +14,7 @@ from slipstream.gateway.text import Vocabulary
 from slipstream.gateway.tokenizer import load_tokenizer, longest_token
 
 if TYPE_CHECKING:
-    from slipstream.common.api.server_state import SchedulerDescription
+    from slipstream.common.wire.server import SchedulerDescription
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.jinja")
 

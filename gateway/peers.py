@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import grpc.aio
 
-from slipstream.common.api.server_state import ServiceState
 from slipstream.common.errors import (
     RETRY_AFTER_MS,
     ConnectionLostError,
@@ -17,9 +16,10 @@ from slipstream.common.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
-from slipstream.common.messages import decode, encode
 from slipstream.common.rpc.interceptor import ServerInterceptor, replaced
 from slipstream.common.rpc.status import error_from_rpc
+from slipstream.common.wire.messages import decode, encode
+from slipstream.common.wire.server import ServiceState
 from slipstream.gateway.home import gateway_name
 from slipstream.gateway.keys import act_for, client_of, current_owner
 from slipstream.gateway.scheduler_stream import channel_options

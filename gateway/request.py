@@ -8,9 +8,9 @@ import secrets
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from slipstream.common.api.sequence import MAX_LISTED_IDS, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SequenceSpec
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.rpc.interceptor import reject_unknown_fields
+from slipstream.common.wire.sequence import MAX_LISTED_IDS, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SequenceSpec
 from slipstream.gateway.chat_template import render_messages
 from slipstream.gateway.home import ALONE, Home
 

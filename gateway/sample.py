@@ -13,16 +13,15 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from slipstream.common.api.job_info import SampleInfo
-from slipstream.common.api.output_chunk import FinishReason, Usage, mean_accept_length
 from slipstream.common.errors import InternalError
+from slipstream.common.wire.job import FinishReason, SampleInfo, Usage, mean_accept_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from slipstream.common.api.output_chunk import TokenLogprobs
-    from slipstream.common.api.sequence import SequenceSpec
     from slipstream.common.errors import SlipstreamError
+    from slipstream.common.wire.job import TokenLogprobs
+    from slipstream.common.wire.sequence import SequenceSpec
     from slipstream.gateway.metrics import RequestMetrics
     from slipstream.gateway.sample_output import OutputColumns, SampleOutput
     from slipstream.gateway.text import Detokenizer

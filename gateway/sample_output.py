@@ -11,13 +11,13 @@ from itertools import accumulate, chain
 from operator import sub
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.api.output_chunk import FinishReason, OutputChunk, PlainChunkEncoder, TokenLogprobs
+from slipstream.common.wire.job import FinishReason, OutputChunk, PlainChunkEncoder, TokenLogprobs
 from slipstream.gateway.stop_strings import StopMatcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from slipstream.common.api.output_chunk import MatchedStop, Usage
+    from slipstream.common.wire.job import MatchedStop, Usage
     from slipstream.gateway.request import CheckedRequest
     from slipstream.gateway.text import Detokenizer
 

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import grpc
 
-from slipstream.common.api.output_chunk import FinishReason
-from slipstream.common.api.sequence import Refusal, StepOutput
-from slipstream.common.api.server_state import SchedulerDescription, SchedulerState
 from slipstream.common.errors import (
     RETRY_AFTER_MS,
     FailedPreconditionError,
@@ -22,6 +19,9 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.rpc.loop_turns import SLICE_S
+from slipstream.common.wire.job import FinishReason
+from slipstream.common.wire.sequence import Refusal, StepOutput
+from slipstream.common.wire.server import SchedulerDescription, SchedulerState
 from slipstream.gateway.scheduler_stream import RECONNECT_S, SchedulerConnection, SchedulerGoneError
 from slipstream.protos import scheduler_pb2
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import grpc
 
-from slipstream.common.rpc.keepalive import SAME_HOST
+from slipstream.common.rpc.address import SAME_HOST
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.protos import scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
-    from slipstream.common.rpc.keepalive import ChannelOption
+    from slipstream.common.rpc.address import ChannelOption
 
 RECONNECT_S = 0.2
 """Between two attempts to connect."""

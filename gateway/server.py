@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from slipstream.common.api.server_state import ServerState, ServiceState
 from slipstream.common.errors import RETRY_AFTER_MS, CheckpointError, UnavailableError
 from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.rpc.access import MAX_CALLS, AccessSettings
@@ -20,6 +19,7 @@ from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metri
 from slipstream.common.rpc.service_options import report
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
+from slipstream.common.wire.server import ServerState, ServiceState
 from slipstream.gateway.fair_turns import NUM_THREADS, FairTurns
 from slipstream.gateway.forwarding import Forwarding
 from slipstream.gateway.home import gateway_name

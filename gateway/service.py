@@ -37,8 +37,8 @@ from slipstream.protos import generation_pb2, generation_pb2_grpc, trace_pb2, tr
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from slipstream.common.api.output_chunk import OutputChunk
-    from slipstream.common.api.server_state import ServerState
+    from slipstream.common.wire.job import OutputChunk
+    from slipstream.common.wire.server import ServerState
     from slipstream.gateway.fair_turns import FairTurns
     from slipstream.gateway.job import Job
     from slipstream.gateway.jobs import JobManager

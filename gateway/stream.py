@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.errors import DeadlineExceededError, InternalError, InvalidArgumentError, ResourceExhaustedError
+from slipstream.common.wire.job import FinishReason
 from slipstream.gateway.sample import BROKEN_OUTPUT
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-    from slipstream.common.api.output_chunk import OutputChunk
     from slipstream.common.rpc.loop_turns import LoopTurns
+    from slipstream.common.wire.job import OutputChunk
     from slipstream.gateway.job import Job
     from slipstream.gateway.metrics import RequestMetrics
     from slipstream.gateway.sample_output import SampleOutput

@@ -23,7 +23,7 @@ from slipstream.gateway.vllm_messages import VllmAnswer, naming_their_fields, re
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from slipstream.common.api.server_state import ServerState
+    from slipstream.common.wire.server import ServerState
     from slipstream.gateway.jobs import JobManager
     from slipstream.gateway.model import ServedModel
     from slipstream.gateway.service import GenerationServicer

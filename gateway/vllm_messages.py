@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from smg_grpc_proto import vllm_engine_pb2
 
-from slipstream.common.api.sequence import MAX_TOP_LOGPROBS
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.rpc.interceptor import reject_unknown_fields
+from slipstream.common.wire.sequence import MAX_TOP_LOGPROBS
 from slipstream.protos import generation_pb2
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-    from slipstream.common.api.output_chunk import OutputChunk, TokenLogprobs
+    from slipstream.common.wire.job import OutputChunk, TokenLogprobs
 
 _PARAMS = "sampling_params"
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from slipstream.common.api.output_chunk import TokenLogprobs
-    from slipstream.common.api.sequence import SequenceSpec
+    from slipstream.common.wire.job import TokenLogprobs
+    from slipstream.common.wire.sequence import SequenceSpec
     from slipstream.common.worker.step import FenceOps
 
     Ints = NDArray[np.int64]

@@ -11,17 +11,16 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from slipstream.common.api.server_state import SchedulerDescription, SchedulerState, ServerState, ServiceState
 from slipstream.common.device.choose import choose_device
 from slipstream.common.errors import ConfigError, SlipstreamError
 from slipstream.common.host import yield_to_streams
 from slipstream.common.idle_collection import IdleCollection
-from slipstream.common.rpc.address import UnixAddress, parse_address
-from slipstream.common.rpc.keepalive import SAME_HOST
+from slipstream.common.rpc.address import SAME_HOST, UnixAddress, parse_address
 from slipstream.common.rpc.logs import escaped
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
+from slipstream.common.wire.server import SchedulerDescription, SchedulerState, ServerState, ServiceState
 from slipstream.common.worker.access_log import make_log_directory
 from slipstream.protos import scheduler_pb2_grpc, trace_pb2_grpc
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
@@ -32,9 +31,9 @@ from slipstream.scheduler.telemetry.timeline import TimelineServicer
 from slipstream.scheduler.workers.session import FINAL_ERRORS, WorkerSession
 
 if TYPE_CHECKING:
-    from slipstream.common.api.draft_swap import DraftSwap, SwapOutcome
     from slipstream.common.device.interface import Device
     from slipstream.common.rpc.listener import Listener
+    from slipstream.common.wire.server import DraftSwap, SwapOutcome
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.workers.draft_session import DraftSession

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from slipstream.common.api.draft_swap import DraftSwap
-from slipstream.common.api.sequence import Refusal, SequenceSpec
-from slipstream.common.api.server_state import SchedulerState
 from slipstream.common.errors import (
     ConfigError,
     FailedPreconditionError,
@@ -24,6 +21,8 @@ from slipstream.common.errors import (
 )
 from slipstream.common.rpc.address import parse_address
 from slipstream.common.rpc.interceptor import reject_unknown_fields
+from slipstream.common.wire.sequence import Refusal, SequenceSpec
+from slipstream.common.wire.server import DraftSwap, SchedulerState
 from slipstream.protos import scheduler_pb2 as pb
 from slipstream.protos import scheduler_pb2_grpc
 from slipstream.scheduler.records import Sequence
@@ -31,8 +30,7 @@ from slipstream.scheduler.records import Sequence
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from slipstream.common.api.draft_swap import SwapOutcome
-    from slipstream.common.api.server_state import SchedulerDescription
+    from slipstream.common.wire.server import SchedulerDescription, SwapOutcome
     from slipstream.scheduler.core.outbox import Outgoing
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
 

@@ -10,8 +10,8 @@ import pytest
 
 from slipstream.bundled import prompts, target_dir
 from slipstream.client import AsyncClient
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.gateway.tokenizer import load_tokenizer
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.worker.config import WorkerConfig

@@ -10,9 +10,9 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from slipstream.cli.conformance.scripted_verify import ALPHABET, NUM_DRAFT_TOKENS, NUM_SLOTS, ContractError
-from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.errors import SlipstreamError
 from slipstream.common.rpc.status import error_from_rpc
+from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.worker.contract import PROTOCOL_VERSION
 from slipstream.common.worker.step import StepKind
 from slipstream.common.worker.wire import attachment_to_pb

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.cli.conformance.guarded_memory import GuardedMemory
-from slipstream.common.api.sequence import SamplingParams
+from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.worker.contract import Attachment
 from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, PADDING_SLOT, BufferName, DraftShape
 from slipstream.common.worker.step import FenceName, PrefillChunk, Role, SlotUpdate, StepCommand, StepKind

@@ -1,4 +1,4 @@
-"""Interceptors of every server: they bound calls, receive and decode requests, and turn errors into statuses."""
+"""Interceptors of every server, and handlers that they wrap: errors become statuses, and calls are bounded."""
 
 from __future__ import annotations
 
@@ -23,23 +23,7 @@ from slipstream.common.errors import (
     ResourceExhaustedError,
     SlipstreamError,
 )
-from slipstream.common.rpc.logs import RateLimitedLog
 from slipstream.common.rpc.loop_turns import LoopTurns
-from slipstream.common.rpc.receive_turns import (
-    ARRIVAL_TIMEOUT_S,
-    HEALTH_PATIENCE_S,
-    MAX_ARRIVING_BYTES,
-    MAX_ARRIVING_HEALTH_CHECKS,
-    MAX_ARRIVING_OF_A_CLIENT,
-    MAX_REQUEST_STREAMS,
-    MAX_WAITING_HEALTH_CHECKS,
-    PATIENCE_S,
-    Incoming,
-    ReceiveTurns,
-    Turn,
-    late,
-)
-from slipstream.common.rpc.request_size import MIN_COUNTED_BYTES, check_num_fields
 from slipstream.common.rpc.status import code_of, status_from_error
 
 if TYPE_CHECKING:
@@ -59,10 +43,6 @@ else:
 logger = logging.getLogger(__name__)
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
-
-SLOW_REQUEST_BYTES = 2**16
-"""To receive one of 4 MiB, to decode it and to look at its text takes a few milliseconds each; of one with thousands of
-messages, the last two do."""
 
 _METHOD_HANDLERS: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
@@ -212,126 +192,13 @@ class CallLimit(ServerInterceptor):
         return call
 
 
-class Receiver(ServerInterceptor):
-    """Receives a call's message, and calls the handler with it as an `Incoming`.
-
-    The interceptors before this one see a call before its message: what they refuse costs a window. Calls whose
-    requests are a stream are bounded in number.
-    """
-
-    def __init__(self, max_message_bytes: int, client_of: Callable[[Any], str]) -> None:
-        """`client_of` names the client of a call by its context."""
-        most = max(1, MAX_ARRIVING_BYTES // max_message_bytes)
-        self._turns = ReceiveTurns(most, MAX_ARRIVING_OF_A_CLIENT, PATIENCE_S)
-        self._health_turns = ReceiveTurns(
-            MAX_ARRIVING_HEALTH_CHECKS, MAX_ARRIVING_HEALTH_CHECKS, HEALTH_PATIENCE_S, MAX_WAITING_HEALTH_CHECKS
-        )
-        self._client_of = client_of
-        self._num_streams = 0
-
-    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
-        """Wraps the handler of a call."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
-            return None if handler is None else replaced(handler, self._counted)
-        turns = self._health_turns if is_health_check(handler_call_details) else self._turns
-
-        def make(handle: Handle) -> Handle:
-            async def call(_: Any, context: Any) -> Any:
-                message = await self._receive(turns, context)
-                try:
-                    return await handle(message, context)
-                finally:
-                    message.release()
-
-            return call
-
-        return replaced(handler, make, reads_itself=True)
-
-    async def _receive(self, turns: ReceiveTurns, context: Any) -> Incoming:
-        turn: Turn | None = None
-        try:
-            async with asyncio.timeout(ARRIVAL_TIMEOUT_S) as arrival:
-                turn = await turns.take(self._client_of(context))
-                turn.arrival = arrival
-                data = await context.read()
-                turn.arrival = None
-            if data is grpc.aio.EOF:
-                raise InvalidArgumentError.described("request", "got none, accepted: a message")
-        except BaseException as error:
-            if turn is not None:
-                turns.end(turn)
-            if isinstance(error, TimeoutError):
-                raise late("the request did not arrive in time, while others were to be received") from None
-            raise
-        received = turn
-        return Incoming(data, lambda: turns.end(received))
-
-    def _counted(self, handle: Handle) -> Handle:
-        async def call(requests: Any, context: Any) -> Any:
-            if self._num_streams == MAX_REQUEST_STREAMS:
-                raise late(f"{MAX_REQUEST_STREAMS} streams of requests are open, and no more at a time")
-            self._num_streams += 1
-            try:
-                return await handle(requests, context)
-            finally:
-                self._num_streams -= 1
-
-        return call
-
-
-class Decoder(ServerInterceptor):
-    """Decodes a call's `Incoming`; one that is no message is refused with INVALID_ARGUMENT. The last interceptor.
-
-    Responses may be bytes, of messages that are encoded already.
-
-    gRPC itself would log a traceback for each, and answer UNKNOWN.
-    """
-
-    def __init__(self) -> None:
-        self._log = RateLimitedLog(logger, logging.WARNING)
-        self._turns = LoopTurns()
-
-    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
-        """Wraps the handler of a call unless requests are streamed."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
-            return handler
-        method, decode = handler_call_details.method, handler.request_deserializer or bytes
-        # The deserializer is the method `FromString` of the class.
-        kind = getattr(decode, "__self__", None)
-
-        def make(handle: Handle) -> Handle:
-            async def call(request: Incoming, context: Any) -> Any:
-                num_bytes = len(request.data)
-                is_large = num_bytes >= SLOW_REQUEST_BYTES
-                if is_large:
-                    # gRPC has just copied it, which took a turn's time already.
-                    await asyncio.sleep(0)
-                if kind is not None and num_bytes >= MIN_COUNTED_BYTES:
-                    await check_num_fields(request.data, kind.DESCRIPTOR, self._turns)
-                try:
-                    message = decode(request.data)
-                except DecodeError:
-                    self._log.write("%s: a request of %d bytes cannot be decoded", method, num_bytes)
-                    raise _undecodable(f"{num_bytes} bytes") from None
-                request.release()
-                if is_large:
-                    await self._turns.begin()
-                return await handle(message, context)
-
-            return call
-
-        return replaced(handler, make, is_raw=True, passes_bytes=True)
-
-
 def is_health_check(handler_call_details: Any) -> bool:
     """True for the calls of the standard health service."""
     method: str = handler_call_details.method
     return method.startswith(f"/{HEALTH_SERVICE}/")
 
 
-def _undecodable(given: str) -> InvalidArgumentError:
+def undecodable(given: str) -> InvalidArgumentError:
     return InvalidArgumentError.described("request", f"got {given} that are no message of the method's type")
 
 
@@ -346,7 +213,7 @@ def _answer(method: str, error: BaseException) -> SlipstreamError:
         return error
     if isinstance(error, DecodeError):
         # Of a stream of requests, which gRPC decodes one by one.
-        return _undecodable("bytes")
+        return undecodable("bytes")
     logger.error("%s failed", method, exc_info=error)
     return error if isinstance(error, SlipstreamError) else InternalError("an internal error; the log has more")
 

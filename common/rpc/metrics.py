@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import errno
 import logging
 import socket
 import threading
 import time
+import urllib.request
 from bisect import bisect_left
 from contextlib import contextmanager
 from copy import copy
@@ -26,12 +28,13 @@ from prometheus_client import (
 )
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from slipstream.common.errors import AddressInUseError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from prometheus_client import Metric
 
@@ -219,3 +222,62 @@ class _MetricsServer(ThreadingWSGIServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Logs the error of a scrape, which ends when a scraper goes away."""
         logger.debug("a scrape ended early", exc_info=True)
+
+
+TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """The samples of one scrape: value by (name, sorted labels)."""
+
+    samples: dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+    @classmethod
+    def read(cls, text: str) -> Scrape:
+        """Reads the text format. Raises ValueError for anything else."""
+        return cls(
+            {
+                (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+            }
+        )
+
+    def total(self, name: str, **labels: str) -> float:
+        """Returns the sum of all samples of this name that have these labels; 0 if there are none."""
+        wanted = set(labels.items())
+        return sum(value for (found, given), value in self.samples.items() if found == name and wanted <= set(given))
+
+    def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
+        """Returns `total` for each value of `label`, in the order of the samples."""
+        values = dict.fromkeys(dict(given)[label] for found, given in self.samples if found == name)
+        return {value: self.total(name, **labels, **{label: value}) for value in values}
+
+    def since(self, earlier: Scrape) -> Scrape:
+        """Returns the differences to an earlier scrape."""
+        return Scrape({key: value - earlier.samples.get(key, 0.0) for key, value in self.samples.items()})
+
+
+def joined(scrapes: Mapping[str, Scrape]) -> Scrape:
+    """The samples of several services in one, each with its service's name as the label `job`."""
+    return Scrape(
+        {
+            (name, tuple(sorted([*labels, ("job", job)]))): value
+            for job, page in scrapes.items()
+            for (name, labels), value in page.samples.items()
+        }
+    )
+
+
+async def scrape(port: int, *, timeout_s: float = TIMEOUT_S) -> Scrape:
+    """Reads the endpoint of this host at `port`. Raises OSError when it cannot be read."""
+    return Scrape.read(await asyncio.to_thread(_fetch, port, timeout_s))
+
+
+def _fetch(port: int, timeout_s: float) -> str:
+    # Without the proxies of the environment: this is a process of this host.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://{LOOPBACK}:{port}/metrics", timeout=timeout_s) as response:
+        text: str = response.read().decode()
+        return text

@@ -11,14 +11,14 @@ from grpc_reflection.v1alpha import reflection
 
 from slipstream.common.errors import RETRY_AFTER_MS, NotFoundError, ResourceExhaustedError, UnavailableError
 from slipstream.common.rpc.access import AccessSettings, is_public
-from slipstream.common.rpc.interceptor import HEALTH_SERVICE, CallLimit, Decoder, Receiver, StatusInterceptor
-from slipstream.common.rpc.keepalive import Keepalive
-from slipstream.common.rpc.receive_turns import WINDOW_BYTES
+from slipstream.common.rpc.address import Keepalive
+from slipstream.common.rpc.interceptor import HEALTH_SERVICE, CallLimit, StatusInterceptor
+from slipstream.common.rpc.receive import WINDOW_BYTES, Decoder, Receiver
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from slipstream.common.rpc.keepalive import ChannelOption
+    from slipstream.common.rpc.address import ChannelOption
     from slipstream.common.rpc.listener import Listener
     from slipstream.common.rpc.metrics import RpcMetrics
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.common.api.sequence import MAX_TOP_LOGPROBS
 from slipstream.common.device.manifest import BufferSpec
+from slipstream.common.wire.sequence import MAX_TOP_LOGPROBS
 from slipstream.common.worker.step import FenceName, Role
 
 PADDING_SLOT = 0

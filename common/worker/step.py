@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from slipstream.common.api.sequence import SamplingParams
+    from slipstream.common.wire.sequence import SamplingParams
 
 FINAL_NORM = 2**32 - 1
 """Among the layers whose inputs a draft reads: the output of the target's final norm."""

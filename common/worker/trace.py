@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.device.interface import ClockSample
 from slipstream.common.errors import InvalidArgumentError
-from slipstream.common.messages import Readers, decode, encode
+from slipstream.common.wire.messages import Readers, decode, encode
 from slipstream.common.worker.recorder import Record, Site
 from slipstream.common.worker.step import FenceName, FencePoint, StepKind
 from slipstream.protos import trace_pb2, worker_pb2

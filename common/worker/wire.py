@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
-from slipstream.common.api.sequence import MAX_TOP_LOGPROBS, SamplingParams
 from slipstream.common.device.manifest import DTYPE_NAMES, DTYPES, BufferSpec, FenceWord, Manifest, Placed
 from slipstream.common.errors import InvalidArgumentError, ManifestError
-from slipstream.common.messages import decode, encode
+from slipstream.common.wire.messages import decode, encode
+from slipstream.common.wire.sequence import MAX_TOP_LOGPROBS, SamplingParams
 from slipstream.common.worker.contract import (
     Attachment,
     DeviceMemory,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from slipstream.common.api.output_chunk import FinishReason
-from slipstream.common.api.sequence import PackedStep, Refusal, StepOutput
+from slipstream.common.wire.job import FinishReason
+from slipstream.common.wire.sequence import PackedStep, Refusal, StepOutput
 from slipstream.scheduler.records import StepOutcome
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.common.api.output_chunk import TokenLogprobs
 from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.errors import FutureMapError
+from slipstream.common.wire.job import TokenLogprobs
 from slipstream.common.worker.access_log import LogOp
 from slipstream.common.worker.layout import NOT_FINITE, BufferName
 from slipstream.common.worker.step import FenceName

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from slipstream.common.api.draft_swap import DraftFigures
+from slipstream.common.wire.server import DraftFigures
 from slipstream.common.worker.step import StepKind
 
 if TYPE_CHECKING:

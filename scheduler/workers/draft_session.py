@@ -24,8 +24,8 @@ from slipstream.scheduler.workers.swap import Swap
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from slipstream.common.api.draft_swap import DraftSwap, SwapOutcome
     from slipstream.common.device.interface import Device
+    from slipstream.common.wire.server import DraftSwap, SwapOutcome
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.telemetry.metrics import DraftMetrics

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from slipstream.common.rpc.keepalive import SAME_HOST
+from slipstream.common.rpc.address import SAME_HOST
 from slipstream.common.rpc.metrics import gauge
 
 if TYPE_CHECKING:

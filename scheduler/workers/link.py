@@ -28,8 +28,7 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnavailableError,
 )
-from slipstream.common.rpc.address import UnixAddress, parse_address
-from slipstream.common.rpc.keepalive import CONNECT_TIMEOUT_S, SAME_HOST
+from slipstream.common.rpc.address import CONNECT_TIMEOUT_S, SAME_HOST, UnixAddress, parse_address
 from slipstream.common.rpc.logs import escaped
 from slipstream.common.rpc.shutdown import end_at_once, on_failure
 from slipstream.common.rpc.status import error_from_rpc

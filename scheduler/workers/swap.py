@@ -7,14 +7,14 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-from slipstream.common.api.draft_swap import DraftFigures, SwapOutcome
 from slipstream.common.errors import SlipstreamError, UnavailableError
+from slipstream.common.wire.server import DraftFigures, SwapOutcome
 from slipstream.scheduler.telemetry.decode_record import KEPT_STEPS, accepted_of_first, figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.common.api.draft_swap import DraftSwap
+    from slipstream.common.wire.server import DraftSwap
     from slipstream.scheduler.telemetry.decode_record import DecodedStep
     from slipstream.scheduler.workers.epoch import Epoch
     from slipstream.scheduler.workers.held import DraftTarget, Held

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slipstream.common.api.sequence import MAX_LISTED_IDS
+from slipstream.common.wire.sequence import MAX_LISTED_IDS
 from slipstream.services.models.sampler import ParameterRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slipstream.common.api.sequence import SamplingParams
+    from slipstream.common.wire.sequence import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

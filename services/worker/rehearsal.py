@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING
 
-from slipstream.common.api.sequence import SamplingParams
+from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.worker.step import PrefillChunk, SlotUpdate, StepCommand, StepKind
 from slipstream.services.worker.forward_sizes import sizes_up_to
 from slipstream.services.worker.graphs import batch_buckets

@@ -16,7 +16,7 @@ from slipstream.services.models.sampler import SamplingRows
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from slipstream.common.api.sequence import SamplingParams
+    from slipstream.common.wire.sequence import SamplingParams
     from slipstream.common.worker.contract import Attachment
     from slipstream.common.worker.step import SlotUpdate, StepCommand
     from slipstream.services.worker.staging import Staging

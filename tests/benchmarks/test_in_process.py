@@ -14,7 +14,7 @@ from slipstream.benchmarks.models import STANDALONE
 from slipstream.benchmarks.stack import Stack, free_ports
 from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
 from slipstream.client import AsyncClient
-from slipstream.common.rpc.scrape import scrape
+from slipstream.common.rpc.metrics import scrape
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker.config import WorkerConfig

@@ -32,7 +32,7 @@ from slipstream.benchmarks.models import EAGLE3, EAGLE3_AUTO, NONE
 from slipstream.benchmarks.runner import Names, Table, told, write_json
 from slipstream.benchmarks.up_server import LOG_DIR_VARIABLE
 from slipstream.benchmarks.workloads import NAMES
-from slipstream.common.rpc.scrape import Scrape
+from slipstream.common.rpc.metrics import Scrape
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -11,8 +11,8 @@ import torch
 
 from slipstream.benchmarks.models import EAGLE3, NONE
 from slipstream.benchmarks.near_ties import NearTies, Parting, Plan, Scores, problems_of, row_of
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_verify

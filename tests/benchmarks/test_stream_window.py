@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.benchmarks.stream_window import StepSums, Streaming, TornWindowError, Window, with_draft
 from slipstream.client import AsyncClient
-from slipstream.common.rpc.scrape import Scrape
+from slipstream.common.rpc.metrics import Scrape
 from tests.harness.generation_server import generation_server
 
 LABELS = {"fence": "host", "mps": "off", "algorithm": "standalone"}

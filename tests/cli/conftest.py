@@ -26,7 +26,7 @@ from tests.harness.supervised import fake_command
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from slipstream.common.api.server_state import ServiceState
+    from slipstream.common.wire.server import ServiceState
     from slipstream.protos import generation_pb2
     from tests.harness.running import Running
     from tests.harness.supervised import MakeCommand

@@ -18,7 +18,6 @@ from slipstream.cli.draft_swaps import DraftSwaps, control_server, fetch_reports
 from slipstream.cli.models import WITHOUT_MODEL, ModelChoice
 from slipstream.cli.supervisor import Supervisor
 from slipstream.cli.up_config import UpConfig
-from slipstream.common.api.draft_swap import DraftFigures, DraftSwap, SwapOutcome, SwapTerms
 from slipstream.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -26,6 +25,7 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnavailableError,
 )
+from slipstream.common.wire.server import DraftFigures, DraftSwap, SwapOutcome, SwapTerms
 from slipstream.protos import scheduler_pb2_grpc
 from tests.harness.grpc_server import running_server
 from tests.harness.waiting import until

@@ -20,7 +20,7 @@ from tests.scheduler.test_families import CHANGES
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.wire.job import OutputChunk
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -13,9 +13,8 @@ import pytest
 
 from slipstream.cli.jobs import _report, print_output
 from slipstream.client import Client
-from slipstream.common.api.job_info import JobState
-from slipstream.common.api.output_chunk import FinishReason, OutputChunk
 from slipstream.common.errors import UnavailableError
+from slipstream.common.wire.job import FinishReason, JobState, OutputChunk
 from tests.harness.example_states import USAGE
 from tests.harness.running import Running, slipstream, until
 

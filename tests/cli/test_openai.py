@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.client import AsyncClient
-from slipstream.common.api.job_info import JobState
+from slipstream.common.wire.job import JobState
 from slipstream.gateway.tokenizer import load_tokenizer
 from tests.harness.checkpoints import write_json, write_weights
 from tests.harness.running import running_up

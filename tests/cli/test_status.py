@@ -11,7 +11,7 @@ import pytest
 from slipstream.cli.process import ServiceReport
 from slipstream.cli.status import fetch_status
 from slipstream.cli.supervisor import Supervisor
-from slipstream.common.api.server_state import ServiceState
+from slipstream.common.wire.server import ServiceState
 
 if TYPE_CHECKING:
     from pathlib import Path

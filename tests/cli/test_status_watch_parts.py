@@ -17,10 +17,9 @@ from prometheus_client import generate_latest
 from rich.console import Console
 
 from slipstream.cli.status import Look, Reading, ServerStatus, Watcher, frame, print_lines
-from slipstream.common.api.server_state import ServiceState
 from slipstream.common.errors import UnavailableError
-from slipstream.common.rpc.metrics import make_registry
-from slipstream.common.rpc.scrape import Scrape, joined
+from slipstream.common.rpc.metrics import Scrape, joined, make_registry
+from slipstream.common.wire.server import ServiceState
 from slipstream.common.worker.step import StepKind
 from slipstream.gateway.metrics import RequestMetrics
 from slipstream.scheduler.telemetry.step_metrics import (

@@ -11,8 +11,8 @@ import pytest
 from slipstream import bundled
 from slipstream.cli import draft_swaps
 from slipstream.cli.swap_draft import SwapOptions, print_outcome, run_swap
-from slipstream.common.api.draft_swap import DraftFigures, DraftSwap, SwapOutcome, SwapTerms
 from slipstream.common.errors import ConfigError, UnavailableError
+from slipstream.common.wire.server import DraftFigures, DraftSwap, SwapOutcome, SwapTerms
 from slipstream.protos import scheduler_pb2_grpc
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker.config import STANDALONE

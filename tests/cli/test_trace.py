@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.cli.trace import fetch_requests
 from slipstream.client import Client
-from slipstream.common.api.server_state import ServiceState
+from slipstream.common.wire.server import ServiceState
 from tests.harness.grpc_server import running_server, unserved_address
 from tests.harness.running import running, slipstream, until
 from tests.harness.trace_format import check, slices_by_thread

@@ -16,7 +16,7 @@ from tests.harness.running import leftovers, running_up, status, until
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.common.api.server_state import ServiceState
+    from slipstream.common.wire.server import ServiceState
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -12,7 +12,6 @@ import pytest
 
 from slipstream.client import AsyncClient
 from slipstream.client.requests import OutputReader
-from slipstream.common.api.output_chunk import FinishReason, OutputChunk
 from slipstream.common.errors import (
     ConnectionLostError,
     DeadlineExceededError,
@@ -21,6 +20,7 @@ from slipstream.common.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
+from slipstream.common.wire.job import FinishReason, OutputChunk
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.harness.example_states import USAGE
 from tests.harness.grpc_server import running_server, unserved_address

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.client import AsyncClient, Client
-from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import (
     AlreadyExistsError,
     ConfigError,
@@ -24,6 +23,7 @@ from slipstream.common.errors import (
     NotFoundError,
     UnavailableError,
 )
+from slipstream.common.wire.job import JobState
 from tests.harness.breaking_proxy import breaking_proxy
 from tests.harness.example_states import STATE, TOKENS_PER_STEP
 from tests.harness.generation_server import generation_server
@@ -33,7 +33,7 @@ from tests.harness.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.wire.job import OutputChunk
     from tests.harness.breaking_proxy import BreakingProxy
     from tests.harness.generation_server import GenerationServer
 

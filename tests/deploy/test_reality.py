@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.common.rpc import metrics as common_metrics
-from slipstream.common.rpc.scrape import Scrape
+from slipstream.common.rpc.metrics import Scrape
 from slipstream.deploy.metrics_page import CATALOGUE
 from slipstream.services.worker.engine import ATTACH
 from tests.deploy.dashboard_queries import (

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from slipstream.bundled import target_dir
 from slipstream.cli.trace import fetch_trace, trace_json
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.step import Role
 from slipstream.common.worker.trace import TraceRequest

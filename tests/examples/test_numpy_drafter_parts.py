@@ -17,8 +17,8 @@ from examples.numpy_drafter.fingerprint import tokenizer_fingerprint
 from examples.numpy_drafter.ngram import Continuation, History
 from examples.numpy_drafter.noise import choose, gumbel_noise, random_words
 from slipstream.bundled import target_dir
-from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.device.manifest import lay_out
+from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, BufferName, DraftShape
 from slipstream.common.worker.step import FenceName
 from slipstream.common.worker.wire import manifest_to_pb

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.wire.job import OutputChunk
     from tests.harness.breaking_proxy import BreakingProxy
 
 pytestmark = pytest.mark.timeout(120)

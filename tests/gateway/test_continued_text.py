@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream.client import AsyncClient
-from slipstream.common.api.job_info import JobState
+from slipstream.common.wire.job import JobState
 from tests.harness.generation_server import collect, generation_server, killed, model_of, state_of, text_of, tokens_of
 from tests.harness.scripted_scheduler import DESCRIPTION
 from tests.harness.tokenizers_by_kind import text_after
@@ -16,7 +16,7 @@ from tests.harness.waiting import until
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.wire.job import OutputChunk
     from tests.harness.generation_server import GenerationServer
 
 KINDS = ("llama", "byte level", "wordpiece", "suffix")

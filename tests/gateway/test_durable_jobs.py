@@ -13,8 +13,8 @@ import grpc.aio
 import pytest
 
 from slipstream.client import AsyncClient
-from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
+from slipstream.common.wire.job import JobState
 from slipstream.gateway.journal_file import JournalFile
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.harness.generation_server import (
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.wire.job import OutputChunk
     from tests.harness.generation_server import GenerationServer
 
 PROMPT = list(range(65, 91))

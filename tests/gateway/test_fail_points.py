@@ -18,7 +18,7 @@ from tests.harness.waiting import until
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.wire.job import OutputChunk
 
 pytestmark = pytest.mark.timeout(120)
 

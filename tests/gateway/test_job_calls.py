@@ -10,7 +10,6 @@ import grpc.aio
 import pytest
 
 from slipstream.client import AsyncClient
-from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import (
     AlreadyExistsError,
     InternalError,
@@ -18,6 +17,7 @@ from slipstream.common.errors import (
     NotFoundError,
     UnavailableError,
 )
+from slipstream.common.wire.job import JobState
 from slipstream.gateway.keys import current_owner
 from slipstream.gateway.sample_output import SampleOutput
 from tests.harness.example_states import TOKENS_PER_STEP
@@ -27,7 +27,7 @@ from tests.harness.tokenizers_by_kind import break_first_detokenizer
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.wire.job import OutputChunk
     from tests.harness.generation_server import GenerationServer
 
 

@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from slipstream.client import AsyncClient
-from slipstream.common.api.output_chunk import FinishReason
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec, StepOutput
 from slipstream.common.errors import InternalError
+from slipstream.common.wire.job import FinishReason
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec, StepOutput
 from slipstream.gateway.job import Job
 from slipstream.gateway.journal import JobJournal
 from slipstream.gateway.journal_codec import output_of, record_of, rows_of

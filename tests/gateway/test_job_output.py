@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
+from slipstream.common.wire.job import FinishReason, TokenLogprobs
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.gateway.request import CheckedRequest
 from slipstream.gateway.sample_output import SampleOutput
 from slipstream.gateway.text import Vocabulary
@@ -17,7 +17,7 @@ from tests.harness.sampling import examples
 from tests.harness.tokenizers_by_kind import make_tokenizer
 
 if TYPE_CHECKING:
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.wire.job import OutputChunk
 
 MAX_ID = 345
 ENDS = (*FinishReason, None)

@@ -15,7 +15,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from slipstream.client import AsyncClient, Client
 from slipstream.client.connection import API_KEY_VARIABLE
-from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import (
     ConfigError,
     InvalidArgumentError,
@@ -24,6 +23,7 @@ from slipstream.common.errors import (
     UnauthenticatedError,
 )
 from slipstream.common.rpc.interceptor import replaced
+from slipstream.common.wire.job import JobState
 from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota, current_owner
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.generation_server import generation_server, state_of, tokens_of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
     from pathlib import Path
 
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.wire.job import OutputChunk
     from tests.harness.generation_server import GenerationServer
 
 ANN, BOB = "ann-0123456789abcdef", "bob-0123456789abcdef"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.client import AsyncClient
-from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import InternalError, UnavailableError
+from slipstream.common.wire.job import JobState
 from tests.harness.generation_server import collect, generation_server, model_of, state_of, text_of, tokens_of
 from tests.harness.scripted_scheduler import DESCRIPTION
 from tests.harness.tokenizers_by_kind import TEXT

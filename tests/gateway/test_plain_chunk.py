@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.common.api.output_chunk import FinishReason, OutputChunk, PlainChunkEncoder
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
-from slipstream.common.messages import VARINTS
+from slipstream.common.wire.job import FinishReason, OutputChunk, PlainChunkEncoder
+from slipstream.common.wire.messages import VARINTS
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.gateway.request import CheckedRequest
 from slipstream.gateway.sample_output import MAX_SHARED_TOKENS, SampleOutput
 from slipstream.gateway.text import Vocabulary

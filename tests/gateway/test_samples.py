@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.client import AsyncClient
-from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
     ResourceExhaustedError,
     UnavailableError,
 )
+from slipstream.common.wire.job import JobState
 from slipstream.gateway.request import sample_seed
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.generation_server import collect, generation_server, logprobs_in, state_of, text_of, tokens_of
@@ -24,7 +24,7 @@ from tests.harness.tokenizers_by_kind import TEXT
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.wire.job import OutputChunk
     from tests.harness.generation_server import GenerationServer
 
 

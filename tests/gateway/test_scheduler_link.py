@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream.client import AsyncClient
-from slipstream.common.api.job_info import JobState
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.errors import FailedPreconditionError, InternalError, ResourceExhaustedError, UnavailableError
+from slipstream.common.wire.job import JobState
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.gateway.sample import RunningSequence
 from slipstream.gateway.scheduler import MAX_SEQUENCES_PER_MESSAGE, MAX_TOKENS_PER_MESSAGE
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, TOKENS_PER_STEP
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.wire.job import OutputChunk
     from tests.harness.generation_server import GenerationServer
 
 

@@ -32,8 +32,8 @@ from tests.harness.waiting import TIMEOUT_S, block_until, until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.common.api.job_info import JobInfo
     from slipstream.common.errors import SlipstreamError
+    from slipstream.common.wire.job import JobInfo
     from tests.harness.generation_server import GenerationServer
 
 

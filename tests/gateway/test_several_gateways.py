@@ -14,8 +14,6 @@ from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from slipstream.cli.trace import fetch_requests
 from slipstream.client import AsyncClient
-from slipstream.common.api.job_info import JobState
-from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.errors import (
     AlreadyExistsError,
     DeadlineExceededError,
@@ -24,6 +22,7 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnavailableError,
 )
+from slipstream.common.wire.job import FinishReason, JobState
 from slipstream.common.worker.recorder import Site
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.harness.gateway_processes import GatewayProcesses, gateway_processes

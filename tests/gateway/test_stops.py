@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.client import AsyncClient
-from slipstream.common.api.job_info import JobState
-from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.errors import UnavailableError
+from slipstream.common.wire.job import FinishReason, JobState, TokenLogprobs
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.gateway.model import ServedModel
 from slipstream.gateway.request import CheckedRequest
 from slipstream.gateway.sample import RunningSequence, Sample
@@ -28,7 +27,7 @@ from tests.harness.tokenizers_by_kind import make_tokenizer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.wire.job import OutputChunk
     from tests.harness.generation_server import GenerationServer
 
 MAX_ID = 345

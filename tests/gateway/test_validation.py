@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.wire.sequence import SamplingParams
 from slipstream.gateway.request import JOB_ID, SEED_STEP, RequestLimits, parse_request
 from slipstream.protos import generation_pb2
 
 if TYPE_CHECKING:
-    from slipstream.common.api.sequence import SequenceSpec
+    from slipstream.common.wire.sequence import SequenceSpec
     from slipstream.gateway.request import CheckedRequest
 
 LIMITS = RequestLimits(vocab_size=1000, context_tokens=512, eos_token_ids=frozenset({1, 2}), num_draft_tokens=4)

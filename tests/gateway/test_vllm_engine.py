@@ -11,9 +11,9 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from slipstream.client import AsyncClient
-from slipstream.common.api.job_info import JobState
-from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.errors import UnavailableError
+from slipstream.common.wire.job import JobState
+from slipstream.common.wire.sequence import SamplingParams
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, VOCAB_SIZE
 from tests.harness.generation_server import generation_server, state_of
 from tests.harness.scripted_scheduler import EOS_ID, logprobs_of
@@ -22,7 +22,7 @@ from tests.harness.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from slipstream.common.api.sequence import SequenceSpec
+    from slipstream.common.wire.sequence import SequenceSpec
     from tests.harness.generation_server import GenerationServer
 
 PROMPT = [20, 30, 40, 50, 60]

@@ -10,9 +10,9 @@ import grpc.aio
 import pytest
 
 from slipstream.client import AsyncClient
-from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import DeadlineExceededError, ResourceExhaustedError
 from slipstream.common.rpc.status import error_from_rpc
+from slipstream.common.wire.job import JobState
 from slipstream.gateway.request import parse_request
 from slipstream.gateway.sample_output import MAX_CHUNK_TOKENS
 from slipstream.protos import generation_pb2, generation_pb2_grpc
@@ -22,7 +22,7 @@ from tests.harness.tokenizers_by_kind import TEXT, text_after
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.wire.job import OutputChunk
     from tests.harness.generation_server import GenerationServer
 
 

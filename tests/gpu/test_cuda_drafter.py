@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from slipstream.bundled import prompts, target_dir
 from slipstream.cli.conformance.run import run_check_drafter
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.worker.step import Role
 from tests.harness.counted_jobs import Job
 from tests.harness.example_drafters import CUDA_DRAFTER, OWN_DRAFTERS, ExampleDrafted, serving

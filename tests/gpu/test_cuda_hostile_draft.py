@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from slipstream.bundled import eagle3_dir, mtp_dir, prompts, standalone_dir, target_dir
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.worker.step import Role
 from slipstream.services.models.head_config import EAGLE3, MTP
 from slipstream.services.worker.config import STANDALONE

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from slipstream.benchmarks.near_ties import Scores
 from slipstream.bundled import eagle3_dir, mtp_dir, prompts, standalone_dir, target_dir
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.models.head_config import EAGLE3, MTP
 from slipstream.services.worker.config import NGRAM, STANDALONE, WorkerConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.bundled import target_dir
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker.config import WorkerConfig

@@ -11,8 +11,8 @@ import torch
 
 from slipstream.benchmarks.dummy_model import token_at
 from slipstream.bundled import standalone_dir, target_dir
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.errors import UnavailableError
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.worker.step import Role
 from tests.harness.counted_jobs import Job
 from tests.harness.waiting import until

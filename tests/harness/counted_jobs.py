@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.api.output_chunk import mean_accept_length
-from slipstream.common.api.sequence import StepOutput
+from slipstream.common.wire.job import mean_accept_length
+from slipstream.common.wire.sequence import StepOutput
 from slipstream.scheduler.records import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
-    from slipstream.common.api.sequence import SequenceSpec
     from slipstream.common.errors import SlipstreamError
+    from slipstream.common.wire.job import FinishReason, TokenLogprobs
+    from slipstream.common.wire.sequence import SequenceSpec
     from slipstream.scheduler.core.outbox import Delivery
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.common.api.sequence import SamplingParams
+from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.worker.contract import Attachment, DraftSizes
 from slipstream.common.worker.layout import RESULT_FENCES, BufferName, DraftShape
 from slipstream.common.worker.step import (

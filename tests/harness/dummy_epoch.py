@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.worker.step import Role, StepCommand
 from slipstream.scheduler.config import SchedulerConfig
 from tests.harness.counted_jobs import Job

@@ -15,7 +15,7 @@ from tests.harness.waiting import until
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.common.api.server_state import ServerState
+    from slipstream.common.wire.server import ServerState
 
 NUM_PROMPTS = 6
 MAX_NEW_TOKENS = 48

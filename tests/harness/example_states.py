@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slipstream.common.api.output_chunk import Usage
-from slipstream.common.api.server_state import ServerState, ServiceState
+from slipstream.common.wire.job import Usage
+from slipstream.common.wire.server import ServerState, ServiceState
 
 TOKENS_PER_STEP = 3
 VOCAB_SIZE = 350

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PREFIX = "slipstream.common.device"
-OTHER_MODULES = ("cuda.kernels", "cuda.side_stream", "cuda.host_arena")
+OTHER_MODULES = ("cuda.host_arena",)
 MODULES = (
     "cuda.driver",
     "cuda.stream",

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
-from slipstream.common.api.output_chunk import TokenLogprobs
-from slipstream.common.api.server_state import ServiceState
+from slipstream.common.wire.job import TokenLogprobs
+from slipstream.common.wire.server import ServiceState
 from slipstream.gateway import vllm_engine
 from slipstream.gateway.fair_turns import FairTurns
 from slipstream.gateway.home import Home
@@ -41,10 +41,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.client import AsyncClient
-    from slipstream.common.api.job_info import JobInfo, JobState
-    from slipstream.common.api.output_chunk import OutputChunk
-    from slipstream.common.api.server_state import SchedulerDescription, ServerState
     from slipstream.common.errors import SlipstreamError
+    from slipstream.common.wire.job import JobInfo, JobState, OutputChunk
+    from slipstream.common.wire.server import SchedulerDescription, ServerState
     from slipstream.gateway.keys import TokenQuota
 
 TTL_S = 600.0

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from slipstream.common.api.output_chunk import FinishReason
     from slipstream.common.device.interface import Device
+    from slipstream.common.wire.job import FinishReason
     from slipstream.common.worker.step import StepCommand
     from slipstream.scheduler.core.loop import StepLoop
     from slipstream.scheduler.core.outbox import Outgoing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.common.api.sequence import SamplingParams
+from slipstream.common.wire.sequence import SamplingParams
 
 KINDS = (
     SamplingParams(),

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import grpc.aio
 
-from slipstream.common.api.sequence import Refusal, StepOutput
-from slipstream.common.api.server_state import SchedulerState
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.rpc.listener import Listener
+from slipstream.common.wire.sequence import Refusal, StepOutput
+from slipstream.common.wire.server import SchedulerState
 from slipstream.protos import scheduler_pb2, scheduler_pb2_grpc
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.server import run_scheduler
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from slipstream.common.api.output_chunk import FinishReason
-    from slipstream.common.api.sequence import SequenceSpec
+    from slipstream.common.wire.job import FinishReason
+    from slipstream.common.wire.sequence import SequenceSpec
     from slipstream.common.worker.step import Role
     from slipstream.scheduler.workers.link import Link
     from slipstream.services.worker.role import RoleEngine

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
-from slipstream.common.api.sequence import Refusal, SequenceSpec, StepOutput
-from slipstream.common.api.server_state import SchedulerDescription, SchedulerState
+from slipstream.common.wire.job import FinishReason, TokenLogprobs
+from slipstream.common.wire.sequence import Refusal, SequenceSpec, StepOutput
+from slipstream.common.wire.server import SchedulerDescription, SchedulerState
 from slipstream.protos import scheduler_pb2, scheduler_pb2_grpc
 from tests.harness.example_states import STATE, TOKENS_PER_STEP
 

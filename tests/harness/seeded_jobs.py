@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from tests.harness.counted_jobs import Job
 
 SEED = 11

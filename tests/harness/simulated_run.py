@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.common.api.output_chunk import FinishReason
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
+from slipstream.common.wire.job import FinishReason
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch import Batch
 from slipstream.scheduler.core.waiting_queue import WaitingQueue

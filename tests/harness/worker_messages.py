@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
-from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.device.manifest import DTYPES, HANDLE_BYTES, BufferSpec, Manifest, lay_out
+from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.worker.contract import (
     LARGEST_EPOCH,
     Attachment,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from prometheus_client import CollectorRegistry
 
 from slipstream.benchmarks.dummy_worker import dummy_worker
-from slipstream.common.api.draft_swap import DraftSwap, SwapTerms
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import UnavailableError
+from slipstream.common.wire.server import DraftSwap, SwapTerms
 from slipstream.common.worker.step import Role
 from slipstream.protos import trace_pb2_grpc
 from slipstream.scheduler.config import SchedulerConfig
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
     from pathlib import Path
 
-    from slipstream.common.api.draft_swap import SwapOutcome
     from slipstream.common.device.interface import Device
     from slipstream.common.errors import SlipstreamError
+    from slipstream.common.wire.server import SwapOutcome
     from slipstream.scheduler.core.outbox import Outgoing
     from slipstream.scheduler.workers.draft_session import DraftSession
     from slipstream.scheduler.workers.epoch import Epoch

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slipstream.common.api.sequence import SamplingParams
+from slipstream.common.wire.sequence import SamplingParams
 from slipstream.services.models import sampler
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import Models, Served, Way

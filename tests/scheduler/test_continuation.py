@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.common.api.output_chunk import FinishReason
+from slipstream.common.wire.job import FinishReason
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
 
 if TYPE_CHECKING:
-    from slipstream.common.api.sequence import SequenceSpec
+    from slipstream.common.wire.sequence import SequenceSpec
 
 WAYS = [
     Way(),

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import MismatchError
+from slipstream.common.wire.sequence import SamplingParams
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.head_config import EAGLE3, MTP

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from slipstream.common.api.output_chunk import FinishReason
+from slipstream.common.wire.job import FinishReason
 from slipstream.common.worker.step import Role
 from tests.harness.leaks import nothing_left
 from tests.harness.local_epoch import Models, Served, Way

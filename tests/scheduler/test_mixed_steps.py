@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.common.api.output_chunk import FinishReason
+from slipstream.common.wire.job import FinishReason
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.scheduler.core.draft_policy import ALONE_STEPS
 from slipstream.services.verify.engine import VerifyEngine

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.worker.step import FenceName
 from slipstream.services.draft.drafters import HeadDrafter
 from slipstream.services.models.head_config import MTP

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import InternalError
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.services.verify.engine import VerifyEngine
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify

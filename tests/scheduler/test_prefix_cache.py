@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from slipstream import bundled
-from slipstream.common.api.output_chunk import FinishReason
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.wire.job import FinishReason
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify

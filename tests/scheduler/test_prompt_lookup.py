@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.services.worker.config import NGRAM, WorkerConfig
 from slipstream.services.worker.factory import make_draft
 from tests.harness.counted_jobs import Job

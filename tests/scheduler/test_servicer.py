@@ -12,10 +12,6 @@ import grpc
 import pytest
 
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
-from slipstream.common.api.draft_swap import SwapOutcome
-from slipstream.common.api.output_chunk import FinishReason
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
-from slipstream.common.api.server_state import SchedulerDescription
 from slipstream.common.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -26,6 +22,9 @@ from slipstream.common.errors import (
 )
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.status import error_from_rpc
+from slipstream.common.wire.job import FinishReason
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
+from slipstream.common.wire.server import SchedulerDescription, SwapOutcome
 from slipstream.common.worker.step import Role
 from slipstream.protos import scheduler_pb2 as pb
 from slipstream.scheduler.config import SchedulerConfig

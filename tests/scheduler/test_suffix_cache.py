@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from slipstream.bundled import prompts, target_dir
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.services.worker.config import NGRAM, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.counted_jobs import Job

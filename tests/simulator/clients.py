@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.client.requests import OutputReader, can_go_on_after, job_request
-from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.errors import ConnectionLostError, ResourceExhaustedError, SlipstreamError
+from slipstream.common.wire.job import FinishReason
 from slipstream.gateway.request import sample_seed
 from slipstream.protos import generation_pb2
 from tests.simulator.model import LEAST_TOKEN, NUM_TOKENS, reference

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from prometheus_client import CollectorRegistry
 
-from slipstream.common.api.draft_swap import DraftSwap, SwapTerms
-from slipstream.common.api.server_state import SchedulerDescription, SchedulerState, ServerState
 from slipstream.common.errors import SlipstreamError
+from slipstream.common.wire.server import DraftSwap, SchedulerDescription, SchedulerState, ServerState, SwapTerms
 from slipstream.gateway.fair_turns import FairTurns
 from slipstream.gateway.home import ALONE
 from slipstream.gateway.job import JobStore
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from slipstream.common.api.draft_swap import SwapOutcome
+    from slipstream.common.wire.server import SwapOutcome
     from slipstream.common.worker.step import Role
     from slipstream.gateway.journal_file import Change
     from slipstream.gateway.peers import Peers

@@ -17,9 +17,8 @@ from slipstream.common.errors import ConfigError, DeviceError, ManifestError, Mi
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from slipstream.common.device.cuda.driver import CudaDriver
-    from slipstream.common.device.cuda.kernels import CudaKernels
-    from slipstream.common.device.cuda.side_stream import SideStream
+    from slipstream.common.device.cuda.driver import CudaDriver, CudaKernels
+    from slipstream.common.device.cuda.stream import SideStream
     from slipstream.common.device.manifest import BufferSpec
     from slipstream.common.worker.step import FenceName
 

@@ -10,12 +10,10 @@ import torch
 from cuda.bindings import driver as cu
 
 from slipstream.common.device.cuda.arena import CudaArena
-from slipstream.common.device.cuda.driver import CudaDriver
+from slipstream.common.device.cuda.driver import WORD_BYTES, CudaDriver, CudaKernels
 from slipstream.common.device.cuda.fences import has_timelines
 from slipstream.common.device.cuda.host_arena import FILE, PolledArena, WrittenArena
-from slipstream.common.device.cuda.kernels import WORD_BYTES, CudaKernels
-from slipstream.common.device.cuda.side_stream import SideStream
-from slipstream.common.device.cuda.stream import CudaStream, handle_of
+from slipstream.common.device.cuda.stream import CudaStream, SideStream, handle_of
 from slipstream.common.device.manifest import EVENT, TIMELINE
 from slipstream.common.errors import ConfigError
 

@@ -26,9 +26,8 @@ from slipstream.common.errors import DeviceError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slipstream.common.device.cuda.driver import CudaDriver
-    from slipstream.common.device.cuda.kernels import CudaKernels
-    from slipstream.common.device.cuda.side_stream import SideStream
+    from slipstream.common.device.cuda.driver import CudaDriver, CudaKernels
+    from slipstream.common.device.cuda.stream import SideStream
     from slipstream.common.device.interface import Look, Stream
 
 

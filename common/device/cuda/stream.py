@@ -1,20 +1,25 @@
-"""The stream of a GPU: work runs at once on the calling thread, and enqueues its kernels."""
+"""The streams of a GPU: of the steps, whose work runs at once on the calling thread, and of small copies beside it."""
 
 from __future__ import annotations
 
+import ctypes
+import threading
 import time
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
+from cuda.bindings import driver as cu
 
 from slipstream.common.device.cuda.poll_backoff import PollBackoff
+from slipstream.common.device.interface import ClockBounds
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from slipstream.common.device.cuda.driver import CudaDriver
-    from slipstream.common.device.interface import Stream
+    from slipstream.common.device.cuda.driver import CudaDriver, CudaKernels
+    from slipstream.common.device.interface import ClockSample, Stream
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -83,3 +88,97 @@ def handle_of(stream: Stream) -> int:
     """Returns the driver's handle of a stream."""
     assert isinstance(stream, CudaStream), "streams of a device are its own"
     return stream.handle
+
+
+TIMEOUT_S = 10.0
+"""Far more than a copy takes; only a lost GPU needs longer."""
+STAGING_BYTES = 1 << 20
+SPIN_S = 0.00003
+"""A copy of a few bytes takes 7 us: less than a sleep."""
+CLOCK_READINGS = 32
+CLOCK_S = 0.1
+"""For all readings together: the GPU may answer late while another process has it to itself for a time slice."""
+
+
+class SideStream:
+    """A stream for small copies and writes, which never waits for another process.
+
+    Any thread may call; each call returns when its work is done.
+    """
+
+    def __init__(self, driver: CudaDriver, kernels: CudaKernels) -> None:
+        self.handle = driver.create_stream()
+        self._driver = driver
+        self._kernels = kernels
+        self._lock = threading.Lock()
+        # Pinned once: an allocation waits for all streams, and one of them may wait for a process that is gone.
+        self._pinned = torch.zeros(8 + STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._word = self._pinned.data_ptr()
+        self._word_value = ctypes.c_uint64.from_address(self._word)
+        self._staging = self._word + 8
+
+    def read_word(self, address: int) -> int:
+        """Reads 64 bits of the device."""
+        with self._lock:
+            self._driver.call(cu.cuMemcpyDtoHAsync, self._word, address, 8, self.handle)
+            self._finish()
+            return self._word_value.value
+
+    def write_word(self, address: int, value: int) -> None:
+        """Writes 64 bits of the device."""
+        with self._lock:
+            self._kernels.store(self.handle, address, value)
+            self._finish()
+
+    def zero(self, address: int, size: int) -> None:
+        """Sets `size` bytes to 0."""
+        with self._lock:
+            self._driver.call(cu.cuMemsetD8Async, address, 0, size, self.handle)
+            self._finish()
+
+    def to_host(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies contiguous tensors, at most `STAGING_BYTES` together, to host memory."""
+        copies = [torch.empty(source.shape, dtype=source.dtype, device="cpu") for source in sources]
+        offsets = list(accumulate((source.nbytes for source in sources), initial=self._staging))
+        assert offsets[-1] <= self._staging + STAGING_BYTES, "the tensors are small"
+        with self._lock:
+            for source, offset in zip(sources, offsets, strict=False):
+                self._driver.call(cu.cuMemcpyDtoHAsync, offset, source.data_ptr(), source.nbytes, self.handle)
+            self._finish()
+            for copy, offset in zip(copies, offsets, strict=False):
+                ctypes.memmove(copy.data_ptr(), offset, copy.nbytes)
+        return copies
+
+    def sample_clock(self) -> ClockSample:
+        """Compares %globaltimer with CLOCK_MONOTONIC by several readings. Raises DeadlineExceededError."""
+        bounds = ClockBounds()
+        started = time.monotonic()
+        for _ in range(CLOCK_READINGS):
+            with self._lock:
+                bounds.add(*self._read_clocks())
+            if time.monotonic() - started > CLOCK_S:
+                break
+        return bounds.sample()
+
+    def finish(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Waits for what a caller enqueued on `handle`. Raises DeadlineExceededError."""
+        with self._lock:
+            self._finish(timeout_s)
+
+    def _read_clocks(self) -> tuple[int, int, int]:
+        """Returns the host's time before, the GPU's, and the host's after, once the stamp is in pinned memory."""
+        self._word_value.value = 0
+        before_ns = time.monotonic_ns()
+        self._kernels.stamp(self.handle, self._word)
+        self._wait(lambda: self._word_value.value != 0, TIMEOUT_S)
+        after_ns = time.monotonic_ns()
+        device_ns = self._word_value.value
+        self._finish()
+        return before_ns, device_ns, after_ns
+
+    def _finish(self, timeout_s: float = TIMEOUT_S) -> None:
+        self._wait(lambda: self._driver.is_idle(self.handle), timeout_s)
+
+    def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        if not PollBackoff(spin_s=SPIN_S).wait(is_done, time.monotonic() + timeout_s):
+            raise DeadlineExceededError(f"the GPU did not answer within {timeout_s:.1f} s")

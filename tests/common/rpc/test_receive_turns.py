@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from slipstream.benchmarks.half_messages import HalfMessages
 from slipstream.common.errors import ResourceExhaustedError, UnauthenticatedError
 from slipstream.common.rpc.interceptor import HEALTH_SERVICE, ServerInterceptor, refusing
-from slipstream.common.rpc.receive_turns import (
+from slipstream.common.rpc.receive import (
     MAX_ARRIVING_OF_A_CLIENT,
     MAX_REQUEST_STREAMS,
     WINDOW_BYTES,

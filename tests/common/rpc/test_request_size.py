@@ -10,7 +10,7 @@ import pytest
 from slipstream.benchmarks.probes import MIB, hostile_requests
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.rpc.loop_turns import LoopTurns
-from slipstream.common.rpc.request_size import MAX_FIELDS, MAX_NUMBERS, check_num_fields
+from slipstream.common.rpc.receive import MAX_FIELDS, MAX_NUMBERS, check_num_fields
 from slipstream.protos import generation_pb2
 
 KIND = generation_pb2.GenerateRequest.DESCRIPTOR

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.common.rpc.metrics import counter, histogram, make_registry, serve_metrics
-from slipstream.common.rpc.scrape import Scrape, scrape
+from slipstream.common.rpc.metrics import Scrape, counter, histogram, make_registry, scrape, serve_metrics
 from tests.harness.grpc_server import unserved_address
 
 OUTCOMES = counter("ends_total", "Ends.", "outcome", "phase")

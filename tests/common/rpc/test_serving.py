@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from slipstream.common.rpc.keepalive import Keepalive
+from slipstream.common.rpc.address import Keepalive
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.protos import generation_pb2_grpc

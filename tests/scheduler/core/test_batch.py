@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
-from slipstream.common.api.sequence import StepOutput
 from slipstream.common.errors import InternalError, PendingLengthError
+from slipstream.common.wire.job import FinishReason, TokenLogprobs
+from slipstream.common.wire.sequence import StepOutput
 from slipstream.common.worker.step import FenceOps, StepKind
 from slipstream.scheduler.core.batch_sizes import BatchSizes
 from slipstream.scheduler.records import NO_DRAFT, DraftKV

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from slipstream.common.api.output_chunk import FinishReason
+from slipstream.common.wire.job import FinishReason
 from slipstream.scheduler.core.batch_sizes import BatchSizes
 from slipstream.scheduler.core.page_lists import STEPS_AHEAD
 from slipstream.scheduler.core.waiting_queue import MOST_OVERTAKING

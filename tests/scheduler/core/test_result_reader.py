@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.common.api.output_chunk import TokenLogprobs
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import FutureMapError
+from slipstream.common.wire.job import TokenLogprobs
 from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.layout import NOT_FINITE, RESULT_FENCES, BufferName, EpochShape
 from slipstream.common.worker.step import FenceName, StepKind

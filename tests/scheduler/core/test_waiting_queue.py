@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.errors import ResourceExhaustedError
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.scheduler.core.waiting_queue import MOST_OVERTAKING, WaitingQueue
 from slipstream.scheduler.records import Sequence
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, generate_latest
 
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.telemetry.metrics import DraftMetrics, ServerMetrics

@@ -14,9 +14,9 @@ import pytest
 from slipstream.benchmarks.dummy_model import DummyDraft
 from slipstream.cli.trace import fetch_trace, trace_json
 from slipstream.cli.trace_timeline import FENCES
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.worker.recorder import Record, Site
 from slipstream.common.worker.step import Role, StepKind
 from slipstream.common.worker.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceRequest

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostArena, HostDevice
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.layout import RESULT_FENCES, BufferName, DraftShape, EpochShape
 from slipstream.common.worker.step import Role, StepKind

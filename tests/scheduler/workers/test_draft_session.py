@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from slipstream.common.api.draft_swap import DraftSwap, SwapTerms
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import ConfigError, FailedPreconditionError, UnavailableError
 from slipstream.common.rpc.listener import Listener as SocketListener
+from slipstream.common.wire.server import DraftSwap, SwapTerms
 from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.contract import Attachment, DeviceMemory, WorkerDescription
 from slipstream.common.worker.layout import RESULT_FENCES, EpochShape

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from slipstream.common.api.sequence import SamplingParams, SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import ConfigError, UnavailableError
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.worker.step import Role
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.counted_jobs import Job

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pytest
 
-from slipstream.common.api.draft_swap import DraftSwap, SwapOutcome, SwapTerms
+from slipstream.common.wire.server import DraftSwap, SwapOutcome, SwapTerms
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.draft_policy import DraftPolicy
 from slipstream.scheduler.telemetry.decode_record import DecodeRecord

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.bundled import target_dir
-from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import ConfigError
+from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.worker.step import PrefillChunk, SlotUpdate
 from slipstream.services.draft.ngram import NgramDrafter, look_up
 from slipstream.services.worker.config import NGRAM, WorkerConfig

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.common.api.sequence import SamplingParams
+from slipstream.common.wire.sequence import SamplingParams
 from slipstream.services.models.adjustments import AdjustmentRows, TokenHistory, adjust
 from tests.harness.sampling import examples
 

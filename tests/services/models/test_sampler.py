@@ -12,7 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from slipstream.common.api.sequence import LEAST_TEMPERATURE, SamplingParams
+from slipstream.common.wire.sequence import LEAST_TEMPERATURE, SamplingParams
 from slipstream.services.models.sampler import SamplingRows, accept, gumbel_noise, row_parts, sample
 from tests.harness.sampling import examples
 from tests.harness.sampling_cases import KINDS, TIED, TIES

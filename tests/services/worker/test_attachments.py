@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import pytest
 
-from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import (
     DeadlineExceededError,
@@ -18,6 +17,7 @@ from slipstream.common.errors import (
     MismatchError,
     StaleEpochError,
 )
+from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.worker.contract import DraftSizes
 from slipstream.common.worker.layout import BufferName, DraftShape
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, PrefillChunk, StepCommand, StepKind

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.errors import (
     DeadlineExceededError,
 )
+from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.worker.access_log import JsonLinesAccessLog, LogOp, StreamName
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import Role, SlotUpdate, StepCommand

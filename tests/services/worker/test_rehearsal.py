@@ -15,7 +15,7 @@ from slipstream.services.worker.forward_sizes import with_padding
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slipstream.common.api.sequence import SamplingParams
+    from slipstream.common.wire.sequence import SamplingParams
 
 
 @pytest.mark.parametrize("num_slots", [2, 9])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.worker.step import SlotUpdate
 from slipstream.services.worker.slots import SamplingMode, SlotTable
 from slipstream.services.worker.staging import HostStaging, PinnedStaging

@@ -50,7 +50,7 @@ class Gpu:
 def side_module() -> Iterator[Any]:
     """`cuda_side`, whose pinned memory is plain memory."""
     with fake_cuda.installed():
-        made = fake_cuda.module("cuda.side_stream")
+        made = fake_cuda.module("cuda.stream")
         made.torch = SimpleNamespace(zeros=lambda size, dtype, **_: torch.zeros(size, dtype=dtype), uint8=torch.uint8)
         yield made
 

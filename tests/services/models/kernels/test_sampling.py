@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.common.api.sequence import LEAST_TEMPERATURE, SamplingParams
+from slipstream.common.wire.sequence import LEAST_TEMPERATURE, SamplingParams
 from slipstream.services.models import sampler
 from slipstream.services.models.kernels import sampling
 from slipstream.services.models.kernels.sampling import sample

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.common.api.sequence import SamplingParams
+from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.contract import DraftSizes
 from slipstream.common.worker.layout import NOT_FINITE, BufferName, DraftShape, EpochShape

@@ -11,10 +11,10 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
 from slipstream.common.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
-from slipstream.common.messages import LENGTH_DELIMITED, decode, encode, tag, varint
 from slipstream.common.rpc.status import code_of, error_from_code
+from slipstream.common.wire.job import FinishReason, TokenLogprobs
+from slipstream.common.wire.messages import LENGTH_DELIMITED, decode, encode, tag, varint
 from slipstream.protos import generation_pb2, scheduler_pb2, worker_pb2
 
 if TYPE_CHECKING:

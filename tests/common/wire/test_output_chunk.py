@@ -7,8 +7,16 @@ from datetime import UTC, datetime
 
 import pytest
 
-from slipstream.common.api.job_info import JobInfo, JobPage, JobState, SampleInfo
-from slipstream.common.api.output_chunk import FinishReason, OutputChunk, TokenLogprobs, Usage
+from slipstream.common.wire.job import (
+    FinishReason,
+    JobInfo,
+    JobPage,
+    JobState,
+    OutputChunk,
+    SampleInfo,
+    TokenLogprobs,
+    Usage,
+)
 from slipstream.protos import generation_pb2
 from tests.harness.example_states import USAGE
 

@@ -7,9 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
-from slipstream.common.api.sequence import PackedStep, Refusal, SamplingParams, SequenceSpec, StepOutput
-from slipstream.common.api.server_state import SchedulerDescription, SchedulerState
 from slipstream.common.errors import (
     DeadlineExceededError,
     InternalError,
@@ -18,6 +15,9 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnavailableError,
 )
+from slipstream.common.wire.job import FinishReason, TokenLogprobs
+from slipstream.common.wire.sequence import PackedStep, Refusal, SamplingParams, SequenceSpec, StepOutput
+from slipstream.common.wire.server import SchedulerDescription, SchedulerState
 from slipstream.protos import scheduler_pb2
 from tests.harness.example_states import STATE
 

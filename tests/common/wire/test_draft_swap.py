@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.common.api.draft_swap import DraftFigures, DraftSwap, SwapOutcome, SwapTerms
 from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.wire.server import DraftFigures, DraftSwap, SwapOutcome, SwapTerms
 from slipstream.protos import scheduler_pb2
 
 

@@ -1,1 +1,0 @@
-"""Data that clients send and get, as plain classes, and the interface between gateway and core."""

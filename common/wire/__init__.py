@@ -1,0 +1,1 @@
+"""Data that crosses a process border, as plain classes, and their messages."""
