@@ -1,4 +1,4 @@
-"""Tests of how the four kinds of calls end, over a real connection."""
+"""How the four kinds of calls end over a real connection, calls that come in bursts, and fields that we do not know."""
 
 from __future__ import annotations
 
@@ -6,33 +6,40 @@ import asyncio
 import gc
 import logging
 import weakref
+from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf.struct_pb2 import ListValue, Struct, Value
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from slipstream.common.errors import (
     CancelledError,
+    ConnectionLostError,
     FailedPreconditionError,
     InternalError,
     InvalidArgumentError,
     NotFoundError,
     OrderingError,
+    ResourceExhaustedError,
     SlipstreamError,
     StaleEpochError,
 )
+from slipstream.common.rpc.access import AccessSettings
+from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.common.rpc.metrics import RpcMetrics
 from slipstream.common.rpc.status import error_from_rpc
-from slipstream.protos import generation_pb2
+from slipstream.protos import generation_pb2, worker_pb2
 from slipstream.protos.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
 from tests.harness.grpc_server import bytes_service, running_server
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 
 NAME = "test.v1.Test"
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
@@ -317,3 +324,137 @@ async def test_a_request_that_is_no_message_costs_one_line(caplog: pytest.LogCap
                 assert isinstance(error, InvalidArgumentError)
     (line,) = caplog.messages
     assert line == f"/{SERVICE_NAME}/GetJob: a request of 4 bytes cannot be decoded"
+
+
+UNKNOWN = b"\xf8\x07\x01"
+"""Field 127 with the value 1."""
+
+
+def test_a_known_message_passes() -> None:
+    reject_unknown_fields(generation_pb2.GenerateRequest(text="a", sampling_params={"seed": 1}))
+    reject_unknown_fields(Struct(fields={"a": Value(list_value=ListValue(values=[Value(number_value=1)]))}))
+
+
+def test_an_unknown_field_is_named() -> None:
+    request = generation_pb2.GenerateRequest.FromString(UNKNOWN)
+    with pytest.raises(InvalidArgumentError, match=r"^127: .*unknown field number 127.*GenerateRequest") as caught:
+        reject_unknown_fields(request)
+    assert caught.value.field == "127"
+
+
+def test_an_unknown_field_of_a_message_within_is_named() -> None:
+    request = generation_pb2.GenerateRequest(
+        text="a", sampling_params=generation_pb2.SamplingParams.FromString(UNKNOWN)
+    )
+    with pytest.raises(InvalidArgumentError) as caught:
+        reject_unknown_fields(request)
+    assert caught.value.field == "sampling_params.127"
+
+
+def test_an_unknown_field_of_a_repeated_message_is_named() -> None:
+    update = worker_pb2.SlotUpdate(slot=1, sampling=worker_pb2.SlotSampling.FromString(UNKNOWN))
+    command = worker_pb2.StepCommand(updates=[worker_pb2.SlotUpdate(slot=2), update])
+    with pytest.raises(InvalidArgumentError) as caught:
+        reject_unknown_fields(command)
+    assert caught.value.field == "updates[1].sampling.127"
+
+
+def test_an_unknown_field_in_a_map_is_named() -> None:
+    message = Struct(fields={"a": Value.FromString(UNKNOWN)})
+    with pytest.raises(InvalidArgumentError) as caught:
+        reject_unknown_fields(message)
+    assert caught.value.field == "fields[a].127"
+
+
+def test_an_unknown_number_of_an_oneof_is_not_lost() -> None:
+    # A later version's next kind of prompt.
+    request = generation_pb2.GenerateRequest.FromString(b"\x7a\x01a")
+    with pytest.raises(InvalidArgumentError, match="unknown field number 15"):
+        reject_unknown_fields(request)
+
+
+def test_a_message_full_of_unknown_fields_is_refused_without_listing_them() -> None:
+    request = generation_pb2.GenerateRequest.FromString(b"\xf8\x07\x01" * 100_000)
+    with pytest.raises(InvalidArgumentError, match="300000 bytes of unknown fields") as caught:
+        reject_unknown_fields(request)
+    assert caught.value.field == "request"
+    params = generation_pb2.SamplingParams.FromString(b"\xf8\x07\x01" * 100_000)
+    with pytest.raises(InvalidArgumentError) as caught:
+        reject_unknown_fields(generation_pb2.GenerateRequest(text="a", sampling_params=params))
+    assert caught.value.field == "sampling_params"
+
+
+NUM_CALLS = 2_000
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
+
+
+class Waiting:
+    """A method whose calls wait for `release`."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+        self.num_calls = 0
+        self.most_calls = 0
+
+    async def wait(self, request: bytes, context: Any) -> bytes:
+        """Answers with the request."""
+        self.num_calls += 1
+        self.most_calls = max(self.most_calls, self.num_calls)
+        try:
+            await self.release.wait()
+        finally:
+            self.num_calls -= 1
+        return request
+
+    def service(self) -> Any:
+        """For `running_server`."""
+        return bytes_service("test.Waiting", wait=grpc.unary_unary_rpc_method_handler(self.wait))
+
+
+async def outcome(call: Coroutine[Any, Any, bytes]) -> str:
+    """The end of a call: OK, or the name of the error's class; a refusal must say when to come again."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as failure:
+        error = error_from_rpc(failure)
+        assert not isinstance(error, ResourceExhaustedError) or error.retry_after_ms > 0
+        return type(error).__name__
+    return "OK"
+
+
+async def one(channel: grpc.aio.Channel) -> bytes:
+    """A call."""
+    answer: bytes = await channel.unary_unary("/test.Waiting/wait")(b"x", timeout=60)
+    return answer
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("num_connections", [1, 8])
+async def test_a_call_too_many_is_refused_with_a_time_to_retry(num_connections: int) -> None:
+    waiting = Waiting()
+    async with running_server(waiting.service(), access=AccessSettings(max_calls=100)) as server:
+        channels = [grpc.aio.insecure_channel(server.address, options=OWN_CONNECTION) for _ in range(num_connections)]
+        calls = [asyncio.ensure_future(outcome(one(channels[number % num_connections]))) for number in range(NUM_CALLS)]
+        async with asyncio.timeout(60):
+            await until(lambda: sum(call.done() for call in calls) == NUM_CALLS - 100)
+            async with grpc.aio.insecure_channel(server.address, options=OWN_CONNECTION) as channel:
+                health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+                assert health.status == health_pb2.HealthCheckResponse.SERVING
+            waiting.release.set()
+            found = Counter(await asyncio.gather(*calls))
+        assert found == {"OK": 100, "ResourceExhaustedError": NUM_CALLS - 100}
+        assert waiting.most_calls == 100
+        assert await outcome(one(channels[0])) == "OK"
+        await asyncio.gather(*(channel.close() for channel in channels))
+
+
+async def test_a_connection_too_many_is_closed() -> None:
+    waiting = Waiting()
+    waiting.release.set()
+    async with running_server(waiting.service(), access=AccessSettings(max_connections=2)) as server:
+        channels = [grpc.aio.insecure_channel(server.address, options=OWN_CONNECTION) for _ in range(3)]
+        assert [await outcome(one(channel)) for channel in channels] == ["OK", "OK", ConnectionLostError.__name__]
+        await channels[0].close()
+        await asyncio.wait_for(channels[2].channel_ready(), 20)
+        assert await outcome(one(channels[2])) == "OK"
+        await asyncio.gather(*(channel.close() for channel in channels))

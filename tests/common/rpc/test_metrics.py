@@ -1,4 +1,4 @@
-"""The Prometheus endpoint, over HTTP."""
+"""The Prometheus endpoint, over HTTP, and its reader."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ from slipstream.common.rpc.metrics import (
     PAUSE_S,
     PageInTurns,
     RpcMetrics,
+    Scrape,
+    counter,
     histogram,
     make_registry,
+    scrape,
     serve_metrics,
 )
+from tests.harness.grpc_server import unserved_address
 
 BOUNDS = (0.001, 0.5, 1.0, 20.0)
 
 
-def scrape(port: int) -> str:
+def page(port: int) -> str:
     """Returns the text of the metrics endpoint."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
         text: bytes = response.read()
@@ -42,7 +46,7 @@ def test_counts_are_served() -> None:
     registry = make_registry()
     RpcMetrics(registry).count("/a.B/C", "OK")
     with serve_metrics(registry, 0) as port:
-        text = scrape(port)
+        text = page(port)
     assert 'slipstream_rpcs_total{code="OK",method="a.B/C"} 1.0' in text
     assert "process_resident_memory_bytes" in text
     assert "_created" not in text
@@ -76,9 +80,9 @@ def test_a_port_that_is_none_is_refused(port: int) -> None:
 def test_nothing_is_left_behind_even_with_open_connections() -> None:
     descriptors, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
     with serve_metrics(make_registry(), 0) as port:
-        scrape(port)
+        page(port)
         idle = socket.create_connection(("127.0.0.1", port))
-        scrape(port)
+        page(port)
     # The endpoint has hung up, although nothing was asked.
     assert idle.recv(1) == b""
     idle.close()
@@ -92,7 +96,7 @@ def test_scrapes_at_the_same_time() -> None:
     both = threading.Barrier(2)
     Gauge("both", "Waits for the other.", registry=registry).set_function(lambda: both.wait(timeout=10) * 0 + 1)
     with serve_metrics(registry, 0) as port, ThreadPoolExecutor(2) as pool:
-        assert all("both 1.0" in text for text in pool.map(scrape, [port, port]))
+        assert all("both 1.0" in text for text in pool.map(page, [port, port]))
 
 
 def test_a_page_is_made_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,3 +130,37 @@ def test_many_observations_at_once_are_what_single_ones_would_be(observations: l
             assert float(line.split()[-1]) == pytest.approx(float(expected.split()[-1]))
         elif "_created" not in line:
             assert line == expected
+
+
+OUTCOMES = counter("ends_total", "Ends.", "outcome", "phase")
+TIMES = histogram("times_seconds", "Times.", buckets=(0.5, 1.0))
+
+
+@pytest.mark.timeout(20)
+async def test_differences_by_label_over_a_real_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    registry = make_registry()
+    ends, times = OUTCOMES.counter(registry), TIMES.histogram(registry)
+    ends.labels("stop", "decode").inc(5)
+    with serve_metrics(registry, 0) as port:
+        before = await scrape(port)
+        for outcome, phase, count in (("stop", "decode", 2), ("stop", "prefill", 4), ("abort", "decode", 8)):
+            ends.labels(outcome, phase).inc(count)
+        times.observe(0.7)
+        added = (await scrape(port)).since(before)
+    assert added.total(OUTCOMES.name) == 14
+    assert added.total(OUTCOMES.name, phase="decode") == 10
+    assert added.by("outcome", OUTCOMES.name) == {"stop": 6, "abort": 8}
+    assert added.by("outcome", OUTCOMES.name, phase="decode") == {"stop": 2, "abort": 8}
+    assert added.by("le", "times_seconds_bucket") == {"0.5": 0, "1.0": 1, "+Inf": 1}
+    assert added.by("le", "no_such_bucket") == {}
+
+
+async def test_a_port_without_a_server() -> None:
+    with unserved_address() as address, pytest.raises(OSError, match="refused"):
+        await scrape(int(address.rpartition(":")[2]))
+
+
+def test_a_page_that_is_no_scrape() -> None:
+    with pytest.raises(ValueError, match="name"):
+        Scrape.read("<html>not here</html>")

@@ -1,4 +1,4 @@
-"""The arena of the CPU: shared by name until it is sealed, never mapped beyond its bounds, nothing left of it."""
+"""The arena of the CPU: shared by name until it is sealed, mapped within its bounds, read-only where it must be."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,19 +17,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.common.device.cpu.device import HostArena
+from slipstream.common.device.cpu.device import HostArena, HostDevice
 from slipstream.common.device.cpu.shared_file import DIRECTORY, PREFIX
 from slipstream.common.device.manifest import BufferSpec
-from slipstream.common.errors import DeviceError, ManifestError, OutOfMemoryError
+from slipstream.common.errors import DeviceError, FailedPreconditionError, ManifestError, OutOfMemoryError
 from slipstream.common.worker.step import FenceName
 from slipstream.common.worker.wire import manifest_from_pb, manifest_to_pb
 from tests.common.device.conftest import SPECS
+from tests.harness.other_process import ArenaReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.protos import worker_pb2 as pb
-
+    from tests.common.device.conftest import MakeStream
 
 INTERESTING = st.sampled_from([0, 1, 2, 63, 64, 255, 256, 512, 4096, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
 NUMBERS = st.one_of(INTERESTING, st.integers(0, 4096), st.integers(0, 2**64 - 1))
@@ -251,3 +253,71 @@ def test_the_file_of_a_killed_owner_is_removed_by_the_next(arena: HostArena) -> 
 
 def _make_one() -> HostArena:
     return HostArena.create([BufferSpec("a", (4,), torch.int64, "verify")], list(FenceName))
+
+
+STASH = FenceName.VERIFY_STASH
+PROMPT_S = 5.0
+"""Longer than any thread here waits for the processor, and shorter than a wait that is not ended."""
+
+
+def test_another_process_reads_and_a_write_ends_it(arena: HostArena) -> None:
+    name = "tokens"
+    arena.tensor(name).fill_(3)
+    with ArenaReader.of(arena.manifest) as reader:
+        assert reader.ask(f"read {name}") == "3 3 3 3"
+        arena.tensor(name).fill_(4)
+        assert reader.ask(f"read {name}") == "4 4 4 4"
+        reader.tell(f"write {name}")
+        assert reader.ended() == -signal.SIGSEGV
+    assert (arena.tensor(name) == 4).all()
+
+
+def test_another_process_waits_and_can_signal_nothing(arena: HostArena) -> None:
+    fence = arena.fence(STASH)
+    with ArenaReader.of(arena.manifest) as reader:
+        assert reader.ask(f"wait {STASH.name} 1 0.01") == "False"
+        reader.tell(f"wait {STASH.name} 1 60")
+        fence.store(1)
+        assert reader.answer() == "True"
+        assert "maps for reading alone" in reader.ask(f"store {STASH.name} 2")
+        assert reader.ask(f"poll {STASH.name}") == "1"
+    assert fence.poll() == 1
+
+
+def test_a_release_ends_the_waits_of_its_own_process_alone(arena: HostArena) -> None:
+    fence = arena.fence(STASH)
+    with ArenaReader.of(arena.manifest) as reader:
+        assert reader.ask(f"release-later {STASH.name} 5 0.2") == "ok"
+        assert reader.ask(f"wait {STASH.name} 5 60") == "True"
+        assert reader.ask(f"poll {STASH.name}") == "5"
+        assert reader.ask(f"release {STASH.name} 4") == "ok"
+        assert reader.ask(f"poll {STASH.name}") == "5", "a release lowers nothing"
+        assert fence.poll() == 0
+        fence.store(7)
+        assert reader.ask(f"wait {STASH.name} 7 60") == "True"
+
+
+def test_a_stream_that_waits_is_released_and_goes_on(arena: HostArena, make_stream: MakeStream) -> None:
+    opened, stream = HostDevice().open_arena(arena.manifest, read_only=True), make_stream()
+    fence = opened.fence(STASH)
+    with pytest.raises(FailedPreconditionError, match="reading alone"):
+        fence.signal(stream, 1)
+    fence.wait(stream, 3)
+    fence.wait(stream, 4)
+    started = time.monotonic()
+    fence.release(4)
+    stream.synchronize(PROMPT_S)
+    assert time.monotonic() - started < PROMPT_S
+    fence.wait(stream, 9)
+    arena.fence(STASH).store(9)
+    stream.synchronize(PROMPT_S)
+    opened.close()
+
+
+def test_a_view_outlives_the_arena(arena: HostArena) -> None:
+    opened = HostArena.open(arena.manifest, read_only=True)
+    view = opened.tensor("lengths")
+    opened.close()
+    del opened
+    arena.tensor("lengths").fill_(6)
+    assert (view == 6).all()

@@ -1,8 +1,10 @@
-"""The bytes of requests that arrive: what a call without a turn may send, and who gets turns."""
+"""Messages of requests: what a call without a turn may send, who gets turns, how many fields, turns of the loop."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -12,16 +14,23 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from slipstream.benchmarks.half_messages import HalfMessages
-from slipstream.common.errors import ResourceExhaustedError, UnauthenticatedError
+from slipstream.benchmarks.probes import MIB, hostile_requests
+from slipstream.common.errors import InvalidArgumentError, ResourceExhaustedError, UnauthenticatedError
+from slipstream.common.rpc import loop_turns as loop_turns_module
 from slipstream.common.rpc.interceptor import HEALTH_SERVICE, ServerInterceptor, refusing
+from slipstream.common.rpc.loop_turns import MANY_WAITING, SLICE_S, WOKEN_IN_A_TURN, LoopTurns
 from slipstream.common.rpc.receive import (
     MAX_ARRIVING_OF_A_CLIENT,
+    MAX_FIELDS,
+    MAX_NUMBERS,
     MAX_REQUEST_STREAMS,
     WINDOW_BYTES,
     ReceiveTurns,
     Turn,
+    check_num_fields,
 )
 from slipstream.common.rpc.serving import MAX_HEALTH_WATCHES, MAX_RECEIVE_BYTES
+from slipstream.protos import generation_pb2
 from tests.harness.grpc_server import bytes_service, running_server
 from tests.harness.waiting import until
 
@@ -222,3 +231,159 @@ async def test_a_cancelled_call_waits_no_more_and_a_turn_that_it_just_got_passes
     await begun(turns)
     assert fourth.has_turn
     await fourth.arrive()
+
+
+KIND = generation_pb2.GenerateRequest.DESCRIPTOR
+REQUESTS = hostile_requests(3 * MIB)
+REFUSED = {
+    "input_ids": r"input_ids\.ids: got '3145728 numbers'",
+    "stop_token_ids": r"sampling_params\.stop_token_ids: got '3145728 numbers'",
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_too_many_fields_are_refused_without_counting_them_all(name: str) -> None:
+    expected = REFUSED.get(name, f"request: got 'more than {MAX_FIELDS} fields'")
+    begun = time.thread_time()
+    with pytest.raises(InvalidArgumentError, match=expected):
+        await check_num_fields(REQUESTS[name], KIND, LoopTurns())
+    # Decoding some of them takes longer than this alone, and what follows is more.
+    assert time.thread_time() - begun < 0.3
+
+
+class CountedTurns(LoopTurns):
+    """Counts the pieces of work that begin."""
+
+    num_begun = 0
+
+    async def begin(self) -> None:
+        """See `LoopTurns.begin`."""
+        self.num_begun += 1
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_many_fields_and_numbers_are_counted_in_many_pieces(name: str) -> None:
+    turns = CountedTurns()
+    with pytest.raises(InvalidArgumentError):
+        await check_num_fields(REQUESTS[name], KIND, turns)
+    assert turns.num_begun > 10
+
+
+async def test_a_large_request_in_which_all_can_be_honoured_passes() -> None:
+    items = [generation_pb2.ChatMessage(role="user", content="a" * 900)] * 4096
+    params = generation_pb2.SamplingParams(logit_bias=dict.fromkeys(range(256), 1.0), stop=["é" * 256] * 16)
+    for request in (
+        generation_pb2.GenerateRequest(text="é" * MIB, sampling_params=params, job_id="mine"),
+        generation_pb2.GenerateRequest(messages=generation_pb2.ChatMessages(items=items), sampling_params=params),
+        generation_pb2.GenerateRequest(input_ids=generation_pb2.TokenIds(ids=[150_000] * MAX_NUMBERS)),
+    ):
+        await check_num_fields(request.SerializeToString(), KIND, LoopTurns())
+
+
+@pytest.mark.parametrize("begin", [b"", b"\x08", b"\x12"], ids=["key", "number", "length"])
+async def test_a_number_without_an_end_is_not_followed(begin: bytes) -> None:
+    class Counted(bytes):
+        num_read = 0
+
+        def __getitem__(self, place: Any) -> Any:
+            self.num_read += 1
+            return super().__getitem__(place)
+
+    request = Counted(begin + b"\xff" * MIB)
+    await check_num_fields(request, KIND, LoopTurns())
+    assert request.num_read < 20
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5000, 9000])
+async def test_a_request_that_ends_too_early_is_left_to_the_decoder(cut: int) -> None:
+    request = generation_pb2.GenerateRequest(text="a" * 10_000, job_id="mine").SerializeToString()
+    await check_num_fields(request[:-cut], KIND, LoopTurns())
+    await check_num_fields(b"\xff" * 10_000, KIND, LoopTurns())
+    await check_num_fields(b"\x00" * 10_000, KIND, LoopTurns())
+
+
+NUM = 10 * WOKEN_IN_A_TURN
+
+
+def work(seconds: float) -> None:
+    """Holds the event loop."""
+    ends_at = time.monotonic() + seconds
+    while time.monotonic() < ends_at:
+        pass
+
+
+async def loop_turns(counts: list[int]) -> None:
+    """Appends a number for each turn of the loop."""
+    while True:
+        counts.append(0)
+        await asyncio.sleep(0)
+
+
+async def test_work_that_comes_together_is_done_in_many_turns() -> None:
+    turns, counts = LoopTurns(), [0]
+
+    async def piece() -> None:
+        await turns.begin()
+        counts[-1] += 1
+        work(SLICE_S / 4)
+
+    counting = asyncio.create_task(loop_turns(counts))
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(piece() for _ in range(NUM)))
+    counting.cancel()
+    assert sum(counts) == NUM
+    # The time is looked at before each piece, so that the last one may end late.
+    assert max(counts) <= 5
+
+
+async def test_a_piece_that_takes_too_long_leaves_none_waiting() -> None:
+    turns = LoopTurns()
+
+    async def piece() -> None:
+        for _ in range(3):
+            await turns.begin()
+            work(2 * SLICE_S)
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(piece() for _ in range(40)))
+
+
+async def test_many_are_woken_in_many_turns_and_each_of_them_once() -> None:
+    turns, counts = LoopTurns(), [0]
+    futures = [asyncio.get_running_loop().create_future() for _ in range(NUM)]
+    futures[-1].cancel()
+    counting = asyncio.create_task(loop_turns(counts))
+
+    async def one(future: asyncio.Future[None]) -> None:
+        await future
+        counts[-1] += 1
+
+    tasks = [asyncio.create_task(one(future)) for future in futures[:-1]]
+    await asyncio.sleep(0)
+    turns.wake(futures)
+    turns.wake(futures)
+    async with asyncio.timeout(30):
+        await asyncio.gather(*tasks)
+    counting.cancel()
+    assert sum(counts) == NUM - 1
+    assert max(counts) <= WOKEN_IN_A_TURN
+
+
+async def test_turns_are_short_where_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(loop_turns_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    turns, counts = LoopTurns(), [0]
+
+    async def piece() -> None:
+        await turns.begin()
+        counts[-1] += 1
+        now[0] += SLICE_S / 16
+
+    counting = asyncio.create_task(loop_turns(counts))
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(piece() for _ in range(MANY_WAITING + NUM)))
+    counting.cancel()
+    assert sum(counts) == MANY_WAITING + NUM
+    in_order = [count for count in counts if count]
+    assert in_order[1:20] == [4] * 19
+    assert max(in_order[20:]) == 16
