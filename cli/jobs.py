@@ -10,16 +10,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from slipstream.cli.cancellation import StopSignals
-from slipstream.client import AsyncClient
 from slipstream.common.errors import ConfigError, UnavailableError
 from slipstream.common.wire.job import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
-    from typing import Unpack
 
-    from slipstream.client.connection import AccessOptions
-    from slipstream.client.requests import Prompt, RequestOptions
+    from slipstream.cli.options import ConnectionOptions, GenerateOptions
     from slipstream.common.wire.job import JobInfo, OutputChunk
 
 INTERRUPTED = 130
@@ -28,46 +25,27 @@ _UNFOLDED_WIDTH = 240
 
 
 async def run_generate(
-    server: str,
-    prompt: Prompt,
-    options: RequestOptions,
-    *,
-    job_id: str,
-    connect_timeout_s: float,
-    as_json: bool,
-    **access: Unpack[AccessOptions],
+    connection: ConnectionOptions, options: GenerateOptions, text: str, *, as_json: bool, detach: bool
 ) -> int:
-    """Prints text as it comes, or a JSON line for each sample at the end; gives the exit status.
+    """Prints the output as it arrives, or a JSON line for each sample at the end; gives the exit status.
 
-    A signal cancels the job. A lost connection is told on standard error. Raises SlipstreamError as
-    `AsyncClient.generate` does.
+    With `detach`, prints only the name of a job that runs without a connection. A signal cancels the job. A lost
+    connection is told on standard error. Raises SlipstreamError as the client does.
     """
-    async with AsyncClient(server, connect_timeout_s=connect_timeout_s, **access) as client:
-        output = client.generate(prompt, job_id=job_id, **options)
-        return await print_output(output, num_samples=options.get("n") or 1, as_json=as_json)
+    prompt, request = options.prompt(text), options.request()
+    async with connection.client(connect_timeout_s=options.connect_timeout_s) as client:
+        if detach:
+            print((await client.create_job(prompt, job_id=options.job_id or "", **request)).job_id)
+            return 0
+        output = client.generate(prompt, job_id=options.job_id or "", **request)
+        return await print_output(output, num_samples=options.n or 1, as_json=as_json)
 
 
-async def run_create(
-    server: str,
-    prompt: Prompt,
-    options: RequestOptions,
-    *,
-    job_id: str,
-    connect_timeout_s: float,
-    **access: Unpack[AccessOptions],
-) -> int:
-    """Creates a job that runs without a connection, and prints its name. Raises as `AsyncClient.create_job` does."""
-    async with AsyncClient(server, connect_timeout_s=connect_timeout_s, **access) as client:
-        job = await client.create_job(prompt, job_id=job_id, **options)
-    print(job.job_id)
-    return 0
-
-
-async def run_jobs(server: str, num_jobs: int, *, as_json: bool, **access: Unpack[AccessOptions]) -> int:
+async def run_jobs(connection: ConnectionOptions, num_jobs: int, *, as_json: bool) -> int:
     """Prints the latest jobs as a table or as JSON lines; gives the exit status. Raises ConnectionLostError."""
     if not 1 <= num_jobs <= MAX_JOBS:
         raise ConfigError("limit", num_jobs, f"1 to {MAX_JOBS}")
-    async with AsyncClient(server, **access) as client:
+    async with connection.client() as client:
         page = await client.list_jobs(page_size=num_jobs)
     if as_json:
         for job in page.jobs:
@@ -77,22 +55,20 @@ async def run_jobs(server: str, num_jobs: int, *, as_json: bool, **access: Unpac
     return 0
 
 
-async def run_watch_job(
-    server: str, job_id: str, from_token: int, *, as_json: bool, **access: Unpack[AccessOptions]
-) -> int:
+async def run_watch_job(connection: ConnectionOptions, job_id: str, from_token: int, *, as_json: bool) -> int:
     """Prints a job's output, without the first `from_token` tokens of each sample; gives the exit status.
 
     A signal leaves the job as it is. Raises NotFoundError, and the error that ended the job.
     """
-    async with AsyncClient(server, **access) as client:
+    async with connection.client() as client:
         num_samples = len((await client.get_job(job_id)).samples)
         output = client.watch_job(job_id, [from_token] * num_samples)
         return await print_output(output, num_samples=num_samples, as_json=as_json)
 
 
-async def run_cancel(server: str, job_id: str, **access: Unpack[AccessOptions]) -> int:
+async def run_cancel(connection: ConnectionOptions, job_id: str) -> int:
     """Ends a job; gives the exit status. Raises NotFoundError."""
-    async with AsyncClient(server, **access) as client:
+    async with connection.client() as client:
         await client.cancel_job(job_id)
     return 0
 
@@ -112,10 +88,9 @@ def _print(jobs: tuple[JobInfo, ...]) -> None:
 
 
 async def print_output(output: AsyncGenerator[OutputChunk, None], *, num_samples: int, as_json: bool) -> int:
-    """Prints a job's output as it comes, or a JSON line for each sample at the end; gives the exit status.
+    """Prints a job's output as it arrives, or a JSON line for each sample at the end; gives the exit status.
 
-    Several samples come at the same time, so their texts are printed one after the other, at the end, whichever that
-    is. A signal ends the call.
+    The texts of several samples, which arrive at the same time, are printed in order at the end. A signal ends it.
     """
     logging.basicConfig(format="slipstream: %(message)s")
     logging.getLogger("slipstream.client").setLevel(logging.INFO)
@@ -129,7 +104,7 @@ async def print_output(output: AsyncGenerator[OutputChunk, None], *, num_samples
 
 
 async def _read(output: AsyncGenerator[OutputChunk, None], chunks: list[OutputChunk], *, is_streamed: bool) -> bool:
-    """Adds what comes to `chunks`; True at the end. Raises UnavailableError if the job was cancelled."""
+    """Adds all chunks of `output` to `chunks`; True at the end. Raises UnavailableError if the job was cancelled."""
     async with aclosing(output) as stream:
         async for chunk in stream:
             chunks.append(chunk)
@@ -161,7 +136,7 @@ def _text(chunks: list[OutputChunk]) -> str:
 
 def _report(chunks: list[OutputChunk]) -> dict[str, object]:
     """Text, tokens, end and usage of one sample."""
-    # Behind it, the job's end may come by itself.
+    # A chunk with only the job's end may follow.
     last, usage = next((chunk, chunk.usage) for chunk in reversed(chunks) if chunk.usage is not None)
     report: dict[str, object] = {
         "job_id": last.job_id,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 from functools import partial
@@ -18,13 +17,14 @@ from slipstream.cli.options import (
     ConnectionOptions,
     GenerateOptions,
     JobArgument,
+    JsonOption,
     JsonOutputOption,
-    ServerOption,
     StateDirOption,
     naming_options,
 )
+from slipstream.cli.state_dir import default_state_dir
 from slipstream.cli.swap_draft import SwapOptions, run_swap
-from slipstream.cli.up_config import DEFAULT_SERVER, UpConfig, default_state_dir, first_metrics_port
+from slipstream.cli.up_config import UpConfig, first_metrics_port
 from slipstream.common.errors import (
     ConfigError,
     ConnectionLostError,
@@ -38,8 +38,6 @@ from slipstream.services.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
-
-    from slipstream.cli.status import ServerStatus
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -58,7 +56,7 @@ _HINTS: dict[type[SlipstreamError], str] = {
 
 
 def main() -> None:
-    """Runs the command line: 0 when all went well, 1 when something did not, 2 when the command was wrong."""
+    """Runs the command line: exit status 0 when all went well, 1 after a failure, 2 for a wrong command."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # what it calls INFO would stand among our own lines
     try:
         app()
@@ -102,132 +100,105 @@ def up(
 @with_options(GenerateOptions, ConnectionOptions)
 def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from standard input.")],
-    server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOutputOption = False,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Print the job's name alone; `slipstream watch NAME` has the output.")
+        bool, typer.Option("--detach", help="Print only the job's name; `slipstream watch NAME` has the output.")
     ] = False,
     **values: Any,
 ) -> None:
-    """Continue a prompt, and print the text as it comes. Ctrl-C cancels the job."""
-    from slipstream.cli.jobs import run_create, run_generate
+    """Continue a prompt, and print the text as it arrives. Ctrl-C cancels the job."""
+    from slipstream.cli.jobs import run_generate
 
-    options = shared(GenerateOptions, values)
+    options, connection = shared(GenerateOptions, values), shared(ConnectionOptions, values)
     if options.logprobs is not None and not as_json and not detach:
         raise ConfigError("logprobs", options.logprobs, "a number with --json")
     text = sys.stdin.read() if prompt == "-" else prompt
     if not _is_utf8(text):
         raise ConfigError("PROMPT", text, "text in UTF-8")
-    access, called = shared(ConnectionOptions, values).access(), options.call()
     with naming_options():
-        if detach:
-            _exit_with(run_create(server, options.prompt(text), options.request(), **called, **access))
-        _exit_with(run_generate(server, options.prompt(text), options.request(), as_json=as_json, **called, **access))
+        _exit_with(run_generate(connection, options, text, as_json=as_json, detach=detach))
 
 
 @_command()
 @with_options(ConnectionOptions)
 def jobs(
-    server: ServerOption = DEFAULT_SERVER,
-    limit: Annotated[int, typer.Option(metavar="N", help="How many at most, 1 to 1000.")] = 50,
+    limit: Annotated[int, typer.Option(metavar="N", help="Most jobs to list, 1 to 1000.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each job.")] = False,
     **values: Any,
 ) -> None:
-    """List the jobs that wait, run, or ended not long ago. The latest come first."""
+    """List the jobs that wait, run, or ended not long ago, the latest first."""
     from slipstream.cli.jobs import run_jobs
 
-    _exit_with(run_jobs(server, limit, as_json=as_json, **shared(ConnectionOptions, values).access()))
+    _exit_with(run_jobs(shared(ConnectionOptions, values), limit, as_json=as_json))
 
 
 @_command()
 @with_options(ConnectionOptions)
 def watch(
     job_id: JobArgument,
-    server: ServerOption = DEFAULT_SERVER,
     from_token: Annotated[
-        int, typer.Option(metavar="N", help="Leave out so many tokens at the beginning of each output.")
+        int, typer.Option(metavar="N", help="Number of tokens to leave out at the beginning of each output.")
     ] = 0,
     as_json: JsonOutputOption = False,
     **values: Any,
 ) -> None:
-    """Print a job's output as it comes, from the beginning. Ctrl-C leaves the job as it is."""
+    """Print a job's output as it arrives, from the beginning. Ctrl-C leaves the job as it is."""
     from slipstream.cli.jobs import run_watch_job
 
-    access = shared(ConnectionOptions, values).access()
     with naming_options("from_token"):
-        _exit_with(run_watch_job(server, job_id, from_token, as_json=as_json, **access))
+        _exit_with(run_watch_job(shared(ConnectionOptions, values), job_id, from_token, as_json=as_json))
 
 
 @_command()
 @with_options(ConnectionOptions)
-def cancel(job_id: JobArgument, server: ServerOption = DEFAULT_SERVER, **values: Any) -> None:
+def cancel(job_id: JobArgument, **values: Any) -> None:
     """End a job, in any state. No effect on one that is over."""
     from slipstream.cli.jobs import run_cancel
 
-    _exit_with(run_cancel(server, job_id, **shared(ConnectionOptions, values).access()))
+    _exit_with(run_cancel(shared(ConnectionOptions, values), job_id))
 
 
 @_command()
 @with_options(ConnectionOptions)
 def status(
-    server: ServerOption = DEFAULT_SERVER,
     state_dir: StateDirOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object; with --watch one for each interval, on a line.")
     ] = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Show it again and again, with what happened since the time before.")
-    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it repeatedly, with what happened since.")] = False,
     interval_s: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="With --watch: time between two looks.  [default: 1]")
+        float | None, typer.Option(metavar="SECONDS", help="With --watch: time between two updates.  [default: 1]")
     ] = None,
     **values: Any,
 ) -> None:
     """Show the services, and whether they are healthy. Fails when one is not; a missing draft does not count.
 
-    Of each its process, restarts, address, health and model; with --watch also where the time of steps goes, what
-    drafting brings, and what requests get, until Ctrl-C.
+    Shows each service's process id, restarts, address, health and model; with --watch also where the time of steps
+    goes, what drafting gains, and what requests get, until Ctrl-C.
     """
-    from slipstream.cli.draft_swaps import fetch_reports
-    from slipstream.cli.status import fetch_status
-    from slipstream.cli.up import server_of
+    from slipstream.cli.status import run_status, run_watch
 
-    access = shared(ConnectionOptions, values).access()
-
-    def locate() -> str:
-        return server if state_dir is None else server_of(state_dir)
-
+    connection = shared(ConnectionOptions, values)
     if watch:
-        from slipstream.cli.status import run_watch
-
-        _exit_with(run_watch(locate, access, interval_s=interval_s, as_json=as_json))
+        _exit_with(run_watch(connection, state_dir, interval_s=interval_s, as_json=as_json))
     if interval_s is not None:
         raise ConfigError("interval_s", interval_s, "a number with --watch")
-
-    async def look() -> ServerStatus:
-        reports = await fetch_reports(default_state_dir() if state_dir is None else state_dir)
-        return (await fetch_status(locate(), **access)).with_reports(reports)
-
-    found = asyncio.run(look())
-    if as_json:
-        print(json.dumps(found.as_json()))
-    else:
-        found.print()
-    raise typer.Exit(0 if found.is_healthy else 1)
+    _exit_with(run_status(connection, state_dir, as_json=as_json))
 
 
 @_command()
 @with_options(SwapOptions)
 def swap_draft(
     state_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Of the `up` that is meant.  [default: as of `up`]")
+        Path | None,
+        typer.Option(metavar="DIR", help="State directory of the running `slipstream up`.  [default: as of `up`]"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     **values: Any,
 ) -> None:
-    """Change the draft while requests run. Fails when the new one is rolled back.
+    """Change the draft while requests run. Fails when the new draft is rolled back.
 
-    A new draft service is started beside the old one, catches up, takes over, and is judged; the other one is ended.
+    A new draft service is started beside the old one, catches up, takes over, and is judged; the loser is ended.
     """
     options = shared(SwapOptions, values)
     _exit_with(run_swap(options, default_state_dir() if state_dir is None else state_dir, as_json=as_json))
@@ -237,11 +208,10 @@ def swap_draft(
 @with_options(ConnectionOptions)
 def trace(
     out: Annotated[str, typer.Argument(metavar="OUT", help="File to write; - is standard output.")],
-    server: ServerOption = DEFAULT_SERVER,
     state_dir: StateDirOption = None,
-    steps: Annotated[int, typer.Option(metavar="N", help="How many steps, from the next one on.")] = 50,
+    steps: Annotated[int, typer.Option(metavar="N", help="Number of steps, from the next one on.")] = 50,
     wait_s: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Give up when no further step was complete for so long.")
+        float, typer.Option(metavar="SECONDS", help="Longest wait for a further complete step, before giving up.")
     ] = 10.0,
     **values: Any,
 ) -> None:
@@ -250,15 +220,14 @@ def trace(
     OUT is for https://ui.perfetto.dev or chrome://tracing. Nothing is switched on for it: requests must run. If they
     end before, the steps so far are written.
     """
+    from slipstream.cli.status import located
     from slipstream.cli.trace import run_trace
-    from slipstream.cli.up import server_of
 
-    access = shared(ConnectionOptions, values).access()
-    _exit_with(run_trace(server if state_dir is None else server_of(state_dir), steps, wait_s, out, **access))
+    _exit_with(run_trace(located(shared(ConnectionOptions, values), state_dir), steps, wait_s, out))
 
 
 @_command()
-@with_options(ConnectionOptions, without=("api_key",))
+@with_options(ConnectionOptions, without=("server", "api_key"))
 def health(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="HOST:PORT, or unix:PATH, of any one service.")],
     kill_hung: Annotated[
@@ -271,7 +240,7 @@ def health(
     from slipstream.common.rpc.address import parse_address
 
     parsed = str(parse_address(address, field="ADDRESS"))
-    access = shared(ConnectionOptions, values).access()
+    access = shared(ConnectionOptions, values).access
     found = asyncio.run(check_or_kill(parsed) if kill_hung else check(parsed, **access))
     if found != "SERVING":
         raise FailedPreconditionError(f"{address} says {found}")
@@ -282,9 +251,7 @@ def health(
 @with_options(
     ModelOptions, UpConfig, only=("target", "draft", "algorithm", "device", "listen", "metrics_port", "state_dir")
 )
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False, **values: Any
-) -> None:
+def doctor(as_json: JsonOption = False, **values: Any) -> None:
     """Check whether this host can serve. Fails when something is missing.
 
     It also measures how fast two processes hand over here.

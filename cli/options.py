@@ -5,34 +5,26 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypedDict, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from slipstream.common.errors import ConfigError, InvalidArgumentError
 from slipstream.common.rpc.address import CONNECT_TIMEOUT_S, check_target
 from slipstream.common.settings import Settings, setting
+from slipstream.gateway.config import LISTEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from slipstream.client import AsyncClient
     from slipstream.client.connection import AccessOptions
     from slipstream.client.requests import Prompt, RequestOptions
 
-
-def _checked_server(server: str) -> str:
-    check_target(server, field="server")
-    return server
-
-
 StateDirOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Of the `up` whose server is meant, instead of --server.")
+    Path | None, typer.Option(metavar="DIR", help="State directory of the `up` to ask, in place of --server.")
 ]
-ServerOption = Annotated[
-    str, typer.Option(metavar="ADDRESS", help="HOST:PORT or unix:PATH of the server.", callback=_checked_server)
-]
-
-
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 JsonOutputOption = Annotated[
     bool, typer.Option("--json", help="Print a JSON line for each output at the end: text, token ids, a report.")
 ]
@@ -41,53 +33,59 @@ JobArgument = Annotated[str, typer.Argument(metavar="NAME", help="The job's name
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionOptions(Settings, heading="Connection"):
-    """The options of commands that connect to a server, as in `AccessOptions` of the client."""
+    """The options of commands that connect to a server; all but its address as in `AccessOptions` of the client."""
 
+    server: str = setting(LISTEN, unit="ADDRESS", help="HOST:PORT or unix:PATH of the server.")
     api_key: str | None = setting(
-        None, unit="TOKEN", help="Other users of this host see it here.", unset="the variable SLIPSTREAM_API_KEY"
+        None,
+        unit="TOKEN",
+        help="API key. Visible in the process list; prefer the variable.",
+        unset="the variable SLIPSTREAM_API_KEY",
     )
-    tls: bool = setting(False, help="Connect with TLS, and trust the authorities that gRPC brings.")
+    tls: bool = setting(False, help="Connect with TLS, and trust the authorities that gRPC has.")
     tls_ca: Path | None = setting(None, unit="FILE", help="Connect with TLS, and trust these authorities, PEM.")
     tls_cert: Path | None = setting(None, unit="FILE", help="Mutual TLS: the client's certificate, PEM.")
-    tls_key: Path | None = setting(None, unit="FILE", help="Its private key, PEM.")
+    tls_key: Path | None = setting(None, unit="FILE", help="Mutual TLS: the certificate's private key, PEM.")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_target(self.server, field="server")
+
+    @property
     def access(self) -> AccessOptions:
-        """For the client."""
-        return cast("AccessOptions", {field.name: getattr(self, field.name) for field in fields(self)})
+        """Credentials, as the client takes them."""
+        return cast("AccessOptions", {name: value for name, value in vars(self).items() if name != "server"})
 
+    def client(self, **more: Any) -> AsyncClient:
+        """A client of the server; `more` are further arguments of it. Raises ConfigError as `AsyncClient` does."""
+        from slipstream.client import AsyncClient
 
-class CallOptions(TypedDict):
-    """The name of a job, and the time to connect: arguments of a call that are not in its request's options."""
-
-    job_id: str
-    connect_timeout_s: float
+        return AsyncClient(self.server, **more, **self.access)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(Settings, heading="Request"):
-    """Options of `generate` that become a request. None leaves a parameter to the server, which checks them all."""
+    """Options of `generate` that become a request. None: the server's default. The server checks all values."""
 
     job_id: str | None = setting(
-        None, unit="NAME", help="Name of the job: the same request again follows it.", unset="drawn"
+        None, unit="NAME", help="Job name; an equal request with this name follows the job.", unset="drawn"
     )
     chat: bool = setting(False, help="PROMPT is what a user says: apply the model's chat template.")
     max_new_tokens: int | None = setting(None, unit="N", help="Tokens to generate at most.", unset="the server's")
     min_new_tokens: int | None = setting(None, unit="N", help="Tokens before which nothing else ends the output.")
     temperature: float | None = setting(None, unit="T", help="0 takes the likeliest token; above, tokens are sampled.")
-    seed: int | None = setting(None, unit="S", help="The same seed gives the same tokens.", unset="drawn")
+    seed: int | None = setting(None, unit="S", help="Equal seeds give equal tokens.", unset="drawn")
     top_k: int | None = setting(None, unit="K", help="Sample from the K likeliest tokens.")
     top_p: float | None = setting(None, unit="P", help="Sample from the likeliest tokens that sum to P.")
     min_p: float | None = setting(None, unit="P", help="Sample from tokens P times as likely as the likeliest.")
     repetition_penalty: float | None = setting(
-        None, unit="P", help="Above 1, tokens that are there already become less likely."
+        None, unit="P", help="Above 1, make tokens that are there already less likely."
     )
     frequency_penalty: float | None = setting(
-        None, unit="P", help="Less likely by this for each time that the output has a token."
+        None, unit="P", help="Lower a token's logit by P for each time that the output has it."
     )
-    presence_penalty: float | None = setting(
-        None, unit="P", help="Less likely by this, once, if the output has a token."
-    )
-    n: int | None = setting(None, unit="N", help="Outputs for the prompt, each with a seed of its own.")
+    presence_penalty: float | None = setting(None, unit="P", help="Lower a token's logit by P if the output has it.")
+    n: int | None = setting(None, unit="N", help="Number of outputs for the prompt, each with its own seed.")
     stop: list[str] | None = setting(None, unit="TEXT", help="A text that ends the output; may be repeated.")
     stop_token_id: list[int] | None = setting(None, unit="ID", help="A token that ends the output; may be repeated.")
     logit_bias: list[str] | None = setting(
@@ -101,19 +99,14 @@ class GenerateOptions(Settings, heading="Request"):
     cache_salt: str | None = setting(
         None,
         unit="TEXT",
-        help="Share cached prompts only with requests of the same salt. Other users of this host see it here.",
+        help="Share cached prompts only with requests of the same salt. Visible in the process list.",
     )
-    priority: int | None = setting(None, unit="P", help="Requests of a higher priority start first.", unset="0")
+    priority: int | None = setting(None, unit="P", help="Requests of a higher priority start earlier.", unset="0")
     logprobs: int | None = setting(
         None, unit="N", help="With --json: each token's log-probability, and those of the N likeliest."
     )
-
     connect_timeout_s: float = setting(
-        CONNECT_TIMEOUT_S,
-        unit="SECONDS",
-        help="How long a server that does not answer is tried.",
-        above=0,
-        high=86400,
+        CONNECT_TIMEOUT_S, unit="SECONDS", help="Time for a server to answer first.", above=0, high=86400
     )
 
     def __post_init__(self) -> None:
@@ -125,16 +118,10 @@ class GenerateOptions(Settings, heading="Request"):
         """The text, or a conversation that begins with it."""
         return [{"role": "user", "content": text}] if self.chat else text
 
-    def call(self) -> CallOptions:
-        """The job's name, empty if the server or the client draws one, and how long a silent server is tried."""
-        return {"job_id": self.job_id or "", "connect_timeout_s": self.connect_timeout_s}
-
     def request(self) -> RequestOptions:
         """The keyword arguments of `AsyncClient.generate`."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("job_id", "chat", "no_speculation", "stop_token_id", "connect_timeout_s"):
-            del named[name]
-        named |= {
+        own = ("job_id", "chat", "no_speculation", "stop_token_id", "connect_timeout_s")
+        named = {name: value for name, value in vars(self).items() if name not in own} | {
             "stop_token_ids": self.stop_token_id,
             "logit_bias": self._biases(),
             "logprobs": self.logprobs is not None,
@@ -145,14 +132,14 @@ class GenerateOptions(Settings, heading="Request"):
 
     def _biases(self) -> dict[int, float] | None:
         biases: dict[int, float] = {}
-        for one in self.logit_bias or ():
-            token, _, bias = one.partition(":")
+        for given in self.logit_bias or ():
+            token, _, bias = given.partition(":")
             try:
                 token_id, value = int(token), float(bias)
             except ValueError:
-                raise ConfigError("logit_bias", one, "ID:BIAS, a token's id and a number from -100 to 100") from None
+                raise ConfigError("logit_bias", given, "ID:BIAS, a token's id and a number from -100 to 100") from None
             if token_id in biases:
-                raise ConfigError("logit_bias", one, "each token once")
+                raise ConfigError("logit_bias", given, "each token once")
             biases[token_id] = value
         return biases or None
 

@@ -9,7 +9,6 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
-from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.cli.cancellation import StopSignals
+from slipstream.cli.draft_swaps import fetch_reports
 from slipstream.cli.health import check
+from slipstream.cli.state_dir import default_state_dir, server_of
 from slipstream.client import AsyncClient
 from slipstream.common.errors import ConfigError, SlipstreamError, UnavailableError
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
     from typing import Unpack
 
+    from slipstream.cli.options import ConnectionOptions
     from slipstream.cli.process import ServiceReport
     from slipstream.client.connection import AccessOptions
     from slipstream.common.rpc.metrics import Scrape
@@ -65,7 +67,7 @@ class ServerStatus:
 
     @property
     def is_healthy(self) -> bool:
-        """True if all services answer that are part of the server now; a draft that is missing is none."""
+        """True if all services that are part of the server now answer; a missing draft is no part."""
         return all(health in HEALTHY for health in self.health.values())
 
     def service(self, name: str) -> ServiceState:
@@ -111,22 +113,15 @@ class ServerStatus:
         for heading in ("service", "health", "pid", *restarts, "address", "metrics port", "model"):
             table.add_column(heading, overflow="fold")
         for service in self.state.services:
-            health = self.health[service.name]
-            table.add_row(
-                service.name,
-                f"[{'green' if health in HEALTHY else 'bold red'}]{health}[/]",
-                f"{service.pid}",
-                *([_restarts(self.reports.get(service.name))] if restarts else []),
-                service.address,
-                f"{service.metrics_port or '-'}",
-                service.model or "-",
-            )
-        for name, report in self.reports.items():
+            health, report = self.health[service.name], self.reports.get(service.name)
+            shown = f"[{'green' if health in HEALTHY else 'bold red'}]{health}[/]"
+            again = [_restarts(report)] if restarts else []
+            port, model = f"{service.metrics_port or '-'}", service.model or "-"
+            table.add_row(service.name, shown, f"{service.pid}", *again, service.address, port, model)
+        for name, one in self.reports.items():
             if name not in self.health:
-                pid = f"{report.pid or '-'}"
-                table.add_row(
-                    name, f"[yellow]{report.state}[/]", pid, _restarts(report), report.address or "-", "-", "-"
-                )
+                row = f"[yellow]{one.state}[/]", f"{one.pid or '-'}", _restarts(one), one.address or "-", "-", "-"
+                table.add_row(name, *row)
         Console(width=None if sys.stdout.isatty() else _UNFOLDED_WIDTH).print(table)
 
 
@@ -155,6 +150,23 @@ async def fetch_status(server: str, **access: Unpack[AccessOptions]) -> ServerSt
     return ServerStatus(server=server, state=state, health=dict(zip(names, healths, strict=True)))
 
 
+def located(connection: ConnectionOptions, state_dir: Path | None) -> ConnectionOptions:
+    """Returns the connection, to the `up` in `state_dir` if that is given. Raises UnavailableError if none is ready."""
+    return connection if state_dir is None else replace(connection, server=server_of(state_dir))
+
+
+async def run_status(connection: ConnectionOptions, state_dir: Path | None, *, as_json: bool) -> int:
+    """Prints the status once; returns 1 if a service is not healthy. Raises UnavailableError without a server."""
+    reports = await fetch_reports(state_dir or default_state_dir())
+    found = located(connection, state_dir)
+    status = (await fetch_status(found.server, **found.access)).with_reports(reports)
+    if as_json:
+        print(json.dumps(status.as_json()))
+    else:
+        status.print()
+    return 0 if status.is_healthy else 1
+
+
 async def _health(server: str, service: ServiceState, access: AccessOptions) -> str:
     # The gateway's own address may be a wildcard, or another than the one that leads there from here.
     is_server = service.name == "gateway"
@@ -175,34 +187,24 @@ class Reading:
     """On the monotonic clock."""
     status: ServerStatus
     metrics: Scrape | None
-    """Samples of the gateway's and the scheduler's metrics, with a label `job`; None when they cannot be read."""
+    """Samples of the gateway's and the scheduler's metrics, with a label `job`. None: they cannot be read."""
     why_no_metrics: str = ""
 
     def restarted(self, earlier: Reading) -> list[str]:
         """Names of the measured services that are other processes than in `earlier`: counters begin anew there."""
-        ours, theirs = (reading._starts() for reading in (self, earlier))
+        both = (self, earlier)
+        pids, others = ({service.name: service.pid for service in one.status.state.services} for one in both)
+        # In containers the next process can have the same id.
+        begun, before = (one.metrics.by("job", "process_start_time_seconds") if one.metrics else {} for one in both)
         return [
             name
-            for name in self.measured
-            if self._pids.get(name) != earlier._pids.get(name)
-            or (name in ours and name in theirs and ours[name] != theirs[name])
+            for name in ("scheduler", *self.status.gateways)
+            if pids.get(name) != others.get(name)
+            or len({times[name] for times in (begun, before) if name in times}) > 1
         ]
 
-    @property
-    def measured(self) -> list[str]:
-        """The services whose metrics are shown."""
-        return ["scheduler", *self.status.gateways]
-
-    @property
-    def _pids(self) -> dict[str, int]:
-        return {service.name: service.pid for service in self.status.state.services}
-
-    def _starts(self) -> dict[str, float]:
-        # In containers the next process can have the same id.
-        return {} if self.metrics is None else self.metrics.by("job", "process_start_time_seconds")
-
     def since(self, earlier: Reading | None) -> dict[str, Any] | None:
-        """Rates and means of the time between; None for a first reading, another process, or without metrics."""
+        """Returns rates and means of the time between. None: a first reading, another process, or no metrics."""
         if earlier is None or earlier.metrics is None or self.metrics is None or self.restarted(earlier):
             return None
         # Imported here: `up` needs no metrics of its own, and starts without what they take.
@@ -227,17 +229,17 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """Everything that is known at one moment."""
+    """All that `status --watch` knows at one moment."""
 
     at: datetime
     """With the time zone."""
     reading: Reading | None
-    """None when no server answers."""
+    """None: no server answers."""
     error: str = ""
     interval: dict[str, Any] | None = None
-    """See `Reading.since`: the time since the look before."""
+    """Figures since the previous look, see `Reading.since`."""
     event: str = ""
-    """The last change that was seen, and when: the server went away, came back, was started anew."""
+    """Last change, and when: the server went away, came back, was started anew."""
 
     def as_json(self) -> dict[str, object]:
         """For `json.dumps`."""
@@ -249,9 +251,8 @@ class Look:
 class Watcher:
     """Remembers what the last look found."""
 
-    def __init__(self, locate: Callable[[], str], read: Callable[[str], Awaitable[Reading]]) -> None:
-        """`locate` gives the server's address, `read` reads it; both raise SlipstreamError while there is no server."""
-        self._locate = locate
+    def __init__(self, read: Callable[[], Awaitable[Reading]]) -> None:
+        """`read` reads the server; it raises SlipstreamError while there is none."""
         self._read = read
         self._last: Reading | None = None
         self._gone_since_s: float | None = None
@@ -261,7 +262,7 @@ class Watcher:
         """Asks the server and its services, and reads the metrics. A server that does not answer is no error."""
         at = datetime.now().astimezone()
         try:
-            reading = await self._read(self._locate())
+            reading = await self._read()
         except SlipstreamError as error:
             if self._gone_since_s is None:
                 self._gone_since_s, self._event = time.monotonic(), f"no answer since {at:%H:%M:%S}"
@@ -303,7 +304,7 @@ async def read_server(server: str, **access: Unpack[AccessOptions]) -> Reading:
 
 
 def frame(look: Look) -> Table:
-    """One look as a table: a name and a text in each row."""
+    """Returns a look as a table: a name and a text in each row."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -348,16 +349,19 @@ def _add_server(table: Table, status: ServerStatus) -> None:
 
 
 async def run_watch(
-    locate: Callable[[], str], access: AccessOptions, *, interval_s: float | None, as_json: bool
+    connection: ConnectionOptions, state_dir: Path | None, *, interval_s: float | None, as_json: bool
 ) -> int:
     """Shows a look now and after each interval: on a terminal redrawn, elsewhere as lines. Returns 0 after a signal.
 
-    `locate`: see `Watcher`. Raises ConfigError naming `interval_s`.
+    Raises ConfigError naming `interval_s`.
     """
     interval_s = DEFAULT_INTERVAL_S if interval_s is None else interval_s
     if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
         raise ConfigError("interval_s", interval_s, f"{MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds")
-    watcher = Watcher(locate, partial(read_server, **access))
+
+    async def read() -> Reading:
+        return await read_server(located(connection, state_dir).server, **connection.access)
+
     is_live = not as_json and sys.stdout.isatty() and not Console().is_dumb_terminal
     plain = Console(width=_PLAIN_WIDTH, color_system=None)
     with Live(Text("asking ..."), auto_refresh=False) if is_live else nullcontext() as screen:
@@ -370,7 +374,7 @@ async def run_watch(
             else:
                 print_lines(plain, look)
 
-        await StopSignals().cancel(_watch(watcher, interval_s, show))
+        await StopSignals().cancel(_watch(Watcher(read), interval_s, show))
     return 0
 
 
@@ -384,7 +388,7 @@ async def _watch(watcher: Watcher, interval_s: float, show: Callable[[Look], Non
 
 
 def print_lines(console: Console, look: Look) -> None:
-    """Prints the table's lines, with an empty line behind them."""
+    """Prints the table's lines, with an empty line after them."""
     with console.capture() as captured:
         console.print(frame(look))
     print(*(line.rstrip() for line in captured.get().splitlines()), "", sep="\n", file=console.file, flush=True)

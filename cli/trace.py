@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from slipstream.cli.trace_timeline import Row, StampClock, Timeline
-from slipstream.client import AsyncClient
 from slipstream.client.connection import AccessOptions, open_async_channel
 from slipstream.client.requests import channel_options
 from slipstream.common.errors import ConfigError, FailedPreconditionError, UnavailableError
@@ -33,8 +32,8 @@ from slipstream.protos import trace_pb2, trace_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from typing import Unpack
 
+    from slipstream.cli.options import ConnectionOptions
     from slipstream.common.wire.server import ServiceState
 
 STANDARD_OUTPUT = "-"
@@ -43,7 +42,7 @@ GATEWAY_TIMEOUT_S = 5.0
 Event = dict[str, object]
 
 
-async def run_trace(server: str, steps: int, wait_s: float, out: str, **access: Unpack[AccessOptions]) -> int:
+async def run_trace(connection: ConnectionOptions, steps: int, wait_s: float, out: str) -> int:
     """Writes a trace of the server's next `steps` steps to the file `out`, or to standard output if that is "-".
 
     Raises ConfigError naming what is wrong, UnavailableError without a server, DeadlineExceededError if nothing ran
@@ -54,12 +53,12 @@ async def run_trace(server: str, steps: int, wait_s: float, out: str, **access: 
     if not 0.001 <= wait_s <= MAX_WAIT_MS / 1000:
         raise ConfigError("wait_s", wait_s, f"0.001 to {MAX_WAIT_MS / 1000:g} seconds")
     with _output(out) as write:
-        async with AsyncClient(server, **access) as client:
+        async with connection.client() as client:
             services = (await client.server_info()).services
         scheduler = next(service.address for service in services if service.name == "scheduler")
         trace = await fetch_trace(scheduler, TraceRequest(steps=steps, wait_ms=round(1000 * wait_s)))
         gateways = [service for service in services if service.name.startswith("gateway")]
-        requests = await fetch_requests(server, gateways, access)
+        requests = await fetch_requests(connection.server, gateways, connection.access)
         content = trace_json(replace(trace, processes=(*trace.processes, *requests)))
         write(json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n")
     uncertainty_us = content["otherData"]["clock_uncertainty_us"]

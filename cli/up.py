@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from slipstream.cli.display import LogFollower, StateLines, nonfailing_console
 from slipstream.cli.draft_swaps import DraftSwaps, control_server
 from slipstream.cli.models import check_device, check_models
 from slipstream.cli.mps import mps_daemon
+from slipstream.cli.state_dir import hold_state_dir
 from slipstream.cli.status import fetch_status
 from slipstream.cli.supervisor import Supervisor
 from slipstream.cli.up_config import (
@@ -27,13 +27,11 @@ from slipstream.cli.up_config import (
     server_address,
     worker_command,
 )
-from slipstream.common.errors import ConfigError, UnavailableError
-from slipstream.common.private_files import lock, make_private_directory, open_new
 from slipstream.gateway.keys import KeyFile
 from slipstream.services.worker.config import DUMMY
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
     from rich.console import Console
@@ -44,15 +42,11 @@ if TYPE_CHECKING:
     from slipstream.cli.up_config import UpConfig
     from slipstream.common.wire.server import ServerState
 
-_LOCK = "up.lock"
-_SERVER = "server"
 _DRAFT_TIMEOUT_S = 5.0
 """The scheduler is ready once a draft is attached, or has taken too long: the time until it takes part then."""
 _PROGRESS_S = 10.0
 """Between two lines that say of a service that it is still loading."""
 _DRAFT_POLL_S = 0.1
-_ROOM_BYTES = 32 * 2**20
-"""Of the journal and its log, 24 MiB, and of what the services log at their start."""
 
 
 async def run_up(config: UpConfig, *, is_verbose: bool) -> int:
@@ -169,63 +163,3 @@ def _commands(config: UpConfig, listen: str) -> list[list[ServiceCommand]]:
     for command in (*workers, *scheduler, *(gateways if len(gateways) > 1 else ())):
         free_address(command.address, field="state_dir")
     return [workers, scheduler, gateways]
-
-
-@contextmanager
-def hold_state_dir(path: Path) -> Iterator[Callable[[str], None]]:
-    """Makes the directory if need be, and holds it until the context ends or the process does.
-
-    The context's value leaves the server's address for `server_of` to find. Raises ConfigError when another process
-    holds the directory, when it cannot be made, is not this user's alone or has no room.
-    """
-    server = path / _SERVER
-    make_private_directory(path, field="state_dir", given=str(path))
-    try:
-        descriptor = lock(path / _LOCK)
-    except BlockingIOError as error:
-        raise ConfigError("state_dir", str(path), "a directory that no other `slipstream up` uses") from error
-    except OSError as error:
-        raise ConfigError("state_dir", str(path), f"a directory that this user can write to ({error})") from error
-
-    def announce(address: str) -> None:
-        new = server.with_suffix(".new")
-        try:
-            with os.fdopen(open_new(new), "w", encoding="utf-8") as file:
-                file.write(address)
-            new.replace(server)
-        except OSError as error:
-            raise _no_room(path, error) from error
-
-    try:
-        server.unlink(missing_ok=True)  # of an owner that was killed
-        _check_room(path)
-        yield announce
-    finally:
-        server.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _check_room(path: Path) -> None:
-    """Raises ConfigError unless there is room: without it, no log says why a service ends."""
-    room = path / "room"
-    try:
-        with os.fdopen(open_new(room), "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)
-    except OSError as error:
-        raise _no_room(path, error) from error
-    finally:
-        with suppress(OSError):
-            room.unlink()
-
-
-def _no_room(path: Path, error: OSError) -> ConfigError:
-    accepted = f"a directory on a disk with {_ROOM_BYTES // 2**20} MiB free for logs and the journal ({error.strerror})"
-    return ConfigError("state_dir", str(path), accepted)
-
-
-def server_of(path: Path) -> str:
-    """Address of the server that was started in this state directory. Raises UnavailableError when none is ready."""
-    try:
-        return (path / _SERVER).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        raise UnavailableError(f"no `slipstream up` is ready in {path}") from None

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 from typing import TYPE_CHECKING
 
 from slipstream.cli.models import ModelChoice  # noqa: TC001 - `with_options` reads the annotations
 from slipstream.cli.mps import MpsMode, has_nvidia_device, outside_mps
 from slipstream.cli.process import HTTP, ServiceCommand
+from slipstream.cli.state_dir import default_state_dir
 from slipstream.common.errors import AddressInUseError, ConfigError
 from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.rpc.listener import Listener
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
 
     from slipstream.cli.mps import MpsDaemon
 
-DEFAULT_SERVER = LISTEN
-"""Address at which `up` listens, and to which `generate` and `status` connect."""
-
 DETERMINISTIC_STEP_TOKENS = 512
 """Prompt tokens in a step with `deterministic`, if max_batched_tokens is auto."""
 METRICS_PORT = 9401
@@ -45,14 +41,6 @@ _SOCKET_FOLDER = "sockets"
 SMG = "smg"
 _SMG_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
 """It reads the tokenizer in the model's directory, and downloads nothing in its place."""
-
-
-def default_state_dir() -> Path:
-    """The user's own state directory, as in the XDG base directory specification; in /tmp for a user without a home."""
-    try:
-        return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "slipstream"
-    except RuntimeError:
-        return Path(tempfile.gettempdir()) / f"slipstream-{os.geteuid()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +76,7 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSetting
     """Names the draft's socket and log: a new draft is started beside the old one."""
     swapped_draft_tokens: int | None = None
     """Tokens that the draft drafts in a step, where a swap has said so; at most those of `models`."""
-    listen: str = setting(
-        DEFAULT_SERVER, help="HOST:PORT or unix:PATH for clients; port 0 takes a free one.", unit="ADDRESS"
-    )
+    listen: str = setting(LISTEN, help="HOST:PORT or unix:PATH for clients; port 0 takes a free one.", unit="ADDRESS")
     state_dir: Path = setting(
         default_factory=default_state_dir,
         help="Directory for sockets, logs and the journal of jobs, made if need be; one `up` at a time.",

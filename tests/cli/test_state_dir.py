@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.cli.up import hold_state_dir, server_of
+from slipstream.cli.state_dir import hold_state_dir, server_of
 from slipstream.common.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:

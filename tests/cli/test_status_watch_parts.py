@@ -170,14 +170,13 @@ async def test_what_happened_to_the_server_is_told() -> None:
         server.read(7.0, pid=8),
     ]
 
-    async def read(address: str) -> Reading:
-        assert address == "a server"
+    async def read() -> Reading:
         reading = script.pop(0)
         if reading is None:
             raise UnavailableError("no answer")
         return reading
 
-    watcher = Watcher(lambda: "a server", read)
+    watcher = Watcher(read)
     found = [await watcher.look() for _ in range(len(script))]
     events = ["", "", "workers attached anew, epoch 2", "no answer since", "no answer since", "answers since"]
     for look, event in zip(found, [*events, "the scheduler was started anew"], strict=True):
