@@ -22,10 +22,9 @@ def _nothing() -> None:
 
 
 class StopSignals:
-    """Turns the first signal into the cancellation of the work, and any further one into a call of `on_second`."""
+    """Cancels the work on the first signal, and calls `on_second` on each further signal."""
 
     def __init__(self, *, on_first: Callable[[], None] = _nothing, on_second: Callable[[], None] = _nothing) -> None:
-        """Both are called on the event loop."""
         self._on_first = on_first
         self._on_second = on_second
         self._received: list[signal.Signals] = []
@@ -33,7 +32,7 @@ class StopSignals:
 
     @property
     def exit_status(self) -> int:
-        """0 after at most one signal, 128 and the signal's number after more."""
+        """0 after at most one signal, else 128 and the last signal's number."""
         return 128 + self._received[-1] if len(self._received) > 1 else 0
 
     async def cancel(self, work: Coroutine[object, object, T]) -> T | None:
@@ -94,10 +93,9 @@ async def shielded(
     during: BaseException | None = None,
     on_cancel: Callable[[], None] = _nothing,
 ) -> None:
-    """Does the work to its end, in a task of its own, and raises what it raises.
+    """Runs the work to its end, in its own task, and raises its error.
 
-    A cancellation meanwhile calls `on_cancel` and is raised at the end, unless there is an error on its way already,
-    `during`, which the caller lets go on.
+    A cancellation meanwhile calls `on_cancel`, and is raised at the end unless the caller raises `during`.
     """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None

@@ -28,19 +28,20 @@ from slipstream.client import AsyncClient
 from slipstream.scheduler.config import DEFAULT_DRAFT_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from slipstream.bundled import Prompt
     from slipstream.cli.supervisor import Supervisor
+    from slipstream.client.requests import RequestOptions
 
 PROMPT_STRIDE = 16
-"""Takes one of so many of the bundled prompts, which makes four."""
+"""Stride through the bundled prompts; this one takes four of them."""
 MAX_NEW_TOKENS = 192
 TEMPERATURE = 0.8
 SEED = 1
-"""Seed of the first prompt; the others count on from it."""
+"""Seed of the first prompt; each later prompt has the next seed."""
 DTYPE = "float32"
-"""In float32 drafting changes no token, on a GPU either; in bfloat16 a near tie may fall the other way."""
+"""In float32 drafting changes no token, on a GPU either; in bfloat16 it may change a near tie."""
 ACCEPTED_STYLE, OWN_STYLE, PROMPT_STYLE = "bold green", "yellow", "dim"
 _ROWS_KEPT_FREE = 3
 _COLUMNS = 2
@@ -48,7 +49,7 @@ _COLUMNS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoRun:
-    """All prompts at once, through one scheduler."""
+    """Figures of one pass: all prompts at once, with drafting or without."""
 
     title: str
     token_ids: tuple[tuple[int, ...], ...]
@@ -56,7 +57,12 @@ class DemoRun:
     seconds: float
     """From the first request to the last token."""
     interval: dict[str, Any]
-    """Times of its steps and the accept length, as in `Reading.since`."""
+    """Times of its steps, and the accept length, as in `Reading.since`."""
+
+    @property
+    def num_steps(self) -> float:
+        """Number of steps."""
+        return float(self.interval["steps_per_s"] * self.interval["seconds"])
 
     @property
     def num_tokens(self) -> int:
@@ -70,10 +76,9 @@ class DemoRun:
 
 
 async def run_demo(algorithm: str, device: str) -> int:
-    """Runs it in a state directory of its own, on free ports, under MPS where that is there; gives the exit status.
+    """Runs the demo in a temporary state directory, on free ports, under MPS if possible; returns the exit status.
 
-    That is 1 when drafting changed the tokens, and 130 when a signal ended it. Raises SlipstreamError when a service
-    dies for good.
+    It is 1 if drafting changed the tokens, and 130 after a signal. Raises SlipstreamError when a service dies for good.
     """
     hurry = asyncio.Event()
     status = await StopSignals(on_second=hurry.set).cancel(_serve(algorithm, device, hurry))
@@ -124,9 +129,8 @@ class _Demo:
         async with AsyncClient(server) as client:
             start = time.monotonic()
             with DemoScreen(self._console, self._prompts) as screen:
-                token_ids = await asyncio.gather(
-                    *(self._generate(client, index, screen) for index in range(len(self._prompts)))
-                )
+                outputs = (self._generate(client, index, screen) for index in range(len(self._prompts)))
+                token_ids = await asyncio.gather(*outputs)
             seconds = time.monotonic() - start
         interval = (await read_server(server)).since(before)
         assert interval is not None, "the demo's own services have metrics"
@@ -134,13 +138,8 @@ class _Demo:
 
     async def _generate(self, client: AsyncClient, index: int, screen: DemoScreen) -> tuple[int, ...]:
         token_ids: list[int] = []
-        chunks = client.generate(
-            self._prompts[index].text,
-            max_new_tokens=MAX_NEW_TOKENS,
-            temperature=TEMPERATURE,
-            seed=SEED + index,
-            ignore_eos=True,
-        )
+        options: RequestOptions = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": TEMPERATURE, "ignore_eos": True}
+        chunks = client.generate(self._prompts[index].text, **(options | {"seed": SEED + index}))
         async with aclosing(chunks):
             async for chunk in chunks:
                 token_ids += chunk.token_ids
@@ -149,10 +148,10 @@ class _Demo:
 
 
 class DemoScreen:
-    """The outputs of several prompts: the end of each in a box, or each line when it is finished, with marks."""
+    """Shows the outputs of several prompts: the end of each in a box, or each finished line with marks."""
 
     def __init__(self, console: Console, prompts: Sequence[Prompt]) -> None:
-        """Each output goes on where its prompt ends."""
+        """Begins with the prompts, which the outputs continue."""
         self._console = console
         self._titles = [f"{prompt.source}:{prompt.line}" for prompt in prompts]
         self._texts = [Text().append(prompt.text, PROMPT_STYLE) for prompt in prompts]
@@ -172,7 +171,7 @@ class DemoScreen:
             self._print(index, line)
 
     def add(self, index: int, pieces: Iterable[tuple[str, bool]]) -> None:
-        """Takes text of the prompt with this index, each piece with whether it was drafted and accepted."""
+        """Appends text to a prompt's output, each piece with whether it was drafted and accepted."""
         for text, is_accepted in pieces:
             self._texts[index].append(text, ACCEPTED_STYLE if is_accepted else OWN_STYLE)
             marked = "«" + text.replace("\n", "»\n«") + "»" if is_accepted else text
@@ -185,13 +184,11 @@ class DemoScreen:
             self._console.print(f"[{index + 1}] {line}", highlight=False, markup=False, soft_wrap=True)
 
     def _render(self) -> Table:
-        num_rows = -(-len(self._texts) // _COLUMNS)
-        height = max(3, (self._console.height - _ROWS_KEPT_FREE) // num_rows)
-        width = self._console.width // _COLUMNS
+        rows = [range(len(self._texts))[first : first + _COLUMNS] for first in range(0, len(self._texts), _COLUMNS)]
+        width, height = self._console.width // _COLUMNS, (self._console.height - _ROWS_KEPT_FREE) // len(rows)
         table = Table.grid(expand=True)
-        boxes = [self._box(index, width, height) for index in range(len(self._texts))]
-        for first in range(0, len(boxes), _COLUMNS):
-            table.add_row(*boxes[first : first + _COLUMNS])
+        for row in rows:
+            table.add_row(*(self._box(index, width, max(3, height)) for index in row))
         return table
 
     def _box(self, index: int, width: int, height: int) -> Panel:
@@ -201,7 +198,7 @@ class DemoScreen:
 
 
 def legend(console: Console) -> Text:
-    """Explains what such a console shows."""
+    """Explains the marks or the colours that a console shows."""
     if not console.is_terminal:
         return Text("[number of the prompt] «drafted and accepted», the target's own")
     styles = {"the prompt": PROMPT_STYLE, "drafted and accepted": ACCEPTED_STYLE, "the target's own": OWN_STYLE}
@@ -217,21 +214,23 @@ def pieces(text: str, lengths: Sequence[int], is_draft: Sequence[bool]) -> Itera
         start += length
 
 
+_FIGURES: dict[str, Callable[[DemoRun], str]] = {
+    "tokens": lambda run: f"{run.num_tokens}",
+    "tokens per second": lambda run: f"{run.tokens_per_second:.1f}",
+    "mean accept length": lambda run: f"{run.interval['mean_accept_length'] or 1:.2f}",
+    "steps, mean time": lambda run: f"{run.num_steps:.0f}, {1e3 * run.interval['step_s']:.1f} ms",
+    "bubble in all": lambda run: f"{1e3 * run.num_steps * sum(run.interval['bubbles_s'].values()):.0f} ms",
+    "overlap efficiency": lambda run: f"{run.interval['overlap_efficiency']:.3f}",
+}
+
+
 def report(console: Console, drafted: DemoRun, undrafted: DemoRun) -> int:
     """Prints both runs side by side; returns 1 if their tokens differ."""
-    table = Table(title="The same prompts, seeds and target")
-    runs = (drafted, undrafted)
-    for heading in ("", *(run.title for run in runs)):
-        table.add_column(heading, justify="right" if heading else "left")
-    table.add_row("tokens", *(f"{run.num_tokens}" for run in runs))
-    table.add_row("tokens per second", *(f"{run.tokens_per_second:.1f}" for run in runs))
-    table.add_row("mean accept length", *(f"{run.interval['mean_accept_length'] or 1:.2f}" for run in runs))
-    steps = [run.interval["steps_per_s"] * run.interval["seconds"] for run in runs]
-    step_ms = [1e3 * run.interval["step_s"] for run in runs]
-    table.add_row("steps, mean time", *(f"{num:.0f}, {ms:.1f} ms" for num, ms in zip(steps, step_ms, strict=True)))
-    bubble_ms = [1e3 * num * sum(run.interval["bubbles_s"].values()) for num, run in zip(steps, runs, strict=True)]
-    table.add_row("bubble in all", *(f"{ms:.0f} ms" for ms in bubble_ms))
-    table.add_row("overlap efficiency", *(f"{run.interval['overlap_efficiency']:.3f}" for run in runs))
+    table, runs = Table("", title="The same prompts, seeds and target"), (drafted, undrafted)
+    for run in runs:
+        table.add_column(run.title, justify="right")
+    for name, figure in _FIGURES.items():
+        table.add_row(name, *map(figure, runs))
     console.print(table)
     ratio = drafted.tokens_per_second / undrafted.tokens_per_second
     console.print(f"Drafting is {ratio:.2f} times as fast as no drafting here.", highlight=False)
@@ -247,9 +246,9 @@ def report(console: Console, drafted: DemoRun, undrafted: DemoRun) -> int:
 
 
 def first_difference(drafted: DemoRun, undrafted: DemoRun) -> tuple[int, int] | None:
-    """Prompt and token index of the first token id that differs; None when all are the same."""
-    for prompt, (ones, others) in enumerate(zip(drafted.token_ids, undrafted.token_ids, strict=True)):
-        for token, (one, other) in enumerate(zip_longest(ones, others)):
-            if one != other:
+    """Returns prompt and token index of the first token id that differs. None: all are equal."""
+    for prompt, both in enumerate(zip(drafted.token_ids, undrafted.token_ids, strict=True)):
+        for token, (left, right) in enumerate(zip_longest(*both)):
+            if left != right:
                 return prompt, token
     return None

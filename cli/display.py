@@ -38,9 +38,9 @@ class StateLines:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._states: dict[str, tuple[ServiceState, float]] = {}
-        """By service: its state, and since when."""
+        """State, and the time of its begin, by service."""
         self._failing: set[str] = set()
-        """Services that died as they loaded: no further try is shown until one is ready, or is stopped."""
+        """Services that died while loading: no further start is shown until it is ready, or is stopped."""
 
     def on_change(self, name: str, state: ServiceState) -> None:
         """Called by the supervisor when a service's state has changed."""
@@ -67,14 +67,14 @@ class StateLines:
 class LogFollower:
     """Copies log files to an output as they grow, by whole lines.
 
-    The services write to files and not to a pipe, so that no service ever waits for this process to read.
+    The services write to files and not to a pipe, so that none ever waits for this process to read.
     """
 
     def __init__(self, output: BinaryIO) -> None:
-        """Copies nothing until `start`. What cannot be written to `output` is lost."""
+        """Copies nothing until `start`. Loses what cannot be written to `output`."""
         self._output = NonfailingOutput(output)
         self._logs: dict[Path, tuple[BinaryIO, bytes]] = {}
-        """By path: the file that is open, and the beginning of a line that was read."""
+        """Open file, and the incomplete last line that was read, by path."""
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.ensure_future(self._follow())
@@ -82,7 +82,7 @@ class LogFollower:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Copies what is left."""
+        """Copies the rest."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._copy()
@@ -92,7 +92,7 @@ class LogFollower:
         self._output.flush()
 
     def start(self, paths: Iterable[Path]) -> None:
-        """Follows these files, too, which are there, from their beginnings; and what replaces one in its place."""
+        """Follows these existing files, too, from their beginnings, and each file that replaces one."""
         self._logs |= {path: (path.open("rb"), b"") for path in paths}
 
     async def _follow(self) -> None:
@@ -115,7 +115,6 @@ class LogFollower:
 
 
 def _is_replaced(path: Path, file: BinaryIO) -> bool:
-    """True if the path leads to another file than this one."""
     return path.exists() and not os.path.samestat(path.stat(), os.fstat(file.fileno()))
 
 
@@ -125,23 +124,21 @@ def nonfailing_console() -> Console:
 
 
 class NonfailingOutput:
-    """A file that loses what it cannot write, and becomes /dev/null once it has no reader."""
+    """A file that drops what it cannot write, and becomes /dev/null once it has no reader."""
 
     def __init__(self, file: IO[Any]) -> None:
-        """Writes to `file`, which has all other attributes."""
         self._file = file
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
     def write(self, content: Any) -> int:
-        """Returns as if all was written, whether it was or not."""
+        """Writes if possible; returns as if all was written."""
         with self._losing():
             self._file.write(content)
         return len(content)
 
     def flush(self) -> None:
-        """Writes what is buffered, or loses it."""
         with self._losing():
             self._file.flush()
 

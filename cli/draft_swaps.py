@@ -33,7 +33,7 @@ from slipstream.protos import scheduler_pb2_grpc, supervisor_pb2_grpc
 from slipstream.protos import supervisor_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from slipstream.cli.service import Service
     from slipstream.cli.supervisor import Supervisor
@@ -48,12 +48,12 @@ _DESCRIBE_TIMEOUT_S = 2.0
 
 
 class DraftSwaps:
-    """One swap at a time. A client that goes away does not end it."""
+    """Swaps the draft, once at a time. A client that goes away ends no swap."""
 
     def __init__(
         self, config: UpConfig, supervisor: Supervisor, on_log: Callable[[Path], None] = lambda _path: None
     ) -> None:
-        """`config`: what `supervisor` was started with. `on_log` is told of each new draft's log."""
+        """`config`: the configuration that `supervisor` runs. `on_log` is told of each new draft's log."""
         self._config = config
         self._supervisor = supervisor
         self._on_log = on_log
@@ -130,11 +130,11 @@ class DraftSwaps:
         async with background(process.ready.wait(), process.ended.wait()) as waits:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not process.ready.is_set():
-            log = f"the end of its log ({process.command.log_path}):\n{process.last_log_lines()}"
-            raise FailedPreconditionError(f"the new draft {process.describe_end()} before it was ready; {log}")
+            end = f"the new draft {process.describe_end()} before it was ready; {process.end_of_log()}"
+            raise FailedPreconditionError(end)
 
     def _taken_over(self, new: Service | None, config: UpConfig) -> Service | None:
-        """Has the new one, and a scheduler for it, started again from now on. Returns the old one."""
+        """Keeps the new draft, and a scheduler for it, from now on. Returns the old draft."""
         old = next((one for one in self._supervisor.services() if one.name == DRAFT), None)
         if old is not None:
             old.is_kept = False
@@ -143,19 +143,6 @@ class DraftSwaps:
         self._supervisor.service("scheduler").command = scheduler_command(config)
         self._config = config
         return old
-
-
-async def swap_at(scheduler: str, swap: DraftSwap) -> SwapOutcome:
-    """Has the scheduler at an address swap its draft. Raises as `Scheduler.SwapDraft` says in scheduler.proto."""
-    async with grpc.aio.insecure_channel(scheduler, options=SAME_HOST.options()) as channel:
-        stub = scheduler_pb2_grpc.SchedulerStub(channel)  # type: ignore[no-untyped-call]
-        try:
-            return SwapOutcome.from_pb(await stub.SwapDraft(swap.to_pb()))
-        except grpc.aio.AioRpcError as error:
-            found = error_from_rpc(error)
-            if isinstance(found, ConnectionLostError):
-                raise UnavailableError(f"no scheduler answers at {scheduler}: {found}") from error
-            raise found from error
 
 
 def control_address(state_dir: Path) -> str:
@@ -217,10 +204,21 @@ async def request_swap(state_dir: Path, draft: Path | None, algorithm: str, term
     request = encode(pb.SwapDraftModelRequest, terms, draft="" if draft is None else str(draft), algorithm=algorithm)
     async with grpc.aio.insecure_channel(control_address(state_dir)) as channel:
         stub = supervisor_pb2_grpc.SupervisorStub(channel)  # type: ignore[no-untyped-call]
-        try:
-            return SwapOutcome.from_pb(await stub.SwapDraft(request))
-        except grpc.aio.AioRpcError as error:
-            found = error_from_rpc(error)
-            if isinstance(found, ConnectionLostError):
-                raise UnavailableError(f"no `slipstream up` answers in {state_dir}") from error
-            raise found from error
+        return await _outcome(stub.SwapDraft(request), lambda _: f"no `slipstream up` answers in {state_dir}")
+
+
+async def swap_at(scheduler: str, swap: DraftSwap) -> SwapOutcome:
+    """Has the scheduler at an address swap its draft. Raises as `Scheduler.SwapDraft` says in scheduler.proto."""
+    async with grpc.aio.insecure_channel(scheduler, options=SAME_HOST.options()) as channel:
+        stub = scheduler_pb2_grpc.SchedulerStub(channel)  # type: ignore[no-untyped-call]
+        return await _outcome(stub.SwapDraft(swap.to_pb()), lambda why: f"no scheduler answers at {scheduler}: {why}")
+
+
+async def _outcome(call: Awaitable[Any], no_answer: Callable[[Exception], str]) -> SwapOutcome:
+    try:
+        return SwapOutcome.from_pb(await call)
+    except grpc.aio.AioRpcError as error:
+        found = error_from_rpc(error)
+        if isinstance(found, ConnectionLostError):
+            raise UnavailableError(no_answer(found)) from error
+        raise found from error

@@ -28,16 +28,16 @@ WITHOUT_MODEL = {NGRAM: "algorithm ngram has no model", NONE: "algorithm none ha
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """A target and what drafts for it."""
+    """A target and its draft."""
 
     target: Path
     """Directory of the target model."""
     draft: Path | None
-    """Directory of the draft model; None when nothing drafts, or what drafts has no model."""
+    """Directory of the draft model. None: no draft, or an algorithm without a model."""
     algorithm: str
-    """How drafts are made; "none" when nothing drafts."""
+    """Algorithm of the draft; "none": no draft."""
     num_draft_tokens: int | None = None
-    """Tokens drafted in each step; None is the scheduler's "auto". Unused when nothing drafts."""
+    """Tokens drafted in each step. None: the scheduler's "auto". Unused without a draft."""
 
     @property
     def has_draft(self) -> bool:
@@ -45,13 +45,13 @@ class ModelChoice:
         return self.algorithm != NONE
 
     def without_draft(self) -> ModelChoice:
-        """The same target, with nothing that drafts."""
+        """Returns the target without a draft."""
         return ModelChoice(target=self.target, draft=None, algorithm=NONE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(Settings, heading="Models"):
-    """The options that name models, None for those not given: without any, the bundled pair is served."""
+    """The options that name models. Without any, the bundled pair is served."""
 
     target: Path | None = setting(None, unit="DIR", help="Directory of the target model.", unset="the bundled one")
     draft: Path | None = setting(
@@ -72,22 +72,18 @@ class ModelOptions(Settings, heading="Models"):
     )
 
     def choose(self) -> ModelChoice:
-        """Decides; a target alone has no draft. Raises ConfigError naming what contradicts another or has no model."""
+        """Decides; --target without --draft has no draft. Raises ConfigError for a contradiction or a missing model."""
         target, draft = self.target or bundled.target_dir(), self.draft
         algorithm = self.algorithm or (NONE if self.target is not None and draft is None else algorithm_of(draft))
         check_without_model(algorithm, draft=draft, num_draft_tokens=self.num_draft_tokens)
         if draft is None and algorithm not in WITHOUT_MODEL:
             if self.target is not None:
                 raise ConfigError("draft", None, f"a draft model for {target}; or give --algorithm ngram or none")
-            there = {
-                STANDALONE: bundled.standalone_dir,
-                EAGLE3: bundled.eagle3_dir,
-                EAGLE: bundled.eagle_dir,
-                MTP: bundled.mtp_dir,
-            }
-            if algorithm not in there:
+            drafts = {STANDALONE: bundled.standalone_dir, EAGLE3: bundled.eagle3_dir}
+            drafts |= {EAGLE: bundled.eagle_dir, MTP: bundled.mtp_dir}
+            if algorithm not in drafts:
                 raise ConfigError("draft", None, f"a draft model: none of algorithm {algorithm} is bundled")
-            draft = there[algorithm]()
+            draft = drafts[algorithm]()
         _check_model("target", target)
         if draft is not None:
             _check_model("draft", draft)
@@ -95,7 +91,7 @@ class ModelOptions(Settings, heading="Models"):
 
 
 def check_without_model(algorithm: str | None, *, draft: Path | str | None, num_draft_tokens: int | None) -> None:
-    """Raises ConfigError for what an algorithm without a draft model, or without a draft, has no use for."""
+    """Raises ConfigError for options that an algorithm without a draft model, or without a draft, cannot use."""
     if draft is not None and algorithm in WITHOUT_MODEL:
         raise ConfigError("draft", str(draft), f"only with a draft model, and {WITHOUT_MODEL[algorithm]}")
     if num_draft_tokens is not None and algorithm == NONE:
@@ -103,7 +99,7 @@ def check_without_model(algorithm: str | None, *, draft: Path | str | None, num_
 
 
 def algorithm_of(draft: Path | None) -> str:
-    """The tensors say what a head is, or `config.json` where there are none; any other draft is a model of its own."""
+    """Infers a draft's algorithm from its tensors, or from `config.json` without any; by default standalone."""
     if draft is None:
         return STANDALONE
     if of_head := algorithm_of_head(name for file in draft.glob("*.safetensors") for name in _tensors(file)):
@@ -142,7 +138,7 @@ def check_models(models: ModelChoice, *, needs_weights: bool = True) -> None:
 
 
 def describe_target(models: ModelChoice, *, needs_weights: bool = True) -> str:
-    """What the target is, for people. Raises CheckpointError if it cannot be served."""
+    """Describes the target. Raises CheckpointError if it cannot be served."""
     # Imported here and below: the gateway's image has the commands, and nothing that loads models.
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.json_files import tokenizer_fingerprint
@@ -155,7 +151,7 @@ def describe_target(models: ModelChoice, *, needs_weights: bool = True) -> str:
 
 
 def describe_draft(models: ModelChoice, *, needs_weights: bool = True) -> str:
-    """What the draft model is, for people. Raises CheckpointError if it cannot draft for the target."""
+    """Describes the draft model. Raises CheckpointError if it cannot draft for the target."""
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.head_config import HEADS, check_target
     from slipstream.services.models.json_files import tokenizer_fingerprint

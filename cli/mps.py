@@ -37,19 +37,17 @@ _LONGEST_SOCKET = "control_privileged"
 
 
 class MpsMode(enum.StrEnum):
-    """When the workers run under MPS."""
+    """Whether the workers run under MPS: if a daemon can be started, or always (`up` fails without), or never."""
 
     AUTO = "auto"
-    """If a daemon can be started."""
     ON = "on"
-    """Always; `up` fails without."""
     OFF = "off"
 
 
 class MpsDaemon:
-    """A control daemon with pipe and log directories of its own.
+    """A control daemon with its own pipe and log directories.
 
-    It is reaped by `stop` and not before: until then no other process, and no other group, can get its id.
+    Only `stop` reaps it: until then no other process or group can get its id.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -72,7 +70,7 @@ class MpsDaemon:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Variables that make a process a client of this daemon; the control program finds the daemon by them, too."""
+        """Variables that make a process a client of this daemon, and by which the control program finds it."""
         return {"CUDA_MPS_PIPE_DIRECTORY": str(self._pipe_dir), "CUDA_MPS_LOG_DIRECTORY": str(self._log_dir)}
 
     async def command(self, text: str) -> str:
@@ -100,10 +98,10 @@ class MpsDaemon:
         return answer
 
     async def servers(self) -> list[int]:
-        """Process ids of the servers that the daemon has started: one, once it is ready."""
+        """Process ids of the daemon's servers: one, once it is ready."""
         return [int(word) for word in (await self.command("get_server_list")).split() if word.isdigit()]
 
-    async def let_go(self, pid: int) -> None:
+    async def release(self, pid: int) -> None:
         """Ends a client's work in an orderly way before it is killed; else the other clients may fail with it.
 
         If the daemon cannot do that, the log says so.
@@ -136,7 +134,7 @@ class MpsDaemon:
         raise FailedPreconditionError(f"MPS: the control daemon ended with status {status}; see {self._log_dir}")
 
     async def stop(self) -> None:
-        """Asks it to quit, then ends every process of its group that still runs."""
+        """Asks it to quit, then ends all processes of its group."""
         try:
             if self._status() is None:
                 with contextlib.suppress(FailedPreconditionError, OSError):
@@ -150,7 +148,7 @@ class MpsDaemon:
             self._process.wait()
 
     def _status(self) -> int | None:
-        """Its exit status, or the signal's number below zero; None while it runs."""
+        """Exit status, or the negative number of the signal. None: it runs."""
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if ended is None:
             return None
@@ -163,16 +161,16 @@ def has_nvidia_device() -> bool:
 
 
 def outside_mps(directory: Path) -> Mapping[str, str]:
-    """Variables that keep a process out of every MPS daemon, the host's own included: a place without a daemon."""
+    """Variables that keep a process out of every MPS daemon, the host's own included: a directory without one."""
     return {"CUDA_MPS_PIPE_DIRECTORY": str(directory / "outside")}
 
 
 @asynccontextmanager
 async def mps_daemon(mode: MpsMode, directory: Path) -> AsyncIterator[MpsDaemon | None]:
-    """A daemon for as long as the context; None where there is none.
+    """Yields a daemon that ends with the context. None: no MPS.
 
     `directory`, made if need be, takes its pipes and logs. Raises FailedPreconditionError (ConfigError if the
-    directory's name is too long) when `mode` is ON and it cannot be had; AUTO says why in the log and goes without.
+    directory's name is too long) if `mode` is ON and no daemon can start; AUTO logs the reason and continues without.
     """
     daemon = None
     if mode is not MpsMode.OFF:

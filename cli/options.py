@@ -11,7 +11,7 @@ import typer
 
 from slipstream.common.errors import ConfigError, InvalidArgumentError
 from slipstream.common.rpc.address import CONNECT_TIMEOUT_S, check_target
-from slipstream.common.settings import Settings, setting
+from slipstream.common.settings import Settings, duration, setting
 from slipstream.gateway.config import LISTEN
 
 if TYPE_CHECKING:
@@ -105,9 +105,7 @@ class GenerateOptions(Settings, heading="Request"):
     logprobs: int | None = setting(
         None, unit="N", help="With --json: each token's log-probability, and those of the N likeliest."
     )
-    connect_timeout_s: float = setting(
-        CONNECT_TIMEOUT_S, unit="SECONDS", help="Time for a server to answer first.", above=0, high=86400
-    )
+    connect_timeout_s: float = duration(CONNECT_TIMEOUT_S, help="Time for a server's first answer.")
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the option."""

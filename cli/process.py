@@ -37,15 +37,15 @@ class ServiceCommand:
     address: str
     """Where its health is asked: `unix:PATH` or `HOST:PORT` by gRPC, `http://HOST:PORT` as SMG answers."""
     log_path: Path
-    """Takes its standard output and error."""
+    """File for its standard output and error."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that it has beside this process's own, or in their place."""
+    """Variables added to this process's own; an equal name replaces."""
     restarts: bool = False
     """Whether it is started again when it dies after it was ready."""
     is_optional: bool = False
-    """Whether the others serve without it: no start waits for it, and it is started again whatever happens."""
+    """Whether the other services serve without it: no start waits for it, and it is always started again."""
     group: str = ""
-    """Services of one group are started again together, because the death of one breaks the others; "": it is alone."""
+    """Group of services that are started again together, because a death in it breaks the others; "": no group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +54,13 @@ class ServiceReport:
 
     name: str
     pid: int
-    """0 while it has no process."""
+    """Process id; 0 while it has no process."""
     state: str
     """ "loading", "ready", "stopping", "stopped" or "died"."""
     num_restarts: int
-    """Times that it was started again."""
+    """Number of times that it was started again."""
     last_end: str
-    """How its process before ended; empty if there was none."""
+    """End of its previous process; empty if there was none."""
     address: str
     """Where its health is asked, see `ServiceCommand`."""
 
@@ -87,7 +87,7 @@ class ServiceProcess:
     """A started service."""
 
     def __init__(self, command: ServiceCommand) -> None:
-        """Starts the service with an empty log; the log of the run before is kept beside it as `.1`.
+        """Starts the service with an empty log; the previous log is kept beside it as `.1`.
 
         Must be called on the main thread, on whose event loop the process is then waited for.
         """
@@ -97,22 +97,16 @@ class ServiceProcess:
         with os.fdopen(open_new(command.log_path), "wb") as log:
             self._process = start_bound(command.argv, log, command.environment)
         self.ready = asyncio.Event()
-        """Set when its health was SERVING."""
+        """Set once its health was SERVING."""
         self.ended = asyncio.Event()
-        """Set when it is over, and reaped."""
+        """Set once it has ended, and is reaped."""
         self.fault = ""
-        """Why this process has killed it, if it has: "did not answer for 10 s"."""
+        """Reason for which this process has killed it, such as "did not answer for 10 s"; empty if it has not."""
         # A thread of its own, for asyncio's child watcher (before Python 3.12) and a signal may race for the status.
         threading.Thread(target=self._reap, args=(asyncio.get_running_loop(),), daemon=True).start()
 
     @property
-    def name(self) -> str:
-        """The service's name."""
-        return self.command.name
-
-    @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     def send(self, number: signal.Signals) -> None:
@@ -122,12 +116,12 @@ class ServiceProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """Its exit status; None while it runs, and if a signal ended it."""
+        """Exit status. None: it runs, or a signal ended it."""
         status = self._process.returncode
         return None if status is None or status < 0 else status
 
     def describe_end(self) -> str:
-        """Says how it ended: "was killed by SIGKILL", "ended with exit status 1"."""
+        """Returns how it ended: "was killed by SIGKILL", "ended with exit status 1"."""
         status = self._process.returncode
         if self.fault:
             return f"{self.fault} and was killed"
@@ -139,13 +133,17 @@ class ServiceProcess:
         return f"ended with exit status {status}"
 
     def last_log_lines(self, count: int = 20, *, if_none: str = "  (it logged nothing)") -> str:
-        """The end of its log, indented; says so when there is none, by `if_none`."""
+        """Returns the last lines of its log, indented; `if_none` where there are none."""
         try:
             with self.command.log_path.open(encoding="utf-8", errors="replace") as log:
                 lines = deque(log, maxlen=count)
         except OSError as error:
             return f"  (its log cannot be read: {error})"
         return "".join(f"  {line.rstrip()}\n" for line in lines).rstrip("\n") or if_none
+
+    def end_of_log(self) -> str:
+        """The last lines of its log, introduced, for a message."""
+        return f"the end of its log ({self.command.log_path}):\n{self.last_log_lines()}"
 
     def remove_socket(self) -> None:
         """Removes the socket that a killed service left; one at which another process serves stays."""

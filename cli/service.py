@@ -33,13 +33,12 @@ class ServiceState(enum.Enum):
 
 
 class Service:
-    """Belongs to the supervisor, which starts and ends its processes."""
+    """A service and its current process; belongs to the supervisor, which starts and ends the processes."""
 
     def __init__(self, command: ServiceCommand, *, is_kept: bool = True) -> None:
+        """`command` is for its next start; if `is_kept`, it is started again when it dies."""
         self.command = command
-        """For the next start."""
         self.is_kept = is_kept
-        """True if it is started again when it dies."""
         self.state = ServiceState.LOADING
         self.num_restarts = 0
         self.last_end = ""
@@ -47,26 +46,25 @@ class Service:
         self.num_failed_starts = 0
         """Processes in a row that ended before they were ready."""
         self.num_hung_starts = 0
-        """Processes that were killed before they were ready, as they hung or took too long, since one was ready."""
+        """Processes since the last ready one that were killed before they were ready, as they hung or took too long."""
         self.slowest_start_s = 0
-        """The longest that a process took to its first answer to a health check, in whole seconds."""
+        """Longest time from a start to the first answer to a health check, in whole seconds."""
         self.due: float | None = None
-        """When it is started again, by `time.monotonic`; None while it is to have the process that it has."""
+        """Time of its next start, by `time.monotonic`. None: it keeps its process."""
         self.is_leaving = False
         """True once its process is ended by plan."""
         self.process: ServiceProcess
         self.watching: asyncio.Task[str]
-        """Ends with the process, whose fault is its result: "did not answer for 10 s"; empty if it ended by itself.
+        """Ends with the process. Its result is the fault, as "did not answer for 10 s"; empty if it ended by itself.
         A TimeoutError says that it was not ready in time, though it may answer."""
 
     @property
     def name(self) -> str:
-        """The service's name."""
         return self.command.name
 
     @property
     def group(self) -> str:
-        """Name of the group that it is started again with, as its process was placed."""
+        """Group that it is started again with, as its process was placed."""
         return self.process.command.group or self.name
 
     @property
@@ -83,11 +81,10 @@ class Service:
     def ended_at_work(self) -> bool:
         """True if its process ended in the midst of its work, which breaks its group.
 
-        One that hangs is let go of before it is killed, and one that ends by itself before it is ready has no work.
+        A process that hangs is released before it is killed; before it is ready it has no work.
         """
-        process = self.process
-        is_orderly = process.exit_status == 0 or (process.exit_status is not None and not self.is_ready)
-        return not process.fault and not is_orderly
+        status = self.process.exit_status
+        return not self.process.fault and (status is None or (status != 0 and self.is_ready))
 
     @property
     def has_wrong_settings(self) -> bool:
@@ -95,7 +92,6 @@ class Service:
         return not self.is_ready and self.process.exit_status == WRONG_SETTINGS
 
     def report(self) -> ServiceReport:
-        """What it is now."""
         return ServiceReport(
             name=self.name,
             pid=self.process.pid if self.is_running else 0,
@@ -114,16 +110,16 @@ class Service:
         self.watching = asyncio.create_task(self._watch(self.process, ready_timeout_s, hang_timeout_s, on_ready))
 
     def start_timeout_s(self, hang_timeout_s: float) -> float:
-        """Time that a process has to its first answer to a health check: any until one was ready, then by the slowest.
+        """Time for a start's first answer to a health check: any until one was ready, then by the slowest.
 
-        It doubles with each start that hangs: one may only be slower than those before, as from a cold disk.
+        It doubles with each start that hangs: a start may only be slower than earlier ones, as from a cold disk.
         """
         if not self.was_ever_ready:
             return math.inf
         return _START_FACTOR * max(hang_timeout_s, self.slowest_start_s) * 2.0 ** min(self.num_hung_starts, 10)
 
     async def stop_watching(self) -> None:
-        """From here on its process is ended by plan."""
+        """Stops watching: from here on its process is ended by plan."""
         self.is_leaving, self.due = True, None
         self.watching.cancel()
         await asyncio.gather(self.watching, return_exceptions=True)

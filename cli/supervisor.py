@@ -31,7 +31,7 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 10.0
 
 @dataclass(slots=True)
 class RestartRecord:
-    """When a service was started again."""
+    """The moments at which a service was started again."""
 
     settings: RestartSettings
     times: list[float] = field(default_factory=list)
@@ -46,7 +46,7 @@ class RestartRecord:
         return len(self.recent(now)) >= self.settings.max_restarts
 
     def due(self, now: float) -> float:
-        """Returns when it may be started again: at once, after growing pauses, and when the window has room."""
+        """Returns when the next restart may be: at once, after growing pauses, then when the window has room."""
         recent, most = self.recent(now), self.settings.max_restarts
         if len(recent) >= most:
             return (recent[-most] if most else now) + self.settings.restart_window_s
@@ -90,9 +90,9 @@ class Supervisor:
         self._before_kill = before_kill
         self._batches: list[list[Service]] = []
         self._records: defaultdict[str, RestartRecord] = defaultdict(lambda: RestartRecord(self._settings))
-        """By group, and by name for a death that broke no other."""
+        """By group, and by name for a death that broke no other service."""
         self._changed = asyncio.Event()
-        """Set, and replaced, when a service or its state is another."""
+        """Set, and replaced, when the services or a state have changed."""
         self._hurry = asyncio.Event() if hurry is None else hurry
         self._is_starting = True
 
@@ -128,9 +128,9 @@ class Supervisor:
         return service
 
     def keep(self, service: Service, command: ServiceCommand) -> None:
-        """Keeps a service that was started beside the others; `command` is its next start's.
+        """Keeps a service that was started beside the others, and starts it by `command` from now on.
 
-        One that has ended meanwhile is started again.
+        If it has ended meanwhile, it is started again.
         """
         service.command, service.is_kept = command, True
         if service.due == math.inf:
@@ -138,24 +138,23 @@ class Supervisor:
         self._announce()
 
     async def wait_ready(self) -> None:
-        """Returns when every service says SERVING, but for those without which the others serve.
+        """Returns when every service that is not optional says SERVING.
 
         Raises UnavailableError as soon as one dies, DeadlineExceededError when the time is up; both name the service.
         """
         await self.while_alive(self._until_ready())
 
     def end_start(self) -> None:
-        """From here on no optional service ends what serves, whatever is wrong with it."""
+        """Ends the start: from here on no fault of an optional service ends the others."""
         self._is_starting = False
 
     async def watch(self) -> NoReturn:
         """Returns never: raises UnavailableError, with the end of its log, when a service dies for good.
 
         A service that dies or hangs, and whose command says `restarts`, is started again instead, with all services of
-        its `group` if its death breaks them; unless it dies before it was ever ready, or too often. One that is not
-        ready in time hangs; where it was never ready, this raises DeadlineExceededError. An optional one is always
-        started again, but for one with wrong settings, without which the others serve on; until `end_start` it dies for
-        good, too.
+        its `group` if its death breaks them; unless it dies before it was ever ready, or too often. A service that is
+        not ready in time hangs; if it was never ready, this raises DeadlineExceededError. An optional service is always
+        started again, unless its settings are wrong: then it is left out, or until `end_start` dies for good, too.
         """
         while True:
             changed = self._changed
@@ -215,7 +214,7 @@ class Supervisor:
             if process.ended.is_set():
                 process.remove_socket()
                 for batch in self._batches:
-                    batch[:] = [one for one in batch if one is not service]
+                    batch[:] = [kept for kept in batch if kept is not service]
 
     def _watched(self) -> list[Service]:
         return [service for service in self.services() if not service.is_leaving]
@@ -280,13 +279,12 @@ class Supervisor:
             if lost.command.is_optional or not lost.is_kept or lost.was_ever_ready:
                 return f"was {late}"
             names = [one for one in self.services() if not (one.is_ready or one.command.is_optional)]
-            logs = "\n".join(_log_of(one.process) for one in names)
-            message = f"{' and '.join(one.name for one in names)} {late}; {logs}"
-            raise DeadlineExceededError(message) from None
+            logs = "\n".join(one.process.end_of_log() for one in names)
+            raise DeadlineExceededError(f"{' and '.join(one.name for one in names)} {late}; {logs}") from None
 
     def _consider_doing_without(self, lost: Service, record: RestartRecord) -> None:
-        """Keeps a service no longer that no restart mends. Raises UnavailableError while the start is under way."""
-        end, log = _end_of(lost), _log_of(lost.process)
+        """Gives up an optional service that no restart mends. Raises UnavailableError during the start."""
+        end, log = _end_of(lost), lost.process.end_of_log()
         if not lost.was_ever_ready and self._is_starting:
             raise UnavailableError(f"{end}; {log}")
         # What could be served before may be in its place again soon, such as the model's directory.
@@ -308,7 +306,7 @@ class Supervisor:
             often = f", the last of {before + 1} ends within {window_s:g} s" if before else ""
             if hangs_always and lost.num_hung_starts > 1:
                 often = f", the last of {lost.num_hung_starts} such starts"
-            raise UnavailableError(f"{end}{often}; {_log_of(lost.process)}")
+            raise UnavailableError(f"{end}{often}; {lost.process.end_of_log()}")
         for service in optional:
             service.due = record.due(now)
         if is_used_up and needed:
@@ -320,12 +318,12 @@ class Supervisor:
         self._log_restart(lost, end, affected)
 
     def _log_restart(self, lost: Service, end: str, affected: list[Service]) -> None:
-        """Says once why a service that ends before it is ready is tried again and again."""
+        """Logs the restart; of a service that ends before it is ready again and again, only the first."""
         if not lost.is_ready:
             lost.num_failed_starts += 1
             if lost.num_failed_starts == 1:
                 missing = ", and the others serve without it" if lost.command.is_optional else ""
-                logger.warning("%s and is tried again%s; %s", end, missing, _log_of(lost.process))
+                logger.warning("%s and is tried again%s; %s", end, missing, lost.process.end_of_log())
             return
         others = [one for one in affected if one is not lost]
         together = "".join(f", together with {one.name}" for one in others)
@@ -369,10 +367,6 @@ class Supervisor:
 
 def _end_of(lost: Service) -> str:
     return f"{lost.name} {lost.last_end}{'' if lost.is_ready else ' before it was ready'}"
-
-
-def _log_of(process: ServiceProcess) -> str:
-    return f"the end of its log ({process.command.log_path}):\n{process.last_log_lines()}"
 
 
 async def _ends_within(process: ServiceProcess, timeout_s: float, hurry: asyncio.Event) -> bool:

@@ -1,4 +1,4 @@
-"""`slipstream swap-draft`: has a running server change its draft, and shows what that brought."""
+"""`slipstream swap-draft`: has a running server change its draft, and shows the effect."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class SwapOptions(Settings):
     rollback_below: float = setting(
         DEFAULT_ROLLBACK_BELOW,
         unit="R",
-        help="The old draft comes back if the new one has fewer than R times its accepted tokens in a step, of the "
-        "draft tokens that both have.",
+        help="Roll back if the new draft has fewer than R times the old draft's accepted tokens in a step, counted up "
+        "to the smaller number of draft tokens.",
         low=0,
         high=1000,
     )
     address: str | None = setting(
-        None, unit="ADDRESS", help="Of a scheduler to ask, where no `up` runs: in containers.", unset="none"
+        None, unit="ADDRESS", help="Scheduler to ask, where no `up` runs: in containers.", unset="none"
     )
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class SwapOptions(Settings):
 
     @property
     def directory(self) -> Path | None:
-        """The draft's, absolute."""
+        """Absolute directory of the draft."""
         return None if self.draft is None else Path(self.draft).absolute()
 
 
@@ -93,7 +93,7 @@ async def run_swap(options: SwapOptions, state_dir: Path, *, as_json: bool) -> i
 
 
 def print_outcome(outcome: SwapOutcome) -> None:
-    """Prints the figures as a table, and below it what became of the new draft."""
+    """Prints the figures as a table, and below it whether the new draft was kept."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from slipstream.common.wire.server import ServerState
 
 _DRAFT_TIMEOUT_S = 5.0
-"""The scheduler is ready once a draft is attached, or has taken too long: the time until it takes part then."""
+"""Longest wait, after the start, until a draft takes part."""
 _PROGRESS_S = 10.0
-"""Between two lines that say of a service that it is still loading."""
+"""Seconds between two lines that say that a service is still loading."""
 _DRAFT_POLL_S = 0.1
 
 
@@ -71,7 +71,7 @@ async def run_up(config: UpConfig, *, is_verbose: bool) -> int:
 async def supervising(
     config: UpConfig, on_change: Callable[[str, ServiceState], None], hurry: asyncio.Event
 ) -> AsyncIterator[Supervisor]:
-    """A supervisor, with an MPS daemon where that is possible; both end with the context. See `Supervisor`."""
+    """Yields a supervisor, with an MPS daemon if possible; both end with the context. See `Supervisor`."""
     async with (
         mps_daemon(config.mps_mode, config.mps_dir) as mps,
         Supervisor(
@@ -80,7 +80,7 @@ async def supervising(
             restarts=config,
             on_change=on_change,
             place=lambda command: placed(command, config.mps_dir, mps),
-            before_kill=None if mps is None else mps.let_go,
+            before_kill=None if mps is None else mps.release,
             hurry=hurry,
         ) as supervisor,
     ):
@@ -133,7 +133,7 @@ async def _say_progress(lines: StateLines, supervisor: Supervisor) -> None:
 
 
 async def _with_draft(server: str, supervisor: Supervisor) -> ServerStatus:
-    """Returns the status once a draft takes part. One that ended meanwhile, or takes long, is not waited for."""
+    """Returns the status once a draft takes part, has ended, or takes too long."""
     end = time.monotonic() + _DRAFT_TIMEOUT_S
     while True:
         status = await fetch_status(server)
@@ -150,13 +150,13 @@ async def _check(config: UpConfig) -> None:
 
 
 def _why_without_draft(state: ServerState) -> str:
-    """Says why a draft that is expected does not take part; empty where none is expected, or it does."""
+    """Returns why an expected draft does not take part; empty if it does, or none is expected."""
     is_without = state.draft_state in ("missing", "catching up")
     return (state.draft_problem or "it is still loading") if is_without else ""
 
 
 def _commands(config: UpConfig, listen: str) -> list[list[ServiceCommand]]:
-    """The workers, the scheduler, and the gateways for clients at `listen`: private addresses and ports are free."""
+    """Returns workers, scheduler, and gateways for clients at `listen`, after a check that their addresses are free."""
     config.check_metrics_ports()
     workers, scheduler = [worker_command(config, name) for name in config.workers], [scheduler_command(config)]
     gateways = gateway_commands(config, listen)

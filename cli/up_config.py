@@ -17,7 +17,7 @@ from slipstream.common.errors import AddressInUseError, ConfigError
 from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.service_options import LogSettings, ServiceOptions
-from slipstream.common.settings import Settings, arguments, setting, shared
+from slipstream.common.settings import Settings, arguments, duration, setting, shared
 from slipstream.gateway.config import LISTEN, GatewayConfig, GatewaySettings
 from slipstream.gateway.home import gateway_name
 from slipstream.scheduler.config import SchedulerConfig, ServingSettings
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from slipstream.cli.mps import MpsDaemon
 
 DETERMINISTIC_STEP_TOKENS = 512
-"""Prompt tokens in a step with `deterministic`, if max_batched_tokens is auto."""
+"""Token budget of a step with `deterministic`, if max_batched_tokens is auto."""
 METRICS_PORT = 9401
 """The scheduler's port in deploy/prometheus."""
 _IN_ORDER_OF_PORTS = ("scheduler", "verify", "draft")
-"""Services in the order of their metrics ports, which follow each other; then come a gateway, SMG and more gateways."""
+"""Services in the order of their consecutive metrics ports; a gateway, SMG and more gateways follow."""
 LOOPBACK = "127.0.0.1"
 """Address of the metrics ports."""
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -54,15 +54,9 @@ class RestartSettings(Settings, heading="Restarts"):
         low=0,
         high=1_000_000,
     )
-    restart_window_s: float = setting(
-        300.0, help="Time in which the restarts are counted.", unit="SECONDS", above=0, high=86400
-    )
-    hang_timeout_s: float = setting(
-        10.0,
-        help="A service that answers no health check for so long is killed and started again.",
-        unit="SECONDS",
-        above=0,
-        high=86400,
+    restart_window_s: float = duration(300.0, help="Time in which the restarts are counted.")
+    hang_timeout_s: float = duration(
+        10.0, help="Time without an answer to a health check after which a service is killed and started again."
     )
 
 
@@ -73,9 +67,9 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSetting
     models: ModelChoice
     """The target and the draft that are served."""
     draft_instance: str = "draft"
-    """Names the draft's socket and log: a new draft is started beside the old one."""
+    """Name of the draft's socket and log: a new draft is started beside the old one."""
     swapped_draft_tokens: int | None = None
-    """Tokens that the draft drafts in a step, where a swap has said so; at most those of `models`."""
+    """Draft tokens in a step after a swap that named a number; at most those of `models`."""
     listen: str = setting(LISTEN, help="HOST:PORT or unix:PATH for clients; port 0 takes a free one.", unit="ADDRESS")
     state_dir: Path = setting(
         default_factory=default_state_dir,
@@ -98,14 +92,8 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSetting
         high=65535,
         unset="none",
     )
-    ready_timeout_s: float = setting(300.0, help="Time for the models to load.", unit="SECONDS", above=0, high=86400)
-    drain_timeout_s: float = setting(
-        GatewayConfig.grace_s,
-        help="Time for running requests to finish when stopped.",
-        unit="SECONDS",
-        above=0,
-        high=86400,
-    )
+    ready_timeout_s: float = duration(300.0, help="Time for the models to load.")
+    drain_timeout_s: float = duration(GatewayConfig.grace_s, help="Time for running requests to finish when stopped.")
     mps: str = setting(
         MpsMode.AUTO.value, help="Whether the workers share the GPU under NVIDIA MPS.", choices=tuple(MpsMode)
     )
@@ -143,15 +131,8 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSetting
             width = self.scheduler.most_draft_tokens + 1 if self.deterministic else None
             return shared(WorkerConfig, self, model=models.target, deterministic_width=width, **lookup)
         target = None if models.algorithm == STANDALONE else models.target
-        return shared(
-            WorkerConfig,
-            self,
-            model=models.draft,
-            algorithm=models.algorithm,
-            target=target,
-            simulate_accept_length=None,
-            **lookup,
-        )
+        chosen = {"model": models.draft, "algorithm": models.algorithm, "target": target}
+        return shared(WorkerConfig, self, simulate_accept_length=None, **chosen, **lookup)
 
     @property
     def scheduler(self) -> SchedulerConfig:
@@ -162,16 +143,16 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSetting
             verify=self.socket("verify"),
             draft=self.socket(self.draft_instance) if self.models.has_draft else None,
             num_draft_tokens=self.models.num_draft_tokens,
-            # The gateways refuse what is too much. Beside those that wait and run, some are over, or were cancelled.
+            # The gateways refuse more. Beside the sequences that wait and run, some have ended, or were cancelled.
             max_sequences=max(SchedulerConfig.max_sequences, 2 * (self.queue + self.slots)),
-            # Every prefill step is padded to a whole chunk then, of a short prompt, too.
+            # Then every prefill step is padded to a whole chunk, for a short prompt, too.
             max_batched_tokens=self.max_batched_tokens or (DETERMINISTIC_STEP_TOKENS if self.deterministic else None),
             # A page that decode steps have filled may be rounded otherwise than by the chunk of a prompt.
             no_prefix_cache=self.no_prefix_cache or self.deterministic,
         )
 
     def gateway(self, index: int) -> GatewayConfig:
-        """Settings of a gateway. Where there are several, or clients need a key or TLS, it has a private address."""
+        """Settings of a gateway; it has a private address if there are several, or clients need a key or TLS."""
         private = self.socket(self.gateway_names[index]) if self.is_locked or self.gateways > 1 else None
         return shared(
             GatewayConfig,
@@ -253,7 +234,7 @@ def first_metrics_port(metrics_port: int | None, listen: str) -> int:
 
 
 def worker_command(config: UpConfig, name: str) -> ServiceCommand:
-    """The "verify" or the "draft" service of a configuration. The others serve without a draft."""
+    """Returns the command of "verify" or "draft". The other services serve without a draft."""
     instance = config.draft_instance if name == "draft" else name
     module, settings = f"slipstream.services.{name}.main", config.worker(name)
     command = _command(config, name, module, config.socket(instance), settings, log_path=config.log_path(instance))
@@ -261,14 +242,14 @@ def worker_command(config: UpConfig, name: str) -> ServiceCommand:
 
 
 def scheduler_command(config: UpConfig) -> ServiceCommand:
-    """The scheduler of a configuration."""
+    """Returns the scheduler's command."""
     return _command(config, "scheduler", "slipstream.scheduler.main", config.socket("scheduler"), config.scheduler)
 
 
 def gateway_commands(config: UpConfig, listen: str) -> list[ServiceCommand]:
-    """The gateways of a configuration, for clients at `listen`, whose port is not 0.
+    """Returns the gateways' commands, for clients at `listen`, whose port is not 0.
 
-    Each of several has a socket of its own, at which its health is asked: at `listen` any of them may answer.
+    Each of several gateways has its own socket for health checks: at `listen` any of them may answer.
     """
     commands = []
     for index, name in enumerate(config.gateway_names):
@@ -279,15 +260,12 @@ def gateway_commands(config: UpConfig, listen: str) -> list[ServiceCommand]:
 
 
 def server_address(config: UpConfig, listen: str) -> str:
-    """The address at which `up` and the commands with --state-dir reach a gateway.
-
-    A private one where clients need a key or TLS.
-    """
+    """Returns the address at which `up` and --state-dir reach a gateway: private if clients need a key or TLS."""
     return config.socket(config.gateway_names[0]) if config.is_locked else dialled(listen)
 
 
 def openai_command(config: UpConfig, engine: str) -> ServiceCommand:
-    """SMG in front of the gateway at `engine`, at ports that are free."""
+    """Returns the command of SMG for the gateway at `engine`, at free ports."""
     ports = {"openai_port": config.openai_port, "metrics_port": config.metrics_port_of(SMG)}
     listen, metrics = (
         parse_address(free_address(f"{LOOPBACK}:{port}", field=field), field=field) for field, port in ports.items()
@@ -298,31 +276,22 @@ def openai_command(config: UpConfig, engine: str) -> ServiceCommand:
 
 
 def smg_command(listen: TcpAddress, engines: Iterable[str], *, metrics_port: int, log_path: Path) -> ServiceCommand:
-    """SMG at `listen`, in front of the gRPC addresses `engines`; its metrics are on the same host.
+    """Returns the command of SMG at `listen`, for the gRPC addresses `engines`; its metrics are on the same host.
 
-    An engine need not be there yet, and is asked for its health every second. One that does not answer gets no
-    further requests until it does.
+    An engine may start later, and is asked for its health every second. An engine that does not answer gets no further
+    requests until it does.
     """
-    options: dict[str, object] = {
-        "host": listen.host,
-        "port": listen.port,
-        "prometheus-host": listen.host,
-        "prometheus-port": metrics_port,
-        "policy": "round_robin",
-        "log-level": "warn",
-        "worker-startup-check-interval": 1,
-        "health-check-interval-secs": 1,
-        "health-check-timeout-secs": 2,
-        "health-failure-threshold": 1,
-        "health-success-threshold": 1,
+    options = (
+        f"--host {listen.host} --port {listen.port} --prometheus-host {listen.host} --prometheus-port {metrics_port} "
+        "--policy round_robin --log-level warn --worker-startup-check-interval 1 --health-check-interval-secs 1 "
+        "--health-check-timeout-secs 2 --health-failure-threshold 1 --health-success-threshold 1 "
         # It ends after its engines, and so has no request of its own to wait for.
-        "shutdown-grace-period-secs": 1,
-    }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        "--shutdown-grace-period-secs 1"
+    ).split()
     urls = (f"grpc://{engine}" for engine in engines)
     return ServiceCommand(
         name=SMG,
-        argv=(sys.executable, "-P", "-m", "smg", "launch", *words, "--worker-urls", *urls),
+        argv=(sys.executable, "-P", "-m", "smg", "launch", *options, "--worker-urls", *urls),
         address=f"{HTTP}{listen}",
         log_path=log_path,
         environment=_SMG_ENVIRONMENT,
@@ -334,13 +303,8 @@ def _command(
     config: UpConfig, name: str, module: str, listen: str, settings: Settings, *, log_path: Path | None = None
 ) -> ServiceCommand:
     log_path = log_path or config.log_path(name)
-    options = shared(
-        ServiceOptions,
-        config,
-        listen=listen,
-        metrics_port=config.metrics_port_of(name),
-        log_file=log_path,
-    )
+    metrics_port = config.metrics_port_of(name)
+    options = shared(ServiceOptions, config, listen=listen, metrics_port=metrics_port, log_file=log_path)
     return ServiceCommand(
         name=name,
         # -P, so that the working directory shadows no import.
@@ -352,9 +316,9 @@ def _command(
 
 
 def placed(service: ServiceCommand, directory: Path, daemon: MpsDaemon | None) -> ServiceCommand:
-    """The service with what puts it inside or outside MPS: a worker inside, if there is a daemon in `directory`.
+    """Returns the command inside or outside MPS: a worker inside, if there is a daemon in `directory`.
 
-    Workers under MPS are a group: one that dies at work on the GPU takes the other's context with it.
+    Workers under MPS are a group: a worker that dies at work on the GPU breaks the other worker's context.
     """
     if daemon is None or service.name.partition("-")[0] not in ("verify", "draft"):
         return replace(service, environment={**service.environment, **outside_mps(directory)})
@@ -363,7 +327,7 @@ def placed(service: ServiceCommand, directory: Path, daemon: MpsDaemon | None) -
 
 @contextmanager
 def clients_address(config: UpConfig) -> Iterator[str]:
-    """The address for clients, with a port in place of port 0; it is held for the gateways if there are several.
+    """Yields the address for clients, with a port in place of port 0; holds it for the gateways if there are several.
 
     Raises AddressInUseError naming `listen` when a server is there.
     """
@@ -375,16 +339,16 @@ def clients_address(config: UpConfig) -> Iterator[str]:
 
 
 def free_address(address: str, *, field: str) -> str:
-    """The address, with a port in place of port 0. Raises AddressInUseError naming `field` when a server is there.
+    """Returns the address, with a port in place of port 0. Raises AddressInUseError naming `field` if it is taken.
 
-    Asked before a service is started there: a stranger's must not pass for ours, and the answer comes at once.
+    Called before a service is started there: a stranger's server must not pass for ours.
     """
     with Listener.claim(address, field=field) as listener:
         return listener.address
 
 
 def dialled(listen: str) -> str:
-    """Address for a client on this host of a server that listens there: the loopback in place of a wildcard."""
+    """Returns the address for a client on this host: the loopback in place of a wildcard."""
     address = parse_address(listen)
     if isinstance(address, TcpAddress) and address.host in _LOOPBACK_OF:
         return str(TcpAddress(_LOOPBACK_OF[address.host], address.port))

@@ -79,6 +79,11 @@ def setting(
     return field(default=default, default_factory=default_factory, metadata={_SPEC: spec})
 
 
+def duration(default: float, *, help: str) -> Any:
+    """A setting of a time in seconds: above 0, to a day."""
+    return setting(default, help=help, unit="SECONDS", above=0, high=86400)
+
+
 class Settings:
     """Base of frozen dataclasses whose fields are settings. Raises ConfigError, naming the field, when it is built."""
 

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import enum
 import json
+import math
 import os
 import re
 import resource
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 FEWEST_SHM_BYTES, ENOUGH_SHM_BYTES = 32 * MIB, 512 * MIB
 FEWEST_DESCRIPTORS, ENOUGH_DESCRIPTORS = 256, 4096
+_DESCRIPTORS = resource.RLIMIT_NOFILE
 _FIRST_NAMESPACES = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}
 """The kernel's fixed names of a host's first namespaces."""
 _LONGEST_SOCKET = "sockets/scheduler.sock"
@@ -60,13 +62,13 @@ class Verdict(enum.StrEnum):
 
     OK = "ok"
     NOTE = "note"
-    """It works, but one should know."""
+    """Works, with a drawback."""
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report: what is there and, unless all is well, what to do."""
+    """One line of the report: what is there, and a remedy unless all is well."""
 
     verdict: Verdict
     name: str
@@ -81,8 +83,8 @@ _MARKS = {Verdict.OK: "✓", Verdict.NOTE: "!", Verdict.FAILED: "✗"}
 async def run_doctor(
     models: ModelChoice, device: str, listen: str, metrics_port: int, state_dir: Path, *, as_json: bool
 ) -> int:
-    """Prints each finding as it comes, or all as one JSON object; returns 1 if anything failed."""
-    # Before anything asks for the GPU: like the scheduler, this process owns the memory that the two others share.
+    """Prints each finding at once, or all as one JSON object; returns 1 if anything failed."""
+    # Before anything asks for the GPU: like the scheduler, this process owns the memory that two others share.
     os.environ.update(outside_mps(state_dir))
     findings = []
     async for finding in examine(models, device, listen, metrics_port, state_dir):
@@ -128,31 +130,32 @@ async def examine(
 
 
 def check_shm(directory: Path = Path("/dev/shm")) -> Finding:
-    """Room for results, and for arenas of the CPU backend; CUDA keeps event handles there too."""
+    """Checks the room for results, and for arenas of the CPU backend; CUDA keeps event handles there too."""
     name = f"shared memory {directory}"
     if not os.access(directory, os.W_OK | os.X_OK):
         return failed(name, "this user cannot write there", "mount a tmpfs there with mode 1777")
     free = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
-    detail = f"{free / MIB:.0f} MiB free"
     remedy = "a larger /dev/shm (in containers --shm-size, here 1 GiB), or remove what lies there"
-    if free < FEWEST_SHM_BYTES:
-        return failed(name, detail, remedy)
-    return ok(name, detail) if free >= ENOUGH_SHM_BYTES else note(name, detail, remedy)
+    return _by_amount(name, f"{free / MIB:.0f} MiB free", remedy, free, FEWEST_SHM_BYTES, ENOUGH_SHM_BYTES)
 
 
 def check_descriptors() -> Finding:
-    """File descriptors: a connection takes one, and so does a metrics scrape."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = "any number" if hard == resource.RLIM_INFINITY else str(hard)
-    detail = f"{'any number' if soft == resource.RLIM_INFINITY else soft} may be open (at most {most})"
+    """Checks the limit of file descriptors: each connection and each metrics scrape takes one."""
+    limits = [math.inf if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(_DESCRIPTORS)]
+    soft, hard = ("any number" if limit == math.inf else f"{limit}" for limit in limits)
     remedy = f"raise it: ulimit -n {ENOUGH_DESCRIPTORS}, LimitNOFILE=, or ulimits: nofile"
-    if soft == resource.RLIM_INFINITY or soft >= ENOUGH_DESCRIPTORS:
-        return ok("descriptors", detail)
-    return failed("descriptors", detail, remedy) if soft < FEWEST_DESCRIPTORS else note("descriptors", detail, remedy)
+    detail = f"{soft} may be open (at most {hard})"
+    return _by_amount("descriptors", detail, remedy, limits[0], FEWEST_DESCRIPTORS, ENOUGH_DESCRIPTORS)
+
+
+def _by_amount(name: str, detail: str, remedy: str, found: float, fewest: int, enough: int) -> Finding:
+    if found >= enough:
+        return ok(name, detail)
+    return (failed if found < fewest else note)(name, detail, remedy)
 
 
 def check_namespaces() -> Finding:
-    """The PID and IPC namespaces, which scheduler, draft and verify must share for CUDA IPC."""
+    """Checks the PID and IPC namespaces, which scheduler, draft and verify must share for CUDA IPC."""
     here = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in _FIRST_NAMESPACES}
     detail = ", ".join(here.values())
     if here == _FIRST_NAMESPACES:
@@ -161,7 +164,7 @@ def check_namespaces() -> Finding:
 
 
 def check_state_dir(path: Path) -> Finding:
-    """The directory where `up` keeps sockets and logs."""
+    """Checks the directory where `up` keeps sockets and logs."""
     name = f"state directory {path}"
     longest = len(os.fsencode(path.absolute() / _LONGEST_SOCKET))
     if longest > MAX_UNIX_PATH_BYTES:
@@ -170,17 +173,17 @@ def check_state_dir(path: Path) -> Finding:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return failed(name, f"this user cannot write to {there}", "another one: --state-dir")
     if there != path.absolute():
-        return ok(name, "will be made, for this user alone")
+        return ok(name, "will be made, for this user only")
     status = there.stat()
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid != os.geteuid() or mode & 0o077:
         remedy = f"chown it to this user and chmod 700 {path}: who can open a worker's socket can drive it"
         return failed(name, f"owner {status.st_uid}, mode {mode:o}", remedy)
-    return ok(name, f"this user's alone (mode {mode:o})")
+    return ok(name, f"only for this user (mode {mode:o})")
 
 
 async def check_port(what: str, address: str) -> Finding:
-    """An address to listen at: free, or taken by a server or by something else."""
+    """Checks an address to listen at: free, taken by a server of ours, or by another program."""
     name = f"port for {what}"
     parsed = parse_address(address, field="listen")
     if not isinstance(parsed, TcpAddress):
@@ -194,15 +197,13 @@ async def check_port(what: str, address: str) -> Finding:
     if await asyncio.to_thread(_has_our_metrics, parsed):
         return note(name, f"a service's metrics are at {address} already", "one at a time, or --metrics-port")
     try:
-        return note(
-            name, f"a service is at {address} already: {await check(str(parsed))}", "one at a time, or --listen"
-        )
+        found = f"a service is at {address} already: {await check(str(parsed))}"
+        return note(name, found, "one at a time, or --listen")
     except UnavailableError:
         return failed(name, f"{address}: {reason}", "end who has it, or take another port")
 
 
 def _has_our_metrics(address: TcpAddress) -> bool:
-    """True if the metrics of a service of ours are there."""
     connection = HTTPConnection(address.host, address.port, timeout=_METRICS_S)
     with closing(connection), suppress(OSError, HTTPException):
         connection.request("GET", "/metrics")
@@ -211,7 +212,7 @@ def _has_our_metrics(address: TcpAddress) -> bool:
 
 
 def check_driver(*, is_needed: bool) -> Finding:
-    """NVIDIA's kernel driver and its library."""
+    """Checks NVIDIA's kernel driver and its library."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -226,7 +227,7 @@ def check_driver(*, is_needed: bool) -> Finding:
 
 
 def check_cuda(*, is_needed: bool) -> Finding:
-    """PyTorch's CUDA and the bindings."""
+    """Checks PyTorch's CUDA and the bindings."""
     obstacle = cuda_obstacle()
     detail = f"PyTorch {torch.__version__}"
     if obstacle is None:
@@ -235,7 +236,7 @@ def check_cuda(*, is_needed: bool) -> Finding:
 
 
 def check_gpu() -> Finding:
-    """The first GPU that is shown to this process."""
+    """Checks the first GPU that this process sees."""
     gpu = torch.cuda.get_device_properties(0)
     free, total = (size >> 30 for size in torch.cuda.mem_get_info(0))
     detail = f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {free} of {total} GiB free"
@@ -247,13 +248,9 @@ def check_gpu() -> Finding:
 
 
 def check_models(models: ModelChoice) -> Iterator[Finding]:
-    """The directories of the target and, if there is one, the draft: readable, supported, fit for each other."""
-    for name, path, describe in (
-        ("target model", models.target, describe_target),
-        ("draft model", models.draft, describe_draft),
-    ):
-        if path is None:
-            continue
+    """Checks the directories of the target and a draft: readable, supported, fit for each other."""
+    kinds = ("target model", models.target, describe_target), ("draft model", models.draft, describe_draft)
+    for name, path, describe in kinds[: 1 if models.draft is None else 2]:
         try:
             yield ok(name, f"{path}: {describe(models)}")
         except (SlipstreamError, OSError) as error:
@@ -262,9 +259,9 @@ def check_models(models: ModelChoice) -> Iterator[Finding]:
 
 
 async def check_sharing_on_gpu() -> list[Finding]:
-    """MPS, then memory and both kinds of fences between two processes under it, and how fast they hand over.
+    """Checks MPS, then memory and both kinds of fences between two processes under it, and how fast they hand over.
 
-    This process owns the memory and, like the scheduler, is to be outside MPS.
+    This process owns the memory and, like the scheduler, must be outside MPS.
     """
     with TemporaryDirectory(prefix="slipstream-doctor-") as name:
         directory = Path(name)
@@ -279,7 +276,7 @@ async def check_sharing_on_gpu() -> list[Finding]:
 
 
 def check_sharing_on_cpu() -> Iterator[Finding]:
-    """Shared memory and futexes between two processes, and how fast they hand over."""
+    """Checks shared memory and futexes between two processes, and how fast they hand over."""
     return _check_fences(CPU, {}, ("shared memory of two processes", "auto", _SAME_NAMESPACES))
 
 
@@ -290,7 +287,7 @@ def _check_gpu_fences(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _check_fences(device: str, environment: Mapping[str, str], *kinds: tuple[str, str, str]) -> Iterator[Finding]:
-    """`kinds`: name, fence and remedy of each. Without the first there is no other way."""
+    """`kinds`: name, fence and remedy of each. Only a fault of the first is fatal."""
     measured: list[HandOver] = []
     for name, fence, remedy in kinds:
         try:

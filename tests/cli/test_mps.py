@@ -52,7 +52,7 @@ async def test_serves_as_long_as_the_context(directory: Path) -> None:
 async def test_lets_a_client_go_before_it_is_killed(directory: Path) -> None:
     async with mps_daemon(MpsMode.ON, directory) as daemon:
         assert daemon is not None
-        await daemon.let_go(1234)
+        await daemon.release(1234)
     assert "terminate_client 4711 1234" in told(directory)
 
 
@@ -64,7 +64,7 @@ async def test_a_daemon_that_is_gone_is_no_reason_not_to_kill(
         control = directory / "pipe" / "control"
         os.kill(int(control.read_text()), signal.SIGKILL)
         control.unlink()
-        await daemon.let_go(1234)
+        await daemon.release(1234)
         assert "process 1234 is killed" in caplog.text
         assert "Cannot find MPS control daemon process" in caplog.text
 
