@@ -190,7 +190,7 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSetting
         if self.openai_port is None:
             return
         if find_spec("smg") is None:
-            raise ConfigError("openai_port", self.openai_port, "none without the extra, slipstream-serve[openai]")
+            raise ConfigError("openai_port", self.openai_port, "none without the extra, slipstream-serve[smg]")
         if self.has_tls or self.api_keys is not None or not isinstance(parse_address(self.listen), TcpAddress):
             accepted = "none where clients need TLS, a key or a Unix socket: SMG reaches the gateway as a client does"
             raise ConfigError("openai_port", self.openai_port, accepted)

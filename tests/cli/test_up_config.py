@@ -93,7 +93,7 @@ def test_openai_s_interface_needs_its_extra(setting: dict[str, Any], monkeypatch
     assert UpConfig(models=MODELS, **setting).gateway(0).vllm_engine
     for module in (up_config, gateway_config):
         monkeypatch.setattr(module, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=r"slipstream-serve\[openai\]"):
+    with pytest.raises(ConfigError, match=r"slipstream-serve\[smg\]"):
         UpConfig(models=MODELS, **setting)
 
 
