@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from statistics import mean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 
 import matplotlib.pyplot as plt
+import numpy as np
 import typer
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
@@ -150,6 +151,14 @@ def _draw_step(axis: Axes, place: int, group: Sequence[Row]) -> None:
         axis.hlines(draft + verify, place - 0.4, place + 0.4, color="#222222", label=label)
 
 
+def _finish(panel: Axes, legend: float | None = None, axis: Literal["both", "y"] = "both", **labels: Any) -> None:
+    """Labels a panel. `legend`: the size of its letters; None: the panel has none."""
+    panel.set(**labels)
+    panel.grid(alpha=0.3, axis=axis)
+    if legend is not None:
+        panel.legend(fontsize=legend)
+
+
 def draw_serving(report: Row, path: Path) -> None:
     """Throughput and three latencies against the offered load. `report`: the content of the JSON file."""
     figure, grid = _panels(2, 2, 10.4, 7.2)
@@ -163,18 +172,15 @@ def draw_serving(report: Row, path: Path) -> None:
             for percentile, style in (("p50", "-"), ("p90", "--"), ("p99", ":")):
                 values = [run["report"][field][percentile] for run in runs]
                 panel.plot(offered, values, style, marker="o", markersize=3, color=colour)
-    speed.set_ylabel("output tokens/s")
-    speed.set_title("throughput (dashed: capacity, by saturation)", fontsize=10)
-    speed.legend(fontsize=8)
+    about = "offered requests/s (Poisson)"
+    title = "throughput (dashed: capacity, by saturation)"
+    _finish(speed, 8, xlabel=about, ylabel="output tokens/s", title=title)
     for panel, (_, label) in zip(latencies, LATENCIES, strict=True):
-        panel.set(yscale="log", ylabel=label)
+        title = "p50 (solid), p90 (dashed), p99 (dotted)"
+        _finish(panel, xlabel=about, yscale="log", ylabel=label, title=title)
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         panel.yaxis.set_minor_formatter(NullFormatter())
-        panel.set_title("p50 (solid), p90 (dashed), p99 (dotted)", fontsize=10)
-    for panel in grid.flat:
-        panel.set_xlabel("offered requests/s (Poisson)")
-        panel.grid(alpha=0.3)
     scale, temperature = report["lengths"]["scale"], report["temperature"]
     _save(figure, path, f"Open loop, ShareGPT-like lengths x {scale:g}, T = {temperature:g}; {report['host']}")
 
@@ -188,17 +194,15 @@ def draw_long_prompt(report: Row, path: Path) -> None:
     for number, (name, result) in enumerate(zip(names, results, strict=True)):
         shade = plt.get_cmap("viridis")(number / max(1, len(results) - 1) * 0.9)
         times, counts = zip(*result["messages"], strict=True)
-        before = sum(count for at, count in result["messages"] if at < 0)
-        tokens = [total - before for total in itertools.accumulate(counts)]
-        timeline.step(times, tokens, where="post", color=shade, linewidth=1.2, label=name)
+        totals = np.cumsum(counts) - sum(count for at, count in result["messages"] if at < 0)
+        timeline.step(times, totals, where="post", color=shade, linewidth=1.2, label=name)
         first_token_s = result["first_token_s"][0]
-        at_first = max((total for at, total in zip(times, tokens, strict=True) if at <= first_token_s), default=0)
+        at_first = max((total for at, total in zip(times, totals, strict=True) if at <= first_token_s), default=0)
         timeline.plot(first_token_s, at_first, "o", color=shade, markersize=5)
     timeline.axvline(0, color="k", linewidth=0.8, linestyle="--")
     about = "s since the long prompt was sent (dot: its first token)"
-    timeline.set(xlabel=about, ylabel="tokens of the running stream")
-    timeline.legend(fontsize=8, title="tokens a step", title_fontsize=8)
-    timeline.grid(alpha=0.3)
+    _finish(timeline, 8, xlabel=about, ylabel="tokens of the running stream")
+    timeline.get_legend().set_title("tokens a step")
     for shift, field, colour, label in (
         (-0.2, "quiet_message_gap_ms", VERIFY_COLOUR, "alone"),
         (0.2, "message_gap_ms", LOST_COLOUR, "while the prompt comes in"),
@@ -207,27 +211,24 @@ def draw_long_prompt(report: Row, path: Path) -> None:
         bars.bar(places, [r[field]["p50"] for r in results], 0.38, color=colour, label=f"{label}, p50")
         bars.plot(places, [r[field]["p99"] for r in results], "_", color="k", markersize=14)
     bars.plot([], [], "_", color="k", markersize=14, label="p99")
-    about = "tokens of a step; below: to the prompt's first token"
-    bars.set(yscale="log", ylabel="ms between messages of the stream", xlabel=about)
     labels = [f"{name}\n{mean(r['first_token_s']):.1f} s" for name, r in zip(names, results, strict=True)]
     bars.set_xticks(range(len(results)), labels, fontsize=8)
-    bars.legend(fontsize=8)
-    bars.grid(alpha=0.3, axis="y")
+    about = "tokens of a step; below: to the prompt's first token"
+    _finish(bars, 8, "y", yscale="log", ylabel="ms between messages of the stream", xlabel=about)
     _save(figure, path, f"A running stream while a prompt of {prompt_tokens:,} tokens comes in; {report['host']}")
 
 
 def draw_soak(report: Row, path: Path) -> None:
     """Memory, threads and descriptors of every process over time, and free pages. `report`: content of the file."""
-    figure, grid = plt.subplots(2, 2, figsize=(10.4, 6.4), layout="constrained", sharex=True)
+    figure, grid = _panels(2, 2, 10.4, 6.4)
     *panels, pages = grid.flat
     services = list(dict.fromkeys(usage["service"] for usage in report["usage"]))
     quantities = (("memory_mib", "resident memory, MiB"), ("threads", "threads"), ("descriptors", "descriptors"))
     for panel, (name, label) in zip(panels, quantities, strict=True):
         for usage in report["usage"]:
-            shade = f"C{services.index(usage['service'])}"
-            minutes = [at / 60 for at in usage["at_s"]]
+            shade, minutes = f"C{services.index(usage['service'])}", [at / 60 for at in usage["at_s"]]
             panel.plot(minutes, usage[name], ".-", color=shade, markersize=2, linewidth=0.8)
-        panel.set(ylabel=label, ylim=(0, None))
+        _finish(panel, xlabel="minutes", ylabel=label, ylim=(0, None))
     for service in services:
         panels[0].plot([], [], color=f"C{services.index(service)}", label=service)
     panels[0].legend(fontsize=7, ncols=2, loc="center right")
@@ -236,11 +237,7 @@ def draw_soak(report: Row, path: Path) -> None:
     pages.plot([at / 60 for at in times], total, "k--", linewidth=0.8, label="all")
     marks = [at / 60 for at, _, _ in report["faults"]]
     pages.plot(marks, [0.0] * len(marks), "|", color=LOST_COLOUR, label="a fault")
-    pages.set_ylabel("KV pages")
-    pages.legend(fontsize=7)
-    for panel in grid.flat:
-        panel.set_xlabel("minutes")
-        panel.grid(alpha=0.3)
+    _finish(pages, 7, xlabel="minutes", ylabel="KV pages")
     what = f"{sum(report['outcomes'].values()):,} jobs, {len(marks)} faults"
     _save(figure, path, f"{what}: a line for each process; {report['host']}")
 
@@ -252,8 +249,8 @@ def draw_load(results: Sequence[Row], path: Path) -> None:
     for panels, model in zip(grid, models, strict=True):
         rows = {(result["draft"], result["workload"]): result for result in results if result["model"] == model}
         names = sorted({workload for _, workload in rows}, key=NAMES.index)
+        peer = {key: row for key, row in peer_results(model).items() if key[1] in names}
         for panel, (name, label) in zip(panels, LOAD_PANELS, strict=True):
-            peer = {key: row for key, row in peer_results(model).items() if key[1] in names}
             _draw_bars(panel, names, name, rows, peer)
             panel.set_title(f"{model}: {label}", fontsize=9)
         panels[0].legend(fontsize=7)
@@ -261,30 +258,25 @@ def draw_load(results: Sequence[Row], path: Path) -> None:
 
 
 def _draw_bars(panel: Axes, names: Sequence[str], quantity: str, *sides: Mapping[tuple[str, str], Row]) -> None:
-    """`sides`: rows by draft and workload, ours and the peer's."""
+    """`sides`: rows by draft and workload, ours and the peer's. What was not measured has no bar."""
     groups = [
-        (draft, {name: row for (of, name), row in rows.items() if of == draft}, alpha, owner)
+        (draft, [rows.get((draft, name), {"workload": name}) for name in names], alpha, owner)
         for draft in LOAD_DRAFTS
         for rows, alpha, owner in zip(sides, (1.0, 0.45), ("", f", {PEER}"), strict=True)
         if any(of == draft for of, _ in rows)
     ]
     width = 0.8 / len(groups)
     for number, (draft, rows, alpha, owner) in enumerate(groups):
-        mine = [(names.index(name) + (number + 0.5) * width - 0.4, row) for name, row in rows.items()]
-        values = (throughput(row) if quantity == SPEED else row.get(quantity) for _, row in mine)
-        places, heights = _known([(place, value) for (place, _), value in zip(mine, values, strict=True)])
+        places = np.arange(len(names)) + (number + 0.5) * width - 0.4
         title, colour = DRAFTS[draft]
+        values = [throughput(row) if quantity == SPEED else row.get(quantity) for row in rows]
+        heights = np.array(values, dtype=float)  # NaN, which is not drawn, for None
         panel.bar(places, heights, 0.95 * width, color=colour, alpha=alpha, label=title + owner)
         if quantity != SPEED:
-            panel.plot(*_known([(at, row.get(quantity.replace("p50", "p99"))) for at, row in mine]), "k.", markersize=4)
+            ends = [row.get(quantity.replace("p50", "p99")) for row in rows]
+            panel.plot(places, np.array(ends, dtype=float), "k.", markersize=4)
     panel.set_xticks(range(len(names)), names, fontsize=8)
-    panel.grid(alpha=0.3, axis="y")
-    if quantity == LOAD_PANELS[1][0]:
-        panel.set_yscale("log")
-
-
-def _known(points: Sequence[tuple[float, float | None]]) -> tuple[list[float], list[float]]:
-    return [x for x, y in points if y is not None], [y for _, y in points if y is not None]
+    _finish(panel, axis="y", yscale="log" if quantity == LOAD_PANELS[1][0] else "linear")
 
 
 def draw_capacity(results: Sequence[Row], path: Path) -> None:
@@ -297,8 +289,7 @@ def draw_capacity(results: Sequence[Row], path: Path) -> None:
             label = f"{result['model']}, {title}: {result['rate']:.1f}/s"
             panel.plot(rates, latencies, style, color=colour, markersize=4, label=label)
         panel.axhline(results[0][f"{name}_ms"], color="k", linewidth=0.8, linestyle="--")
-        panel.set(yscale="log", xlabel="requests/s (Poisson)", ylabel=f"{name.replace('_', ' ')}, p99, ms")
-        panel.grid(alpha=0.3)
+        _finish(panel, yscale="log", xlabel="requests/s (Poisson)", ylabel=f"{name.replace('_', ' ')}, p99, ms")
     panels[0].legend(fontsize=7)
     _save(figure, path, f"Latencies by rate; {results[0]['host']}")
 
