@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from slipstream import benchmarks
 from slipstream.benchmarks import swap
 from slipstream.benchmarks.accept_length import KEY, make_table
+from slipstream.benchmarks.cold_start import problems_of
 from slipstream.benchmarks.models import EAGLE3, MTP, STANDALONE
 from slipstream.benchmarks.runner import Names, Row, Scenario, Table, benchmark, run
 from slipstream.common.settings import Settings, setting
@@ -180,3 +181,20 @@ def test_swaps_that_do_not_end_as_they_must(is_rolled_back: bool, tokens: int | 
     ]
     found = swap.problems_of({"swaps": swaps, "return": {"tokens": tokens}})
     assert [problem[: len(start)] for problem, start in zip(found, problems, strict=True)] == problems
+
+
+def _row(kinds: list[str], served_s: float, drafted_s: float) -> dict[str, Any]:
+    graphs = [{"kind": kind, "seconds": 1.0} for kind in kinds]
+    return {"start": "first", "served_s": served_s, "drafted_s": drafted_s, "verify_graphs": graphs}
+
+
+@pytest.mark.parametrize(
+    ("row", "problems"),
+    [
+        (_row(["prompts", "plain steps"], 10.0, 10.1), []),
+        (_row(["prompts", "plain steps", "prompts"], 10.0, 10.1), ["first start: prompts captured 2 times"]),
+        (_row(["prompts"], 10.0, 42.0), ["first start: the draft joined after the server was ready"]),
+    ],
+)
+def test_a_graph_captured_again_and_a_late_draft_are_problems(row: dict[str, Any], problems: list[str]) -> None:
+    assert problems_of([row]) == problems
