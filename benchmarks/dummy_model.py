@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from slipstream.common.device.cuda.poll_backoff import sleep_precisely
-from slipstream.common.worker.step import FenceName, StepKind
+from slipstream.common.worker.layout import DECODE_PART, PREFILL_PART
+from slipstream.common.worker.step import FenceName, WaitPlace
 from slipstream.services.models.sampler import accept
 from slipstream.services.verify.graphs import phases_of_decode
 from slipstream.services.worker.graphs import Latest, at_once, batch_buckets, capture_buckets
@@ -136,17 +137,15 @@ class DummyVerify:
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         region = state.region_of(command)
-        if command.kind is StepKind.PREFILL or not command.slots:
+        if not command.slots:
             return self._prefill_phases(command, state, region)
-        is_drafted = region is not None and command.kind is StepKind.DECODE
-        num_draft_tokens = region.sizes.num_draft_tokens if region is not None and is_drafted else 0
         if self._graphs:
-            return self._graphed_phases(command, state, region, num_draft_tokens)
+            return self._graphed_phases(command, state, region, command.most_draft_tokens)
         rows, result = self._kernel.rows(command.slots), Latest[VerifyResult]()
 
         def publish() -> None:
             draft_tokens = None
-            if region is not None and is_drafted:
+            if region is not None and command.most_draft_tokens:
                 draft_tokens = state.future_map.copy_in(command.step, region, command.slots, rows)
             verify = _reading(state, command.step, rows, draft_tokens)
             result.value = self._kernel.run(verify)
@@ -179,7 +178,7 @@ class DummyVerify:
             if region is not None:
                 region.log_stash(command.step, command.slots, captured.result.value)
 
-        return phases_of_decode(replay)
+        return phases_of_decode(lambda: None, replay)
 
     def _capture(self, state: EpochState, num_draft_tokens: int) -> None:
         if state.graphs is None or num_draft_tokens in self._graphs:
@@ -228,7 +227,10 @@ def _stash(command: StepCommand, region: Region | None, rows: torch.Tensor, resu
 
 
 def _phases(publish: Callable[[], None], stash: Callable[[], None]) -> list[Phase]:
-    return [Phase(publish, (FenceName.VERIFY_PUBLISH,)), Phase(stash, (FenceName.VERIFY_STASH,))]
+    return [
+        Phase(publish, (FenceName.VERIFY_PUBLISH,), WaitPlace.START),
+        Phase(stash, (FenceName.VERIFY_STASH,)),
+    ]
 
 
 class DummyDraft:
@@ -253,14 +255,16 @@ class DummyDraft:
         self._graphs = None
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        if command.kind is not StepKind.DECODE or not command.slots:
-            return [Phase(lambda: self._kernel.run(lambda: None), (FenceName.DRAFT_DONE,))]
+        if not command.slots:
+            fences, place = (FenceName.DRAFT_PREFILLED,), WaitPlace.PREFILL_HIDDEN
+            return [Phase(lambda: self._kernel.run(lambda: None), fences, place, PREFILL_PART)]
+        fences, place = (FenceName.DRAFT_PROPOSED,), WaitPlace.START
         if self._graphs is None:
             rows = self._kernel.rows(command.slots)
-            return [Phase(lambda: self._propose(state, command.step, rows), (FenceName.DRAFT_DONE,))]
+            return [Phase(lambda: self._propose(state, command.step, rows), fences, place, DECODE_PART)]
         part = self._graphs.get(len(command.slots))
         assert part is not None, "graphs of dummy kernels take next to no memory"
-        return [Phase(partial(part.replay, state.region, command), (FenceName.DRAFT_DONE,), is_stamped=True)]
+        return [Phase(partial(part.replay, state.region, command), fences, place, DECODE_PART, is_stamped=True)]
 
     def _capture(self, state: EpochState, graphed: GraphedStep, size: int) -> GraphedPart:
         return graphed.capture_part(partial(self._propose, state, graphed.step, graphed.slots[:size]))

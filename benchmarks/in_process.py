@@ -14,7 +14,6 @@ import asyncio
 import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as LateError
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +27,7 @@ from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.logs import configure_logging
 from slipstream.common.worker.step import FenceOps
 from slipstream.common.worker.trace import HostRecords
+from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -97,11 +97,7 @@ class LocalLink:
         self._device_thread.submit(self._enqueue, command).result()
 
     def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
-        """See `Link.wait_for_acknowledgement`: behind everything that was sent."""
-        try:
-            self._device_thread.submit(lambda: None).result(timeout_s)
-        except LateError:
-            return False
+        """See `Link.wait_for_acknowledgement`: what was sent is enqueued."""
         if self.failure is not None:
             raise self.failure
         return True
@@ -174,7 +170,9 @@ def main(arguments: list[str] | None = None) -> None:
             # The workers' addresses are this process's own: a question for them finds an answer.
             here = dialled(listener.address)
             draft = None if config.draft is None else here
-            served = replace(config, scheduler=replace(config.scheduler, verify=here, draft=draft))
+            # As where waits are enqueued after their signals: no command holds what another one has to do first.
+            ordered = replace(config.scheduler, verify=here, draft=draft, dispatch=DISPATCH_ACKNOWLEDGED)
+            served = replace(config, scheduler=ordered)
             sys.exit(uvloop.run(run_in_process(served, listener, int(metrics_port))))
     except SlipstreamError as error:
         print(f"slipstream: {error}", file=sys.stderr)

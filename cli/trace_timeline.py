@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from slipstream.common.worker.recorder import Site
-from slipstream.common.worker.step import FenceName, Role, StepKind
+from slipstream.common.worker.step import FenceName, Role, WaitPlace
 from slipstream.scheduler.telemetry.step_metrics import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
 
 if TYPE_CHECKING:
@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from slipstream.common.worker.trace import Trace, TracedStep
 
 FENCES = {
-    FenceName.DRAFT_DONE: (Role.DRAFT, "draft.done"),
-    FenceName.VERIFY_PUBLISH: (Role.VERIFY, "verify.publish"),
-    FenceName.VERIFY_STASH: (Role.VERIFY, "verify.stash"),
+    FenceName.DRAFT_PROPOSED: (Role.DRAFT, Site.STREAM, "draft.proposed"),
+    FenceName.DRAFT_PREFILLED: (Role.DRAFT, Site.PREFILL, "draft.prefilled"),
+    FenceName.VERIFY_PUBLISH: (Role.VERIFY, Site.STREAM, "verify.publish"),
+    FenceName.VERIFY_STASH: (Role.VERIFY, Site.STREAM, "verify.stash"),
 }
-"""The worker that signals a fence, and the fence's name."""
+"""The worker that signals a fence, the work after which it does, and the fence's name."""
+_PARTS = {Role.DRAFT: (Site.STREAM, Site.PREFILL), Role.VERIFY: (Site.STREAM,)}
+"""A stream's work in a step, in order."""
 MAX_DRIFT = 1e-4
 """Highest relative drift between two clocks of a host; quartzes differ by less."""
 CLOCK_SLACK_NS = 1_000_000
@@ -147,7 +150,7 @@ class Timeline:
         self._clock = StampClock(trace.clock_samples)
         self._records = {process.name: process.records for process in trace.processes}
         self._host: dict[tuple[Lane, Site, int], Slice] = {}
-        self._kernels: dict[tuple[Role, int], Slice] = {}
+        self._kernels: dict[tuple[Role, Site, int], Slice] = {}
         roles = [role for role in Role if role.value in self._records]
         self._add_loop()
         for role in roles:
@@ -187,10 +190,10 @@ class Timeline:
 
     def _add_kernels(self, role: Role) -> None:
         """Adds a stream's work by its stamps. A drafter may stamp anything: impossible times are left out or cut."""
-        stamps = {record.step: record for record in self._records[role.value] if record.site is Site.STREAM}
+        stamps = {(record.site, record.step): record for record in self._records[role.value]}
         free = 0
-        for step in self._steps:
-            stamp, sent = stamps.get(step.step), self._host.get((Lane.LOOP, Site.SEND, step.step))
+        for step, site in product(self._steps, _PARTS[role]):
+            stamp, sent = stamps.get((site, step.step)), self._host.get((Lane.LOOP, Site.SEND, step.step))
             if stamp is None or sent is None:
                 continue
             begin, end = self._clock.host_ns(stamp.begin_ns), self._clock.host_ns(stamp.end_ns)
@@ -199,13 +202,18 @@ class Timeline:
                 continue
             begin = max(begin, free)
             free = end = max(end, begin + 1)
-            name = f"{role.value} {step.label} {step.step}"
-            self._kernels[role, step.step] = self._add(_STREAMS[role], KERNEL, name, begin, end, _details(step))
+            what = step.label if role is Role.VERIFY else "prefill" if site is Site.PREFILL else "decode"
+            name = f"{role.value} {what} {step.step}"
+            self._kernels[role, site, step.step] = self._add(_STREAMS[role], KERNEL, name, begin, end, _details(step))
 
     def _add_gaps(self, role: Role) -> None:
         """Adds what a stream did between the work of two steps: idle, then held by a fence, or starting."""
-        works = [(step, work) for step in self._steps if (work := self._kernels.get((role, step.step))) is not None]
-        for (_, before), (step, work) in pairwise(works):
+        works = [
+            (step, site, work)
+            for step, site in product(self._steps, _PARTS[role])
+            if (work := self._kernels.get((role, site, step.step))) is not None
+        ]
+        for (_, _, before), (step, site, work) in pairwise(works):
             begin, end, details = before.end_ns, work.begin_ns, {"step": step.step}
             # For a worker that does not record, only the sending of its command is known; work is shown only if it is.
             enqueued = self._host.get((_HOSTS[role], Site.ENQUEUE, step.step))
@@ -216,24 +224,27 @@ class Timeline:
             if there < end:
                 held = [
                     f"{name} >= {value}"
-                    for name, value, signaller in self._waits(role, step)
+                    for name, value, signaller in self._waits(role, site, step)
                     if signaller.end_ns > there
                 ]
                 kind, name = (WAIT, f"wait for {', '.join(held)}") if held else (IDLE, f"start of {step.step}")
                 self._add(work.lane, kind, name, there, end, details)
 
-    def _waits(self, role: Role, step: TracedStep) -> Iterator[tuple[str, int, Slice]]:
-        """Yields the waits of a worker's part of a step: the fence's name, its value, the work that signals it."""
-        for point in step.draft_waits if role is Role.DRAFT else step.verify_waits:
-            signalling, name = FENCES[point.fence]
-            if (signaller := self._kernels.get((signalling, point.value))) is not None:
-                yield name, point.value, signaller
+    def _waits(self, role: Role, site: Site, step: TracedStep) -> Iterator[tuple[str, int, Slice]]:
+        """Yields the waits before a worker's work: the fence's name, its value, the work that signals it."""
+        before = WaitPlace.PREFILL_HIDDEN if site is Site.PREFILL else WaitPlace.START
+        for fence, value, place in step.draft_waits if role is Role.DRAFT else step.verify_waits:
+            if place is not before:
+                continue
+            signalling, part, name = FENCES[fence]
+            if (signaller := self._kernels.get((signalling, part, value))) is not None:
+                yield name, value, signaller
 
     def _add_results(self) -> None:
         """Adds the results: to come until publish, about the end of verify's work, and then there but not seen yet."""
         free = 0
         for site, step, begun, landed in self._records["scheduler"]:
-            begin, published = max(begun, free), self._kernels.get((Role.VERIFY, step))
+            begin, published = max(begun, free), self._kernels.get((Role.VERIFY, Site.STREAM, step))
             if site is not Site.RESULT or begin >= landed:
                 continue
             free = landed
@@ -255,18 +266,20 @@ class Timeline:
         before: int | None = None
         all_end = 0
         for step in self._steps:
-            verify, draft = self._kernels.get((Role.VERIFY, step.step)), self._kernels.get((Role.DRAFT, step.drafted))
+            verify = self._kernels.get((Role.VERIFY, Site.STREAM, step.step))
+            drafts = [self._kernels.get((Role.DRAFT, site, step.step)) for site in _PARTS[Role.DRAFT]]
             if verify is None:
                 continue
-            if before is not None and step.drafted - 1 not in idle_after:
+            if before is not None and step.step - 1 not in idle_after:
                 name = f"step {step.step}, {step.label}"
                 self._add(Lane.STEPS, STEP, name, before, verify.end_ns, _details(step))
-                for edge, begin, bubble_end in _bubbles(step.kind, before, all_end, verify, draft):
+                awaited = drafts[0] if step.num_draft_tokens else None
+                for edge, begin, bubble_end in _bubbles(before, all_end, verify, awaited):
                     end = min(bubble_end, verify.end_ns)
                     if begin < end:
                         self._add(Lane.STEPS, BUBBLE, _EDGES[edge], begin, end, {"step": step.step})
             before = verify.end_ns
-            all_end = max(all_end, verify.end_ns, 0 if draft is None else draft.end_ns)
+            all_end = max(all_end, verify.end_ns, *(draft.end_ns for draft in drafts if draft is not None))
 
     def _add_requests(self, process_number: int, name: str, earliest_ns: int, latest_ns: int) -> None:
         """Adds a gateway's requests that overlap this time, each in the first row that is free."""
@@ -287,18 +300,19 @@ class Timeline:
 
     def _add_arrows(self, role: Role, step: TracedStep) -> None:
         """Adds the arrows that lead to a worker's part of a step."""
-        work = self._kernels.get((role, step.step))
         enqueued = self._host.get((_HOSTS[role], Site.ENQUEUE, step.step))
         received = self._host.get((_HOSTS[role], Site.RECEIVE, step.step)) or enqueued
         sent = self._host.get((Lane.LOOP, Site.SEND, step.step))
         if sent is not None and received is not None:
             self._link(COMMAND, f"command {step.step}", sent, sent.within(received.begin_ns), received)
-        if work is None:
-            return
-        if enqueued is not None:
-            self._link(LAUNCH, f"launch {step.step}", enqueued, enqueued.begin_ns, work)
-        for name, _, signaller in self._waits(role, step):
-            self._link(FENCE, name, signaller, signaller.last_ns, work)
+        for site in _PARTS[role]:
+            work = self._kernels.get((role, site, step.step))
+            if work is None:
+                continue
+            if enqueued is not None:
+                self._link(LAUNCH, f"launch {step.step}", enqueued, enqueued.begin_ns, work)
+            for name, _, signaller in self._waits(role, site, step):
+                self._link(FENCE, name, signaller, signaller.last_ns, work)
 
     def _link(self, kind: str, name: str, source: Slice, source_ns: int, target: Slice) -> None:
         # Two clocks agree only as well as they were compared: an arrow back in time would say nothing.
@@ -306,14 +320,13 @@ class Timeline:
             self.arrows.append(Arrow(kind, name, source, source_ns, target, target.begin_ns))
 
 
-def _bubbles(
-    kind: StepKind, verify_end: int, all_end: int, verify: Slice, draft: Slice | None
-) -> Iterable[tuple[str, int, int]]:
+def _bubbles(verify_end: int, all_end: int, verify: Slice, draft: Slice | None) -> Iterable[tuple[str, int, int]]:
     """Bubbles as `scheduler/telemetry/step_metrics.py` defines them.
 
-    `verify_end`: when verify ended the step before; `all_end`: end of all work in the steps before.
+    `verify_end`: when verify ended the step before; `all_end`: end of all work in the steps before. `draft`: its decode
+    part, if verify waits for that at its start.
     """
-    if draft is not None and kind is StepKind.DECODE:
+    if draft is not None:
         drafted = max(draft.end_ns, verify_end)
         return (VERIFY_TO_DRAFT, all_end, draft.begin_ns), (DRAFT_TO_VERIFY, drafted, verify.begin_ns)
     return ((VERIFY_TO_VERIFY, all_end, verify.begin_ns),)

@@ -25,33 +25,33 @@ _sym_db = _symbol_database.Default()
 from slipstream.protos import worker_pb2 as slipstream_dot_protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dslipstream/protos/trace.proto\x12\rslipstream.v1\x1a\x1eslipstream/protos/worker.proto\".\n\x0cTraceRequest\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0f\n\x07wait_ms\x18\x02 \x01(\r\"\x84\x02\n\rTraceResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x03 \x01(\t\x12\x11\n\tunder_mps\x18\x04 \x01(\x08\x12\x11\n\talgorithm\x18\x05 \x01(\t\x12\x11\n\trun_ahead\x18\x06 \x01(\r\x12(\n\x05steps\x18\x07 \x03(\x0b\x32\x19.slipstream.v1.TracedStep\x12/\n\tprocesses\x18\x08 \x03(\x0b\x32\x1c.slipstream.v1.TracedProcess\x12\x31\n\rclock_samples\x18\t \x03(\x0b\x32\x1a.slipstream.v1.ClockSample\"\xe3\x01\n\nTracedStep\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.slipstream.v1.StepKind\x12\x11\n\tnum_slots\x18\x03 \x01(\r\x12\x11\n\thas_draft\x18\x04 \x01(\x08\x12.\n\x0b\x64raft_waits\x18\x05 \x03(\x0b\x32\x19.slipstream.v1.FencePoint\x12/\n\x0cverify_waits\x18\x06 \x03(\x0b\x32\x19.slipstream.v1.FencePoint\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\r\"f\n\rTracedProcess\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12+\n\x07records\x18\x04 \x03(\x0b\x32\x1a.slipstream.v1.TraceRecord\"e\n\x0bTraceRecord\x12&\n\x04site\x18\x01 \x01(\x0e\x32\x18.slipstream.v1.TraceSite\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x65gin_ns\x18\x03 \x01(\x03\x12\x0e\n\x06\x65nd_ns\x18\x04 \x01(\x03\"I\n\x0b\x43lockSample\x12\x11\n\tdevice_ns\x18\x01 \x01(\x03\x12\x0f\n\x07host_ns\x18\x02 \x01(\x03\x12\x16\n\x0euncertainty_ns\x18\x03 \x01(\x03\"\'\n\x12ReadRecordsRequest\x12\x11\n\tfrom_step\x18\x01 \x01(\x04\"|\n\x13ReadRecordsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12+\n\x07records\x18\x02 \x03(\x0b\x32\x1a.slipstream.v1.TraceRecord\x12)\n\x05\x63lock\x18\x03 \x01(\x0b\x32\x1a.slipstream.v1.ClockSample*\xbd\x02\n\tTraceSite\x12\x1a\n\x16TRACE_SITE_UNSPECIFIED\x10\x00\x12\x13\n\x0fTRACE_SITE_SEND\x10\x01\x12\x15\n\x11TRACE_SITE_RESULT\x10\x02\x12\x13\n\x0fTRACE_SITE_WAIT\x10\x03\x12\x16\n\x12TRACE_SITE_TAKE_IN\x10\x04\x12\x13\n\x0fTRACE_SITE_IDLE\x10\x05\x12\x16\n\x12TRACE_SITE_RECEIVE\x10\x06\x12\x16\n\x12TRACE_SITE_ENQUEUE\x10\x07\x12\x15\n\x11TRACE_SITE_STREAM\x10\x08\x12\x17\n\x13TRACE_SITE_TOKENISE\x10\t\x12\x15\n\x11TRACE_SITE_SUBMIT\x10\n\x12\x1a\n\x16TRACE_SITE_FIRST_TOKEN\x10\x0b\x12\x13\n\x0fTRACE_SITE_HOLD\x10\x0c\x32N\n\x08Timeline\x12\x42\n\x05Trace\x12\x1b.slipstream.v1.TraceRequest\x1a\x1c.slipstream.v1.TraceResponse2`\n\x08Recorder\x12T\n\x0bReadRecords\x12!.slipstream.v1.ReadRecordsRequest\x1a\".slipstream.v1.ReadRecordsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dslipstream/protos/trace.proto\x12\rslipstream.v1\x1a\x1eslipstream/protos/worker.proto\".\n\x0cTraceRequest\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0f\n\x07wait_ms\x18\x02 \x01(\r\"\x84\x02\n\rTraceResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x03 \x01(\t\x12\x11\n\tunder_mps\x18\x04 \x01(\x08\x12\x11\n\talgorithm\x18\x05 \x01(\t\x12\x11\n\trun_ahead\x18\x06 \x01(\r\x12(\n\x05steps\x18\x07 \x03(\x0b\x32\x19.slipstream.v1.TracedStep\x12/\n\tprocesses\x18\x08 \x03(\x0b\x32\x1c.slipstream.v1.TracedProcess\x12\x31\n\rclock_samples\x18\t \x03(\x0b\x32\x1a.slipstream.v1.ClockSample\"\xf0\x01\n\nTracedStep\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\tnum_slots\x18\x03 \x01(\r\x12\x11\n\thas_draft\x18\x04 \x01(\x08\x12-\n\x0b\x64raft_waits\x18\x05 \x03(\x0b\x32\x18.slipstream.v1.FenceWait\x12.\n\x0cverify_waits\x18\x06 \x03(\x0b\x32\x18.slipstream.v1.FenceWait\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\r\x12\x14\n\x0cnum_decoding\x18\x08 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\t \x01(\rJ\x04\x08\x02\x10\x03\"f\n\rTracedProcess\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12+\n\x07records\x18\x04 \x03(\x0b\x32\x1a.slipstream.v1.TraceRecord\"e\n\x0bTraceRecord\x12&\n\x04site\x18\x01 \x01(\x0e\x32\x18.slipstream.v1.TraceSite\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x65gin_ns\x18\x03 \x01(\x03\x12\x0e\n\x06\x65nd_ns\x18\x04 \x01(\x03\"I\n\x0b\x43lockSample\x12\x11\n\tdevice_ns\x18\x01 \x01(\x03\x12\x0f\n\x07host_ns\x18\x02 \x01(\x03\x12\x16\n\x0euncertainty_ns\x18\x03 \x01(\x03\"\'\n\x12ReadRecordsRequest\x12\x11\n\tfrom_step\x18\x01 \x01(\x04\"|\n\x13ReadRecordsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12+\n\x07records\x18\x02 \x03(\x0b\x32\x1a.slipstream.v1.TraceRecord\x12)\n\x05\x63lock\x18\x03 \x01(\x0b\x32\x1a.slipstream.v1.ClockSample*\xd5\x02\n\tTraceSite\x12\x1a\n\x16TRACE_SITE_UNSPECIFIED\x10\x00\x12\x13\n\x0fTRACE_SITE_SEND\x10\x01\x12\x15\n\x11TRACE_SITE_RESULT\x10\x02\x12\x13\n\x0fTRACE_SITE_WAIT\x10\x03\x12\x16\n\x12TRACE_SITE_TAKE_IN\x10\x04\x12\x13\n\x0fTRACE_SITE_IDLE\x10\x05\x12\x16\n\x12TRACE_SITE_RECEIVE\x10\x06\x12\x16\n\x12TRACE_SITE_ENQUEUE\x10\x07\x12\x15\n\x11TRACE_SITE_STREAM\x10\x08\x12\x17\n\x13TRACE_SITE_TOKENISE\x10\t\x12\x15\n\x11TRACE_SITE_SUBMIT\x10\n\x12\x1a\n\x16TRACE_SITE_FIRST_TOKEN\x10\x0b\x12\x13\n\x0fTRACE_SITE_HOLD\x10\x0c\x12\x16\n\x12TRACE_SITE_PREFILL\x10\r2N\n\x08Timeline\x12\x42\n\x05Trace\x12\x1b.slipstream.v1.TraceRequest\x1a\x1c.slipstream.v1.TraceResponse2`\n\x08Recorder\x12T\n\x0bReadRecords\x12!.slipstream.v1.ReadRecordsRequest\x1a\".slipstream.v1.ReadRecordsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.protos.trace_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRACESITE']._serialized_start=1071
-  _globals['_TRACESITE']._serialized_end=1388
+  _globals['_TRACESITE']._serialized_start=1084
+  _globals['_TRACESITE']._serialized_end=1425
   _globals['_TRACEREQUEST']._serialized_start=80
   _globals['_TRACEREQUEST']._serialized_end=126
   _globals['_TRACERESPONSE']._serialized_start=129
   _globals['_TRACERESPONSE']._serialized_end=389
   _globals['_TRACEDSTEP']._serialized_start=392
-  _globals['_TRACEDSTEP']._serialized_end=619
-  _globals['_TRACEDPROCESS']._serialized_start=621
-  _globals['_TRACEDPROCESS']._serialized_end=723
-  _globals['_TRACERECORD']._serialized_start=725
-  _globals['_TRACERECORD']._serialized_end=826
-  _globals['_CLOCKSAMPLE']._serialized_start=828
-  _globals['_CLOCKSAMPLE']._serialized_end=901
-  _globals['_READRECORDSREQUEST']._serialized_start=903
-  _globals['_READRECORDSREQUEST']._serialized_end=942
-  _globals['_READRECORDSRESPONSE']._serialized_start=944
-  _globals['_READRECORDSRESPONSE']._serialized_end=1068
-  _globals['_TIMELINE']._serialized_start=1390
-  _globals['_TIMELINE']._serialized_end=1468
-  _globals['_RECORDER']._serialized_start=1470
-  _globals['_RECORDER']._serialized_end=1566
+  _globals['_TRACEDSTEP']._serialized_end=632
+  _globals['_TRACEDPROCESS']._serialized_start=634
+  _globals['_TRACEDPROCESS']._serialized_end=736
+  _globals['_TRACERECORD']._serialized_start=738
+  _globals['_TRACERECORD']._serialized_end=839
+  _globals['_CLOCKSAMPLE']._serialized_start=841
+  _globals['_CLOCKSAMPLE']._serialized_end=914
+  _globals['_READRECORDSREQUEST']._serialized_start=916
+  _globals['_READRECORDSREQUEST']._serialized_end=955
+  _globals['_READRECORDSRESPONSE']._serialized_start=957
+  _globals['_READRECORDSRESPONSE']._serialized_end=1081
+  _globals['_TIMELINE']._serialized_start=1427
+  _globals['_TIMELINE']._serialized_end=1505
+  _globals['_RECORDER']._serialized_start=1507
+  _globals['_RECORDER']._serialized_end=1603
 # @@protoc_insertion_point(module_scope)

@@ -23,6 +23,7 @@ class TraceSite(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRACE_SITE_SUBMIT: _ClassVar[TraceSite]
     TRACE_SITE_FIRST_TOKEN: _ClassVar[TraceSite]
     TRACE_SITE_HOLD: _ClassVar[TraceSite]
+    TRACE_SITE_PREFILL: _ClassVar[TraceSite]
 TRACE_SITE_UNSPECIFIED: TraceSite
 TRACE_SITE_SEND: TraceSite
 TRACE_SITE_RESULT: TraceSite
@@ -36,6 +37,7 @@ TRACE_SITE_TOKENISE: TraceSite
 TRACE_SITE_SUBMIT: TraceSite
 TRACE_SITE_FIRST_TOKEN: TraceSite
 TRACE_SITE_HOLD: TraceSite
+TRACE_SITE_PREFILL: TraceSite
 
 class TraceRequest(_message.Message):
     __slots__ = ("steps", "wait_ms")
@@ -68,22 +70,24 @@ class TraceResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., device: _Optional[str] = ..., fence: _Optional[str] = ..., under_mps: _Optional[bool] = ..., algorithm: _Optional[str] = ..., run_ahead: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[TracedStep, _Mapping]]] = ..., processes: _Optional[_Iterable[_Union[TracedProcess, _Mapping]]] = ..., clock_samples: _Optional[_Iterable[_Union[ClockSample, _Mapping]]] = ...) -> None: ...
 
 class TracedStep(_message.Message):
-    __slots__ = ("step", "kind", "num_slots", "has_draft", "draft_waits", "verify_waits", "num_prompt_tokens")
+    __slots__ = ("step", "num_slots", "has_draft", "draft_waits", "verify_waits", "num_prompt_tokens", "num_decoding", "num_draft_tokens")
     STEP_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     HAS_DRAFT_FIELD_NUMBER: _ClassVar[int]
     DRAFT_WAITS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_WAITS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODING_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     step: int
-    kind: _worker_pb2.StepKind
     num_slots: int
     has_draft: bool
-    draft_waits: _containers.RepeatedCompositeFieldContainer[_worker_pb2.FencePoint]
-    verify_waits: _containers.RepeatedCompositeFieldContainer[_worker_pb2.FencePoint]
+    draft_waits: _containers.RepeatedCompositeFieldContainer[_worker_pb2.FenceWait]
+    verify_waits: _containers.RepeatedCompositeFieldContainer[_worker_pb2.FenceWait]
     num_prompt_tokens: int
-    def __init__(self, step: _Optional[int] = ..., kind: _Optional[_Union[_worker_pb2.StepKind, str]] = ..., num_slots: _Optional[int] = ..., has_draft: _Optional[bool] = ..., draft_waits: _Optional[_Iterable[_Union[_worker_pb2.FencePoint, _Mapping]]] = ..., verify_waits: _Optional[_Iterable[_Union[_worker_pb2.FencePoint, _Mapping]]] = ..., num_prompt_tokens: _Optional[int] = ...) -> None: ...
+    num_decoding: int
+    num_draft_tokens: int
+    def __init__(self, step: _Optional[int] = ..., num_slots: _Optional[int] = ..., has_draft: _Optional[bool] = ..., draft_waits: _Optional[_Iterable[_Union[_worker_pb2.FenceWait, _Mapping]]] = ..., verify_waits: _Optional[_Iterable[_Union[_worker_pb2.FenceWait, _Mapping]]] = ..., num_prompt_tokens: _Optional[int] = ..., num_decoding: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class TracedProcess(_message.Message):
     __slots__ = ("name", "pid", "model", "records")

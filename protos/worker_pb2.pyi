@@ -10,26 +10,26 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class Fence(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FENCE_UNSPECIFIED: _ClassVar[Fence]
-    FENCE_DRAFT_DONE: _ClassVar[Fence]
+    FENCE_DRAFT_PROPOSED: _ClassVar[Fence]
     FENCE_VERIFY_PUBLISH: _ClassVar[Fence]
     FENCE_VERIFY_STASH: _ClassVar[Fence]
+    FENCE_DRAFT_PREFILLED: _ClassVar[Fence]
 
-class StepKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+class WaitPlace(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    STEP_KIND_UNSPECIFIED: _ClassVar[StepKind]
-    STEP_KIND_PREFILL: _ClassVar[StepKind]
-    STEP_KIND_DECODE: _ClassVar[StepKind]
-    STEP_KIND_PLAIN: _ClassVar[StepKind]
-    STEP_KIND_CATCH_UP: _ClassVar[StepKind]
+    WAIT_PLACE_UNSPECIFIED: _ClassVar[WaitPlace]
+    WAIT_PLACE_START: _ClassVar[WaitPlace]
+    WAIT_PLACE_PREFILL_HIDDEN: _ClassVar[WaitPlace]
+    WAIT_PLACE_SAMPLING: _ClassVar[WaitPlace]
 FENCE_UNSPECIFIED: Fence
-FENCE_DRAFT_DONE: Fence
+FENCE_DRAFT_PROPOSED: Fence
 FENCE_VERIFY_PUBLISH: Fence
 FENCE_VERIFY_STASH: Fence
-STEP_KIND_UNSPECIFIED: StepKind
-STEP_KIND_PREFILL: StepKind
-STEP_KIND_DECODE: StepKind
-STEP_KIND_PLAIN: StepKind
-STEP_KIND_CATCH_UP: StepKind
+FENCE_DRAFT_PREFILLED: Fence
+WAIT_PLACE_UNSPECIFIED: WaitPlace
+WAIT_PLACE_START: WaitPlace
+WAIT_PLACE_PREFILL_HIDDEN: WaitPlace
+WAIT_PLACE_SAMPLING: WaitPlace
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
@@ -257,11 +257,20 @@ class FencePoint(_message.Message):
     value: int
     def __init__(self, fence: _Optional[_Union[Fence, str]] = ..., value: _Optional[int] = ...) -> None: ...
 
+class FenceWait(_message.Message):
+    __slots__ = ("fence", "value", "place")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    fence: Fence
+    value: int
+    place: WaitPlace
+    def __init__(self, fence: _Optional[_Union[Fence, str]] = ..., value: _Optional[int] = ..., place: _Optional[_Union[WaitPlace, str]] = ...) -> None: ...
+
 class StepCommand(_message.Message):
-    __slots__ = ("epoch", "step", "kind", "slots", "waits", "signals", "chunks", "updates", "acknowledge", "top_logprobs", "attachment", "drafts_none")
+    __slots__ = ("epoch", "step", "slots", "waits", "signals", "chunks", "updates", "acknowledge", "top_logprobs", "attachment", "num_draft_tokens", "catches_up")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
     SIGNALS_FIELD_NUMBER: _ClassVar[int]
@@ -270,20 +279,21 @@ class StepCommand(_message.Message):
     ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
-    DRAFTS_NONE_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CATCHES_UP_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
-    kind: StepKind
     slots: _containers.RepeatedScalarFieldContainer[int]
-    waits: _containers.RepeatedCompositeFieldContainer[FencePoint]
+    waits: _containers.RepeatedCompositeFieldContainer[FenceWait]
     signals: _containers.RepeatedCompositeFieldContainer[FencePoint]
     chunks: _containers.RepeatedCompositeFieldContainer[PromptChunk]
     updates: _containers.RepeatedCompositeFieldContainer[SlotUpdate]
     acknowledge: bool
     top_logprobs: int
     attachment: int
-    drafts_none: bool
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[StepKind, str]] = ..., slots: _Optional[_Iterable[int]] = ..., waits: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., signals: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[PromptChunk, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[SlotUpdate, _Mapping]]] = ..., acknowledge: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., attachment: _Optional[int] = ..., drafts_none: _Optional[bool] = ...) -> None: ...
+    num_draft_tokens: _containers.RepeatedScalarFieldContainer[int]
+    catches_up: bool
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., waits: _Optional[_Iterable[_Union[FenceWait, _Mapping]]] = ..., signals: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[PromptChunk, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[SlotUpdate, _Mapping]]] = ..., acknowledge: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., attachment: _Optional[int] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., catches_up: _Optional[bool] = ...) -> None: ...
 
 class PromptChunk(_message.Message):
     __slots__ = ("slot", "start", "tokens", "is_last")

@@ -9,20 +9,22 @@ import enum
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from slipstream.common.worker.step import PrefillChunk, SlotUpdate, StepCommand, StepKind
+from slipstream.common.worker.step import PrefillChunk, SlotUpdate, StepCommand
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    import torch
     from numpy.typing import NDArray
 
+    from slipstream.common.device.interface import Fence
     from slipstream.common.wire.job import TokenLogprobs
     from slipstream.common.wire.sequence import SequenceSpec
-    from slipstream.common.worker.step import FenceOps
+    from slipstream.common.worker.step import FenceName, FenceOps, FencePoint
 
     Ints = NDArray[np.int64]
     Counts = NDArray[np.int32]
@@ -242,32 +244,6 @@ class Sequence:
         return PrefillChunk(slot=self.lease.slot, start=start, tokens=tokens, is_last=is_last)
 
 
-class OrderedStep(NamedTuple):
-    """A step as the plan sees it."""
-
-    step: int
-    kind: StepKind
-    rows: int
-    """Mask of the slots that take part."""
-    prompts: int = 0
-    """In a DECODE step: mask of the slots whose prompts it takes in, too, which makes it a mixed one."""
-
-    @property
-    def drafted(self) -> int:
-        """The number of draft's first command: of two numbers of a mixed step the first."""
-        return self.step - 1 if self.prompts else self.step
-
-
-class PlannedStep(NamedTuple):
-    """The waits and signals of a step's commands."""
-
-    draft: FenceOps | None
-    """None where the step has no command for draft."""
-    verify: FenceOps
-    draft_prompts: FenceOps | None = None
-    """For draft's second command in a mixed step, which takes in the prompts."""
-
-
 def mask_of(slots: Iterable[int]) -> int:
     """The slots as a mask of rows."""
     mask = 0
@@ -302,118 +278,80 @@ class StepSlots:
         return StepSlots((*self.slots, *other.slots), rows, generations, self.mask | other.mask)
 
     @property
-    def _arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _arrays(self) -> tuple[Ints, Ints]:
         return self.rows, self.generations
 
 
+NO_SLOTS = StepSlots.of(())
+
+
 class Step(NamedTuple):
-    """A step: the sequences that take part, and the data that the workers need for it."""
+    """A step: rows that decode, each with its own number of draft tokens, and chunks of prompts."""
 
     number: int
-    """The last one of its numbers: a mixed step that is drafted has two, the first for the draft's first command."""
-    kind: StepKind
-    """The kind of the step; a mixed step has that of the step that decodes alike, PLAIN or DECODE."""
-    members: StepSlots
-    """The slots that decode; in a prefill, those that take in prompts."""
+    decoded: StepSlots
+    """The slots that decode."""
     yielding: StepSlots
-    """The slots that the step brings tokens for: those that decode first."""
-    most_more: NDArray[np.int32]
-    """The most tokens that it brings to each of `yielding`."""
+    """The slots that the step brings tokens for: those that decode, then those whose prompts end."""
+    most_more: Counts
+    """[yielding]: the most tokens that it brings to each."""
     is_bounded: bool = False
-    """True if some of these are less than K + 1."""
-    num_draft_tokens: int = 0
-    """K of the draft that takes part, in a decode step; 0 in others, and in a mixed one that drafts none."""
-    is_beyond_draft: NDArray[np.bool_] | None = None
-    """For each of `yielding`, whether it is decoded plainly as it is too long for the draft; None if none is."""
+    """True if some of these are less than `most_draft_tokens` + 1."""
+    num_draft_tokens: tuple[int, ...] = ()
+    """For each of `decoded`; empty where it is 0 for all."""
+    most_draft_tokens: int = 0
+    """The largest of these."""
+    is_kept: bool = False
+    """True if draft's decode part has these slots: it takes in their stash, also where it drafts nothing."""
+    is_beyond_draft: Bools | None = None
+    """[yielding]: whether it is decoded plainly as it is too long for the draft; None if none is."""
     top_logprobs: Mapping[int, int] = MappingProxyType({})
     """By place in `yielding`: how many of the most likely tokens a sequence asked for that asked for logprobs."""
     chunks: tuple[PrefillChunk, ...] = ()
+    """Of slots that do not decode."""
     num_prompt_tokens: int = 0
     """Tokens of `chunks`."""
     updates: tuple[SlotUpdate, ...] = ()
-    is_mixed: bool = False
-    """True if it decodes and takes in prompts."""
 
     @property
-    def drafts_none(self) -> bool:
-        """True if it decodes plainly though there is a draft, which takes in the stash as in every other step."""
-        return self.kind is StepKind.DECODE and not self.num_draft_tokens
+    def is_prefill(self) -> bool:
+        """True if it takes in prompts and decodes nothing."""
+        return bool(self.chunks) and not self.decoded.slots
 
     @property
-    def ordered(self) -> OrderedStep:
-        """The step as the plan sees it."""
-        prompts = mask_of(chunk.slot for chunk in self.chunks) if self.is_mixed else 0
-        if prompts and self.kind is StepKind.PLAIN:
-            return OrderedStep(self.number, StepKind.PREFILL, self.members.mask | prompts)
-        return OrderedStep(self.number, self.kind, self.members.mask, prompts)
+    def prompts(self) -> int:
+        """Mask of the slots of `chunks`."""
+        return mask_of(chunk.slot for chunk in self.chunks)
+
+    @property
+    def kept(self) -> int:
+        """Mask of the slots of draft's decode part."""
+        return self.decoded.mask if self.is_kept else 0
 
     def command(self, ops: FenceOps, epoch: int, attachment: int = 0) -> StepCommand:
         """Makes the command for verify. `attachment`: the number of the draft's that takes part; 0 for none."""
         return StepCommand(
             epoch=epoch,
             step=self.number,
-            kind=self.kind,
-            slots=self.members.slots,
+            slots=self.decoded.slots,
+            num_draft_tokens=self.num_draft_tokens,
             ops=ops,
             chunks=self.chunks,
             updates=self.updates,
             top_logprobs=max(self.top_logprobs.values()) if self.top_logprobs else None,
             attachment=attachment,
-            drafts_none=self.drafts_none,
         )
 
-    def commands_to_draft(self, planned: PlannedStep, attachment: int) -> list[StepCommand]:
-        """Makes the commands for a draft: none, one, or two in a mixed step, the first of which drafts."""
-        if planned.draft is None:
-            return []
-        command = self.command(planned.draft, attachment)
-        if not self.is_mixed:
-            return [command]
-        slots = tuple([chunk.slot for chunk in self.chunks])
-        taking_in = replace(command, kind=StepKind.PREFILL, slots=slots)
-        if planned.draft_prompts is None:
-            return [taking_in]
-        return [
-            replace(command, step=self.ordered.drafted, chunks=()),
-            replace(taking_in, ops=planned.draft_prompts, updates=(), drafts_none=False),
-        ]
-
-
-class Decoding(NamedTuple):
-    """The sequences that decode, the same from step to step until one comes, goes or is sure to end."""
-
-    members: StepSlots
-    most_more: NDArray[np.int32]
-    """Most tokens that a step brings to each."""
-    is_bounded: bool
-    """True if some of these are less than K + 1."""
-    num_draft_tokens: int
-    """The K that it was made for."""
-    num_drafted: int
-    """K of its steps; 0 if they are plain."""
-    is_beyond_draft: NDArray[np.bool_] | None
-    """See `DraftReach.is_beyond`."""
-    top_logprobs: dict[int, int]
-    drafts_none: bool = False
-    """See `Step.drafts_none`."""
-
-    def drafting_none(self) -> Decoding:
-        """The same in a step that drafts none, though there is a draft."""
-        return self._replace(most_more=np.ones_like(self.most_more), is_bounded=False, drafts_none=True)
-
-    def step(self, number: int, updates: tuple[SlotUpdate, ...]) -> Step:
-        """A step of these sequences alone."""
-        return Step(
-            number=number,
-            kind=StepKind.DECODE if self.num_drafted else StepKind.PLAIN,
-            members=self.members,
-            yielding=self.members,
-            num_draft_tokens=0 if self.drafts_none else self.num_drafted,
-            most_more=self.most_more,
-            is_bounded=self.is_bounded,
-            is_beyond_draft=self.is_beyond_draft,
-            top_logprobs=self.top_logprobs,
-            updates=updates,
+    def command_to_draft(self, ops: FenceOps, attachment: int) -> StepCommand:
+        """Makes the command for a draft."""
+        return StepCommand(
+            epoch=attachment,
+            step=self.number,
+            slots=self.decoded.slots if self.is_kept else (),
+            num_draft_tokens=self.num_draft_tokens,
+            ops=ops,
+            chunks=self.chunks,
+            updates=self.updates,
         )
 
 
@@ -431,7 +369,8 @@ class StepResult(NamedTuple):
     not_finite: tuple[int, ...] = ()
     """Rows without tokens, because the model's logits are NaN or infinite there."""
     stamps_before: tuple[Interval, ...] = ()
-    """Stamps of the step before, as of this step's publication: verify's and draft's. Draft's may be any numbers."""
+    """Stamps of the step before, as of this step's publication: verify's, and those of draft's decode part and of its
+    prefill part, which may be any numbers."""
 
 
 class StepOutcome(NamedTuple):
@@ -461,3 +400,76 @@ class StepOutcome(NamedTuple):
         """[rows, K + 1]: True for the tokens that count."""
         is_new: Bools = np.arange(self.tokens.shape[1]) < self.num_tokens[:, None]
         return is_new
+
+
+NO_OUTCOME = StepOutcome(
+    rows=np.zeros(0, np.int64),
+    streams=np.zeros(0, np.int64),
+    ids=np.zeros(0, np.uint64),
+    num_tokens=np.zeros(0, np.int32),
+    num_accepted=np.zeros(0, np.uint32),
+    reasons=np.zeros(0, np.int8),
+    tokens=np.zeros((0, 1), np.int64),
+    is_speculating=np.zeros(0, np.bool_),
+    is_beyond_draft=np.zeros(0, np.bool_),
+    logprobs=NO_LOGPROBS,
+)
+"""The outcome of a step for no sequence."""
+
+
+class StepDraft(Protocol):
+    """A draft's attachment, as far as steps refer to it."""
+
+    @property
+    def number(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def stamps(self) -> torch.Tensor:
+        """[ring, 2, 2] int64, as draft wrote them: any numbers."""
+        ...
+
+    @property
+    def is_released(self) -> bool:
+        """True once steps may have gone on without it."""
+        ...
+
+    @property
+    def is_let_go(self) -> bool:
+        """True once no step refers to it: its memory may be gone."""
+        ...
+
+    def fence(self, name: FenceName) -> Fence:
+        """One of the fences that it signals."""
+        ...
+
+
+# Not frozen: what is known of a step grows until its stamps are read, and it is one record all the time.
+@dataclass(slots=True, eq=False)
+class SentStep:
+    """A step that was sent, and what came of it. Written by the loop's thread."""
+
+    step: Step
+    draft: StepDraft | None
+    """The attachment that it refers to."""
+    draft_ops: FenceOps | None
+    """Waits and signals of draft's command; None if it has none."""
+    verify_ops: FenceOps
+    awaited: FencePoint | None
+    """The last point of draft that verify waits for in it."""
+    decided_ns: int
+    sent_ns: int
+    """When its commands were handed over."""
+    is_first: bool = False
+    """True after an idle time, which belongs to no step."""
+    is_resting: bool = False
+    """True if a draft rested meanwhile, or came back from it."""
+    wait_ns: int = 0
+    """When the loop began to wait for its result."""
+    arrived_ns: int = 0
+    """When the result was on the host."""
+    applied_ns: int = 0
+    """When the loop had made progress of it."""
+    outcome: StepOutcome = NO_OUTCOME
+    """What came of it for the sequences that still run."""

@@ -35,14 +35,14 @@ TIMES = {"draft.before_ready": 1, "draft.before_attach": 1, "gateway.before_subm
 TIME = 20
 AGAIN = {
     "scheduler.before_attach": f"verify.before_publish:kill@{TIME}",
-    "scheduler.before_attach_draft": f"draft.before_done:kill@{TIME}",
+    "scheduler.before_attach_draft": f"draft.before_proposed:kill@{TIME}",
     "verify.before_attach": f"scheduler.after_send:kill@{TIME}",
 }
 """Points that fail the second time: a server that loses a service before it is ready does not start. For each, what
 makes the process come there again."""
 HUNG = (
     *("gateway.before_delivery:stop", "scheduler.after_send:stop", "verify.before_publish:stop"),
-    *("draft.before_done:stop", "draft.before_done:hang", "draft.before_step:hang"),
+    *("draft.before_proposed:stop", "draft.before_proposed:hang", "draft.before_step:hang"),
 )
 
 

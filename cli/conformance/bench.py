@@ -93,8 +93,8 @@ class Bench:
                 has_drained = link.detach(drain=is_over)
             if not has_drained:
                 raise ContractError(f"Drain fails{f': {link.failure}' if link.failure else ''}")
-            if verify.last_done != verify.last_sent:
-                raise ContractError(f"Drain returns when step {verify.last_done} of {verify.last_sent} is done")
+            if unfinished := verify.unfinished():
+                raise ContractError(f"Drain returns while {unfinished}")
             self.await_end()
 
     def await_end(self) -> None:

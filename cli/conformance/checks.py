@@ -14,7 +14,6 @@ from slipstream.common.errors import SlipstreamError
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.worker.contract import PROTOCOL_VERSION
-from slipstream.common.worker.step import StepKind
 from slipstream.common.worker.wire import attachment_to_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.scheduler.workers.link import ATTACH_TIMEOUT_S
@@ -92,17 +91,18 @@ def drafts(bench: Bench) -> None:
             verify.decode(4, 1, 2, accepted=number % (NUM_DRAFT_TOKENS + 1))
         verify.decode(2, accepted=1)
         verify.decode(4, accepted=0)
-        step = verify.send(StepKind.PREFILL)  # without slots
-        verify.stash(step, {})
+        step = verify.send()  # without slots
         verify.finish(step, ())
+        verify.finish_prefill(step)
+        verify.stash(step, {})
 
 
 def waits_for_the_stash(bench: Bench) -> None:
     """Takes commands ahead, and waits for the stash of each."""
     with bench.attached(run_ahead=2) as verify:
         verify.take_in(1, PROMPT)
-        step = verify.send(StepKind.DECODE, (1,))
-        behind = [verify.send(StepKind.DECODE, (1,), wants_acknowledgement=True) for _ in range(2)]
+        step = verify.send((1,))
+        behind = [verify.send((1,), wants_acknowledgement=True) for _ in range(2)]
         verify.await_acknowledgement(behind[-1])
         for each in (step, *behind):
             verify.accept(each, (1,), verify.finish(each, (1,)), NUM_DRAFT_TOKENS)
@@ -114,10 +114,10 @@ def guesses_alike(bench: Bench) -> None:
     _compare(_guesses(bench), expected, "equal requests in two attachments")
     with bench.attached() as verify:
         verify.take_in(1, PROMPT)
-        step = verify.send(StepKind.DECODE, (1,))
+        step = verify.send((1,))
         found = verify.finish(step, (1,))
         for accepted in ACCEPTED[:-1]:
-            following = verify.send(StepKind.DECODE, (1,))
+            following = verify.send((1,))
             verify.scramble(1)
             verify.hold()
             verify.accept(step, (1,), found[-1:], accepted)
@@ -128,7 +128,7 @@ def guesses_alike(bench: Bench) -> None:
 
 
 def takes_in_where_it_need_not_guess(bench: Bench) -> None:
-    """Takes in the stash of a step that drafts none as that of another."""
+    """Takes in the stash in a step that asks for no guess as in any other."""
     with bench.attached() as verify:
         verify.take_in(1, PROMPT)
         expected = [verify.decode(1, accepted=accepted)[0] for accepted in (1, 0, 0, 1)]
@@ -139,6 +139,22 @@ def takes_in_where_it_need_not_guess(bench: Bench) -> None:
         verify.decode_plainly(1)
         found += verify.decode(1, accepted=1)
     _compare(found, [expected[0], expected[-1]], "steps that draft none and steps whose guesses are wrong")
+
+
+def takes_in_prompts_beside(bench: Bench) -> None:
+    """Drafts and takes in a prompt in one step, and signals each part at its place."""
+    with bench.attached() as verify:
+        verify.take_in(1, PROMPT)
+        expected = [verify.decode(1, accepted=NUM_DRAFT_TOKENS)[0] for _ in range(3)]
+        verify.take_in(2, OTHER_PROMPT)
+        expected += verify.decode(2, accepted=1)
+    with bench.attached() as verify:
+        verify.take_in(1, PROMPT)
+        found = verify.decode(1, accepted=NUM_DRAFT_TOKENS)
+        found += verify.take_in(2, OTHER_PROMPT, beside=(1,))
+        found += verify.decode(1, accepted=NUM_DRAFT_TOKENS)
+        found += verify.decode(2, accepted=1)
+    _compare(found, expected, "steps with a prompt beside and steps without")
 
 
 def forgets_a_slots_last_sequence(bench: Bench) -> None:
@@ -153,7 +169,7 @@ def forgets_a_slots_last_sequence(bench: Bench) -> None:
 def catches_up(bench: Bench) -> None:
     """Catches up with sequences that run already."""
     with bench.attached() as verify:
-        found = _sequence(verify, PROMPT, StepKind.CATCH_UP)
+        found = _sequence(verify, PROMPT, catches_up=True)
     if not verify.reads_hidden:  # it begins with the stash then
         _compare(found, _guesses(bench), "a prompt in PREFILL and in CATCH_UP steps")
 
@@ -163,9 +179,9 @@ def goes_on_after_a_release(bench: Bench) -> None:
     with bench.attached() as verify:
         for value in (-1, 2**62, -(2**63), 2**63 - 1):
             verify.take_in(1, PROMPT)
-            first = verify.send(StepKind.DECODE, (1,))
+            first = verify.send((1,))
             verify.finish(first, (1,))
-            step = verify.send(StepKind.DECODE, (1,))
+            step = verify.send((1,))
             verify.lose(first, (1,), value)
             verify.release(step)
             verify.finish(step, (1,))
@@ -179,15 +195,16 @@ def refuses_what_makes_no_sense(bench: Bench) -> None:
     for what, fields in (
         ("another epoch", {"epoch": 2**40}),
         ("step 0", {"step": 0}),
-        ("kind PLAIN", {"kind": pb.STEP_KIND_PLAIN}),
+        ("a number of draft tokens for a slot that is not named", {"num_draft_tokens": [1]}),
+        ("a number of draft tokens above K", {"slots": [1], "num_draft_tokens": [NUM_DRAFT_TOKENS + 1]}),
         ("a slot that is not there", {"slots": [NUM_SLOTS]}),
         ("a signal of VERIFY_STASH", {"signals": [pb.FencePoint(fence=stash, value=1)]}),
-        ("a wait for VERIFY_PUBLISH", {"waits": [pb.FencePoint(fence=published, value=0)]}),
+        ("a wait for VERIFY_PUBLISH", {"waits": [pb.FenceWait(fence=published, place=pb.WAIT_PLACE_START)]}),
     ):
         with bench.verify() as verify:
             bench.stub.Attach(attachment_to_pb(verify.attachment), timeout=ATTACH_TIMEOUT_S)
             verify.allow_rehearsal()
-            made = {"epoch": verify.attachment.epoch, "step": 1, "kind": pb.STEP_KIND_DECODE} | fields
+            made = {"epoch": verify.attachment.epoch, "step": 1} | fields
             bench.must_refuse(f"a command with {what}", partial(bench.execute, [pb.StepCommand(**made)]))
             verify.check_memory(f"by a command with {what}")
             bench.await_end()
@@ -213,10 +230,10 @@ def drains(bench: Bench) -> None:
     """Drains what is enqueued, and unmaps the memory."""
     with bench.attached(run_ahead=2) as verify:
         verify.take_in(1, PROMPT)
-        steps = [verify.send(StepKind.PREFILL, wants_acknowledgement=True) for _ in range(3)]
+        steps = [verify.send((1,), wants_acknowledgement=True) for _ in range(3)]
         verify.await_acknowledgement(steps[-1])  # Drain is another call, which may overtake commands
         for step in steps:
-            verify.stash(step, {})
+            verify.accept(step, (1,), [[]], 0)
     pid = bench.describe().pid
     paths = [manifest.path for manifest in (verify.own.manifest, verify.given.manifest) if manifest.path]
     bench.until(lambda: not any(path in _maps(pid) for path in paths), "memory is mapped that was drained")
@@ -229,8 +246,8 @@ def ends_with_the_stream(bench: Bench) -> None:
         link = bench.link()
         verify.attach(link)
         verify.take_in(1, PROMPT)
-        verify.finish(verify.send(StepKind.DECODE, (1,)), (1,))
-        verify.send(StepKind.DECODE, (1,))
+        verify.finish(verify.send((1,)), (1,))
+        verify.send((1,))
         verify.hold()
         link.detach(drain=False)
         bench.await_end()
@@ -244,6 +261,7 @@ CHECKS = (
     waits_for_the_stash,
     guesses_alike,
     takes_in_where_it_need_not_guess,
+    takes_in_prompts_beside,
     forgets_a_slots_last_sequence,
     catches_up,
     goes_on_after_a_release,
@@ -276,9 +294,9 @@ def _guesses(bench: Bench, prompt: Sequence[int] = PROMPT) -> list[list[int]]:
         return _sequence(verify, prompt)
 
 
-def _sequence(verify: ScriptedVerify, prompt: Sequence[int], kind: StepKind = StepKind.PREFILL) -> list[list[int]]:
+def _sequence(verify: ScriptedVerify, prompt: Sequence[int], *, catches_up: bool = False) -> list[list[int]]:
     """The guesses for a greedy request in slot 1."""
-    verify.take_in(1, prompt, kind=kind)
+    verify.take_in(1, prompt, catches_up=catches_up)
     return [verify.decode(1, accepted=accepted)[0] for accepted in ACCEPTED]
 
 

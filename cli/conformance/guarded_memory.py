@@ -58,6 +58,14 @@ class GuardedMemory:
         """Returns a row of integers as it is now."""
         return self._device.to_host([self._buffers[name][row]])[0].tolist()
 
+    def rows(self, name: BufferName, row: int) -> list[list[int]]:
+        """Returns the integers of a row that has rows itself."""
+        return self._device.to_host([self._buffers[name][row]])[0].tolist()
+
+    def number(self, name: BufferName, row: int) -> int:
+        """Returns the integer of a row."""
+        return self._device.to_host([self._buffers[name][row]])[0].item()  # type: ignore[return-value]
+
     def allow(self, name: BufferName, row: int) -> None:
         """Takes a row as it is now for right."""
         self._expected[name][row] = self._buffers[name][row]

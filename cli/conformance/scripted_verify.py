@@ -10,10 +10,28 @@ import torch
 from slipstream.cli.conformance.guarded_memory import GuardedMemory
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.worker.contract import Attachment
-from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, PADDING_SLOT, BufferName, DraftShape
-from slipstream.common.worker.step import FenceName, PrefillChunk, Role, SlotUpdate, StepCommand, StepKind
+from slipstream.common.worker.layout import (
+    DECODE_PART,
+    GIVEN_FENCES,
+    OWN_FENCES,
+    PADDING_SLOT,
+    PREFILL_PART,
+    BufferName,
+    DraftShape,
+)
+from slipstream.common.worker.step import (
+    DRAFT_FENCES,
+    FenceName,
+    FenceOps,
+    FencePoint,
+    PrefillChunk,
+    Role,
+    SlotUpdate,
+    StepCommand,
+    WaitPlace,
+)
 from slipstream.scheduler.core.plan import catch_up, consume, initial_state, plan_step
-from slipstream.scheduler.records import DraftTraits, OrderedStep, mask_of
+from slipstream.scheduler.records import DraftTraits, mask_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,7 +45,7 @@ CONTEXT_TOKENS = 256
 ALPHABET = 11
 """Tokens that sequences are made of: few, so that they come again."""
 NO_TOKEN = -1
-"""Stands in draft_tokens until the drafter has written there."""
+"""Stands in draft_tokens and num_proposed until the drafter has written there."""
 PAUSE_S = 0.05
 """How long a step that waits is watched."""
 
@@ -71,12 +89,12 @@ class ScriptedVerify:
         self._draft = draft
         self._timeout_s = timeout_s
         self._plan = initial_state(DraftTraits(is_present=True, reads_hidden=self.reads_hidden), run_ahead)
-        self._done = self.own.fence(FenceName.DRAFT_DONE)
+        self._fences = {name: self.own.fence(name) for name in DRAFT_FENCES}
         self._stashed = self.given.fence(FenceName.VERIFY_STASH)
         self._link: Link | None = None
         self._last_end = self._released = 0
-        self._waits: dict[int, int] = {}
-        """The stash that each step waits for."""
+        self._waits: dict[FencePoint, int] = {}
+        """By what is signalled after it, the stash that a part of a step waits for; 0 for none."""
 
     def attach(self, link: Link) -> None:
         """Attaches the drafter. Raises what the link does."""
@@ -95,10 +113,11 @@ class ScriptedVerify:
         """The last step."""
         return self._plan.step
 
-    @property
-    def last_done(self) -> int:
-        """The drafter's fence."""
-        return self._done.poll()
+    def unfinished(self) -> str:
+        """Says which signals that were ordered have not come; empty if all have."""
+        last = {point.fence: point.value for point in self._waits}
+        found = [(name, self._fences[name].poll(), value) for name, value in last.items()]
+        return " and ".join(f"{name.name} is {now}, not {value}" for name, now, value in found if now != value)
 
     def take_in(
         self,
@@ -106,11 +125,16 @@ class ScriptedVerify:
         prompt: Sequence[int],
         sampling: SamplingParams | None = None,
         *,
-        kind: StepKind = StepKind.PREFILL,
-    ) -> None:
-        """A sequence takes a slot: chunk after chunk; then it has its first token."""
+        beside: Sequence[int] = (),
+        catches_up: bool = False,
+    ) -> list[list[int]]:
+        """A sequence takes a slot: chunk after chunk; then it has its first token.
+
+        `beside`: slots that decode in the same steps, one after the other, and accept what they guess. Returns their
+        guesses. `catches_up`: in commands outside of the numbering.
+        """
         self.sequences[slot] = list(prompt)
-        has_chunks = kind is StepKind.PREFILL or not self.reads_hidden
+        has_chunks = not (catches_up and self.reads_hidden)
         history_from = 0 if has_chunks else len(prompt) - 1
         pages = tuple(range(1 + slot * SLOT_PAGES, 1 + (slot + 1) * SLOT_PAGES))
         updates: tuple[SlotUpdate, ...] = (
@@ -123,34 +147,39 @@ class ScriptedVerify:
                 history_from=history_from,
             ),
         )
+        guesses: list[list[int]] = []
         for start in range(0, len(prompt) if has_chunks else 1, CHUNK_TOKENS):
             tokens = tuple(prompt[start : start + CHUNK_TOKENS])
             is_last = start + CHUNK_TOKENS >= len(prompt)
             chunk = PrefillChunk(slot=slot, start=start, tokens=tokens, is_last=is_last)
+            decoded = tuple(beside)
+            step = self.send(decoded, chunks=(chunk,) if has_chunks else (), updates=updates, catches_up=catches_up)
+            found = self.finish(step, decoded) if decoded else []
             if self.reads_hidden and has_chunks:
                 for place in range(len(tokens)):
                     self.given.write(BufferName.PREFILL_HIDDEN, place, self._hidden(start + place))
-            chunks, slots = ((chunk,), (slot,)) if has_chunks else ((), ())
-            step = self.send(kind, slots, chunks=chunks, updates=updates)
-            updates = ()
-            has_token = is_last and kind is StepKind.PREFILL
-            self.stash(step, {slot: [self._next_token(slot)]} if has_token else {})
-            self.finish(step, ())
-        if kind is StepKind.CATCH_UP:
-            # It joins behind a plain step, which stashes for it.
-            self._plan = plan_step(self._plan, OrderedStep(self.last_sent + 1, StepKind.PLAIN, mask_of((slot,))))[1]
+            new = {row: [*guessed, self._next_token(row)] for row, guessed in zip(decoded, found, strict=True)}
+            if is_last and not catches_up:
+                new[slot] = [self._next_token(slot)]
+            self.stash(step, new)
+            self.finish_prefill(step)
+            guesses, updates = guesses + found, ()
+        if catches_up:
+            # It joins after a step without it, which stashes for it.
+            *_, self._plan = plan_step(self._plan, self.last_sent + 1, mask_of((slot,)))
             self.stash(self.last_sent, {slot: [self._next_token(slot)]})
+        return guesses
 
     def decode(self, *slots: int, accepted: int) -> list[list[int]]:
         """A step of which verify accepts that many guesses in each slot; returns all guesses."""
-        step = self.send(StepKind.DECODE, slots)
+        step = self.send(slots)
         guesses = self.finish(step, slots)
         self.accept(step, slots, guesses, accepted)
         return guesses
 
     def decode_plainly(self, slot: int) -> None:
         """A step for which the drafter need not guess."""
-        step = self.send(StepKind.DECODE, (slot,), drafts_none=True)
+        step = self.send((slot,), num_draft_tokens=0)
         self.finish(step, (slot,), has_guesses=False)
         self.accept(step, (slot,), [[]], 0)
 
@@ -163,34 +192,41 @@ class ScriptedVerify:
 
     def send(
         self,
-        kind: StepKind,
         slots: tuple[int, ...] = (),
         *,
+        num_draft_tokens: int = NUM_DRAFT_TOKENS,
         chunks: tuple[PrefillChunk, ...] = (),
         updates: tuple[SlotUpdate, ...] = (),
         wants_acknowledgement: bool = False,
-        drafts_none: bool = False,
+        catches_up: bool = False,
     ) -> int:
         """Sends the drafter its part of the next step, and returns the step's number."""
         step = self.last_sent + 1
-        is_catch_up = kind is StepKind.CATCH_UP
-        ordered = OrderedStep(step, StepKind.PLAIN if is_catch_up else kind, 0 if is_catch_up else mask_of(slots))
-        planned, self._plan = plan_step(self._plan, ordered)
-        ops = catch_up(step) if is_catch_up else planned.draft
-        assert ops is not None, "the draft takes part"
-        self._waits[step] = ops.waits_for(FenceName.VERIFY_STASH)
+        if catches_up:
+            ops: FenceOps | None = catch_up(step)
+            *_, self._plan = plan_step(self._plan, step, 0)
+        else:
+            rows, prompts = mask_of(slots), mask_of(chunk.slot for chunk in chunks)
+            is_drafted = bool(slots) and num_draft_tokens > 0
+            ops, _, self._plan = plan_step(self._plan, step, rows, prompts, rows, is_drafted=is_drafted)
+        # A command with neither slots nor chunks signals both.
+        ops = ops or FenceOps((), tuple(FencePoint(fence, step) for fence in DRAFT_FENCES))
+        for point in ops.signals:
+            is_decode = point.fence is FenceName.DRAFT_PROPOSED
+            place = WaitPlace.START if is_decode else WaitPlace.PREFILL_HIDDEN
+            self._waits[point] = ops.waits_for(FenceName.VERIFY_STASH, place)
         assert self._link is not None, "it is attached"
         self._link.send(
             StepCommand(
                 epoch=self.attachment.epoch,
                 step=step,
-                kind=kind,
                 slots=slots,
+                num_draft_tokens=(num_draft_tokens,) * len(slots) if num_draft_tokens else (),
                 ops=ops,
                 chunks=chunks,
                 updates=updates,
                 wants_acknowledgement=wants_acknowledgement,
-                drafts_none=drafts_none,
+                catches_up=catches_up,
             )
         )
         return step
@@ -202,7 +238,7 @@ class ScriptedVerify:
             end = len(self.sequences[slot]) - 1
             self._stash_row(slot, end, tokens)
             # Verify has copied the guesses: whether the next ones are written can be told now.
-            self.own.write(BufferName.DRAFT_TOKENS, slot, NO_TOKEN)
+            self._clear(slot)
         self.release(step)
 
     def scramble(self, value: int) -> None:
@@ -222,7 +258,7 @@ class ScriptedVerify:
         """Verify is gone: its stash holds anything, and the scheduler ends the waits for it."""
         self.scramble(value)
         for slot in slots:
-            self.own.write(BufferName.DRAFT_TOKENS, slot, NO_TOKEN)
+            self._clear(slot)
         self.release(step)
 
     def give_up(self) -> None:
@@ -236,48 +272,73 @@ class ScriptedVerify:
             raise ContractError(f"step {step} waits, and is not acknowledged within {self._timeout_s:g} s")
 
     def hold(self) -> None:
-        """Raises ContractError if a step that waits for a stash does anything before."""
-        waiting = next((step for step, stash in self._waits.items() if stash > self._released), None)
-        if waiting is not None and self._done.wait_on_host(waiting, PAUSE_S):
-            raise ContractError(f"step {waiting} is signalled before the stash that it waits for")
-        self.check_memory(f"before the stash that step {waiting} waits for")
+        """Raises ContractError if a part of a step that waits for a stash does anything before."""
+        waiting = next((point for point, stash in self._waits.items() if stash > self._released), None)
+        if waiting is None:
+            return
+        fence, step = waiting
+        if self._fences[fence].wait_on_host(step, PAUSE_S):
+            raise ContractError(f"{fence.name} of step {step} is signalled before the stash that it waits for")
+        self.check_memory(f"before the stash that {fence.name} of step {step} waits for")
 
     def finish(self, step: int, slots: Sequence[int], *, has_guesses: bool = True) -> list[list[int]]:
-        """Waits for a step, checks all that the drafter did, and returns its guesses for `slots`."""
-        if not self._done.wait_on_host(step, self._timeout_s):
-            failure = None if self._link is None else self._link.failure
-            reason = "" if failure is None else f": {failure}"
-            raise ContractError(f"step {step} is not signalled within {self._timeout_s:g} s{reason}")
-        guesses = [self.own.row(BufferName.DRAFT_TOKENS, slot) for slot in slots]
-        for slot, row in zip(slots, guesses, strict=True) if has_guesses else ():
-            if NO_TOKEN in row:
-                raise ContractError(f"step {step} is signalled before draft_tokens of slot {slot} are written: {row}")
-            if not all(0 <= token < self._draft.vocab_size for token in row):
-                raise ContractError(f"draft_tokens of slot {slot} in step {step} are no tokens: {row}")
+        """Waits for a step's decode part, checks all that the drafter did, and returns its guesses for `slots`."""
+        self._await(FenceName.DRAFT_PROPOSED, step)
+        guesses = [self._guesses(step, slot) if has_guesses else [] for slot in slots]
         for slot in (PADDING_SLOT, *slots):
             self.own.allow(BufferName.DRAFT_TOKENS, slot)
-        self._check_stamps(step)
-        if self._waits and max(self._waits.values()) > self._released:
-            self.hold()
-        self.check_memory(f"in step {step}, which has slots {list(slots)}")
-        if (signalled := self.last_done) > self.last_sent:
-            raise ContractError(f"DRAFT_DONE is {signalled}, and the last step {self.last_sent}")
+            self.own.allow(BufferName.NUM_PROPOSED, slot)
+        self._check_part(step, DECODE_PART, f"in step {step}, which has slots {list(slots)}")
         return guesses
+
+    def finish_prefill(self, step: int) -> None:
+        """Waits for a step's prefill part, and checks all that the drafter did."""
+        self._await(FenceName.DRAFT_PREFILLED, step)
+        self._check_part(step, PREFILL_PART, f"in step {step}, which takes in prompts")
+
+    def _await(self, fence: FenceName, step: int) -> None:
+        if not self._fences[fence].wait_on_host(step, self._timeout_s):
+            failure = None if self._link is None else self._link.failure
+            reason = "" if failure is None else f": {failure}"
+            raise ContractError(f"step {step} does not signal {fence.name} within {self._timeout_s:g} s{reason}")
+
+    def _guesses(self, step: int, slot: int) -> list[int]:
+        """What the drafter has written for a slot. Raises ContractError if that is not as it should be."""
+        row, num_proposed = self.own.row(BufferName.DRAFT_TOKENS, slot), self.own.number(BufferName.NUM_PROPOSED, slot)
+        what = f"of slot {slot} in step {step}"
+        if not 0 <= num_proposed <= NUM_DRAFT_TOKENS:
+            raise ContractError(f"num_proposed {what} is {num_proposed}, of {NUM_DRAFT_TOKENS} that were asked for")
+        guesses = row[:num_proposed]
+        if NO_TOKEN in guesses:
+            raise ContractError(f"draft_tokens {what} are not written when it is signalled: {row}")
+        if not all(0 <= token < self._draft.vocab_size for token in guesses):
+            raise ContractError(f"draft_tokens {what} are no tokens: {row}")
+        return guesses
+
+    def _clear(self, slot: int) -> None:
+        self.own.write(BufferName.DRAFT_TOKENS, slot, NO_TOKEN)
+        self.own.write(BufferName.NUM_PROPOSED, slot, NO_TOKEN)
+
+    def _check_part(self, step: int, part: int, when: str) -> None:
+        row = step % self._shape.ring
+        start, end = self.own.rows(BufferName.DRAFT_STAMPS, row)[part]
+        if not self._last_end <= start <= end or not start:
+            raise ContractError(
+                f"draft_stamps of step {step}: {start} to {end}, after a part that ended at {self._last_end}"
+            )
+        self._last_end = end
+        self.own.allow(BufferName.DRAFT_STAMPS, row)
+        if max(self._waits.values(), default=0) > self._released:
+            self.hold()
+        self.check_memory(when)
+        for name, fence in self._fences.items():
+            if (signalled := fence.poll()) > self.last_sent:
+                raise ContractError(f"{name.name} is {signalled}, and the last step {self.last_sent}")
 
     def close(self) -> None:
         """Gives the memory back."""
         self.own.close()
         self.given.close()
-
-    def _check_stamps(self, step: int) -> None:
-        row = step % self._shape.ring
-        start, end = self.own.row(BufferName.DRAFT_STAMPS, row)
-        if not self._last_end <= start <= end or not start:
-            raise ContractError(
-                f"draft_stamps of step {step}: {start} to {end}, after a step that ended at {self._last_end}"
-            )
-        self._last_end = end
-        self.own.allow(BufferName.DRAFT_STAMPS, row)
 
     def check_memory(self, when: str) -> None:
         """Raises ContractError if something has changed that the drafter may not change."""

@@ -29,7 +29,7 @@ WORDS = 8
 BATCH, BATCHES = 100, 6
 """Hand-overs there and back; the first batch is not counted."""
 TIMED = BATCH * (BATCHES - 1)
-HERE, THERE = FenceName.DRAFT_DONE, FenceName.VERIFY_STASH
+HERE, THERE = FenceName.DRAFT_PROPOSED, FenceName.VERIFY_STASH
 """The fence that the first process signals, and the one that the second process signals."""
 _STREAM_S, _ANSWER_S, _END_S = 20.0, 60.0, 10.0
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slipstream.common.worker.layout import EpochShape, StepShape
     from slipstream.common.worker.step import Role
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Grows when a message of the worker contract changes its meaning."""
 LARGEST_EPOCH = 2**63 - 1
 """The largest number of an epoch and of an attachment: words of a step have 64 bits."""
@@ -89,6 +89,12 @@ class WorkerDescription:
     def torch_dtype(self) -> torch.dtype:
         """The dtype that it computes in."""
         return DTYPES[self.dtype]
+
+    def check_version(self) -> None:
+        """Raises MismatchError for a worker that speaks another version of the contract than this process."""
+        if self.protocol_version != PROTOCOL_VERSION:
+            found = f"{self.role.value} speaks {self.protocol_version}, this scheduler {PROTOCOL_VERSION}"
+            raise MismatchError([f"protocol version: {found} (run the same release of both)"])
 
     def check_fits(self, other: WorkerDescription) -> None:
         """Raises a MismatchError that names all differences that must not be.

@@ -14,7 +14,7 @@ import torch
 
 from slipstream.common.device.manifest import BufferSpec
 from slipstream.common.wire.sequence import MAX_TOP_LOGPROBS
-from slipstream.common.worker.step import FenceName, Role
+from slipstream.common.worker.step import DRAFT_FENCES, FenceName, Role
 
 PADDING_SLOT = 0
 """The row of the slot buffers that belongs to no request: any process may write it, and none uses it."""
@@ -43,9 +43,11 @@ class BufferName(enum.StrEnum):
     # Verify writes these for a draft that reads hidden states: of a slot's last tokens, and of the chunk of a prefill.
     HIDDEN_STATES = "hidden_states"
     PREFILL_HIDDEN = "prefill_hidden"
-    # Draft writes these in the slots' rows; verify copies them in.
+    # Draft writes these in the slots' rows; verify copies the tokens in.
     DRAFT_TOKENS = "draft_tokens"
-    # Start and end of the workers' work, in the step's row of the ring, for the scheduler. Verify copies the draft's.
+    NUM_PROPOSED = "num_proposed"
+    # Start and end of the workers' work, in the step's row of the ring, for the scheduler. Verify copies the draft's,
+    # of which each row has those of the decode part and those of the prefill part.
     DRAFT_STAMPS = "draft_stamps"
     VERIFY_STAMPS = "verify_stamps"
     # The target's weights, which verify lends to a draft and nobody writes while it does.
@@ -61,15 +63,18 @@ SLOT_BUFFERS = frozenset(
         BufferName.LAST_TOKENS,
         BufferName.HIDDEN_STATES,
         BufferName.DRAFT_TOKENS,
+        BufferName.NUM_PROPOSED,
     }
 )
 """The buffers whose rows are slots."""
 LENT_WEIGHTS = (BufferName.EMBEDDING, BufferName.OUTPUT)
 """The buffers of weights, which no step writes."""
 
+DECODE_PART, PREFILL_PART = range(2)
+"""The two parts of a draft's work in a step, by their places in its stamps."""
 RESULT_FENCES = (FenceName.VERIFY_PUBLISH,)
 GIVEN_FENCES = (FenceName.VERIFY_STASH,)
-OWN_FENCES = (FenceName.DRAFT_DONE,)
+OWN_FENCES = DRAFT_FENCES
 """The fence words beside the results, and in the two pieces of a region."""
 
 
@@ -89,7 +94,6 @@ class StepShape:
     num_slots: int
     """Rows of the slot buffers, row 0 (padding) included."""
     run_ahead: int
-    """By numbers of steps: a mixed step has two."""
     num_draft_tokens: int
     """K. Of an epoch of verify: the most that any draft may have; 0 when nothing ever drafts."""
     chunk_tokens: int
@@ -113,7 +117,7 @@ class EpochShape(StepShape):
             BufferSpec(BufferName.NUM_ACCEPTED, places[:2], torch.int32, verify),
             BufferSpec(BufferName.OUTPUT_TOKENS, places, torch.int64, verify),
             BufferSpec(BufferName.VERIFY_STAMPS, (ring, 2), torch.int64, verify),
-            BufferSpec(BufferName.DRAFT_STAMPS, (ring, 2), torch.int64, verify),
+            BufferSpec(BufferName.DRAFT_STAMPS, (ring, 2, 2), torch.int64, verify),
             BufferSpec(BufferName.OUTPUT_LOGPROBS, places, torch.float32, verify),
             BufferSpec(BufferName.TOP_TOKENS, (*places, MAX_TOP_LOGPROBS), torch.int32, verify),
             BufferSpec(BufferName.TOP_LOGPROBS, (*places, MAX_TOP_LOGPROBS), torch.float32, verify),
@@ -148,5 +152,6 @@ class DraftShape(StepShape):
         draft = Role.DRAFT.value
         return [
             BufferSpec(BufferName.DRAFT_TOKENS, (self.num_slots, self.num_draft_tokens), torch.int64, draft),
-            BufferSpec(BufferName.DRAFT_STAMPS, (self.ring, 2), torch.int64, draft),
+            BufferSpec(BufferName.NUM_PROPOSED, (self.num_slots,), torch.int64, draft),
+            BufferSpec(BufferName.DRAFT_STAMPS, (self.ring, 2, 2), torch.int64, draft),
         ]

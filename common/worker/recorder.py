@@ -25,7 +25,7 @@ class Site(enum.IntEnum):
     ENQUEUE = 7
     """Worker, host: the step was enqueued."""
     STREAM = 8
-    """Worker, stream: its own work of the step, after its waits. On the clock of the stamps."""
+    """Worker, stream: its own work of the step, after its waits; of draft, its decode part. On the stamps' clock."""
     TOKENISE = 9
     """Gateway: a request was received, until its prompt was tokenised and all of it was checked."""
     SUBMIT = 10
@@ -34,6 +34,8 @@ class Site(enum.IntEnum):
     """Gateway: from there, until its first token was sent to a client."""
     HOLD = 12
     """Scheduler, loop: the step is under way and takes long; the next one is held back for requests that may come."""
+    PREFILL = 13
+    """Draft, stream: its prefill part of the step, after its waits. On the stamps' clock."""
 
 
 class Record(NamedTuple):

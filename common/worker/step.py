@@ -23,50 +23,69 @@ class Role(enum.Enum):
 class FenceName(enum.IntEnum):
     """The fences between the processes; each is signalled by one stream, with growing values."""
 
-    DRAFT_DONE = 1
-    """Draft's stream: the draft tokens of step `value` are written. One word for each attachment of a draft."""
+    DRAFT_PROPOSED = 1
+    """Draft's stream: its decode part of step `value` is done, the stash read and the draft tokens written. This word,
+    DRAFT_PREFILLED's and VERIFY_STASH's belong to an attachment of a draft."""
     VERIFY_PUBLISH = 2
     """Verify's stream: what the scheduler consumes of step `value` is written."""
     VERIFY_STASH = 3
-    """Verify's stream: what draft's next forward needs of step `value` is written. One word for each attachment."""
+    """Verify's stream: what draft's next forward needs of step `value` is written."""
+    DRAFT_PREFILLED = 4
+    """Draft's stream: its prefill part of step `value` is done, and the chunks' hidden states are read."""
 
 
-class StepKind(enum.IntEnum):
-    """The work of a step."""
+DRAFT_FENCES = (FenceName.DRAFT_PROPOSED, FenceName.DRAFT_PREFILLED)
+"""The fences that a draft signals: in a step that has both parts in this order."""
 
-    PREFILL = 1
-    """Run chunks of prompts through both models."""
-    DECODE = 2
-    """Draft K tokens a slot, verify them, accept a prefix and sample one more."""
-    PLAIN = 3
-    """Decode one token a slot without a draft. With chunks, it and DECODE are mixed steps: verify runs them, too."""
-    CATCH_UP = 4
-    """Draft alone, attached beside running sequences: take in chunks of their tokens, which are known."""
+
+class WaitPlace(enum.IntEnum):
+    """Where in a step's work a wait stands, in the order of the work."""
+
+    START = 1
+    """Before all of it: draft's decode part reads the stash, verify copies draft tokens in."""
+    PREFILL_HIDDEN = 2
+    """Before `prefill_hidden` is written by verify, or read by draft in its prefill part."""
+    SAMPLING = 3
+    """Before verify samples, publishes and stashes."""
 
 
 class FencePoint(NamedTuple):
-    """A fence and the value that is signalled, or waited for (`>= value`)."""
+    """A fence and the value that it is signalled with."""
 
     fence: FenceName
     value: int
 
 
-class FenceOps(NamedTuple):
-    """The points that a command waits for before its work, and signals during it, each at its own place."""
+class FenceWait(NamedTuple):
+    """A wait of a command, for a fence to reach at least a value."""
 
-    waits: tuple[FencePoint, ...] = ()
+    fence: FenceName
+    value: int
+    place: WaitPlace = WaitPlace.START
+
+
+class FenceOps(NamedTuple):
+    """The waits and the signals of a command, each at its own place in the work."""
+
+    waits: tuple[FenceWait, ...] = ()
+    """In the order of their places."""
     signals: tuple[FencePoint, ...] = ()
 
-    def waits_for(self, fence: FenceName) -> int:
-        """The value of a fence that the command waits for; 0 for none."""
-        for point in self.waits:
-            if point.fence is fence:
-                return point.value
-        return 0
+    @property
+    def last_of_draft(self) -> FencePoint | None:
+        """The last point of draft's stream that a command of verify waits for; None if it waits for none."""
+        for wait in reversed(self.waits):
+            if wait.fence in DRAFT_FENCES:
+                return FencePoint(wait.fence, wait.value)
+        return None
 
-    def without(self, fence: FenceName) -> FenceOps:
-        """The same without the waits for a fence."""
-        return FenceOps(tuple(point for point in self.waits if point.fence is not fence), self.signals)
+    def waits_for(self, fence: FenceName, place: WaitPlace) -> int:
+        """The value of a fence that the command waits for at a place; 0 for none."""
+        return next((wait.value for wait in self.waits if wait.fence is fence and wait.place is place), 0)
+
+    def without(self, *fences: FenceName) -> FenceOps:
+        """The same without the waits for these fences."""
+        return FenceOps(tuple(wait for wait in self.waits if wait.fence not in fences), self.signals)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,17 +131,21 @@ class SlotUpdate:
 
 @dataclass(slots=True, kw_only=True)
 class StepCommand:
-    """The work of one worker in one step. Steps are numbered from 1 in each epoch of verify."""
+    """The work of one worker in one step: rows that decode, and chunks of prompts. Either may be empty.
+
+    Steps are numbered from 1 in each epoch of verify.
+    """
 
     epoch: int
     """For a draft, its attachment."""
     step: int
-    kind: StepKind
-    slots: tuple[int, ...]
-    """The slots that decode, without repetition; for PREFILL and CATCH_UP those of `chunks`, in their order."""
+    slots: tuple[int, ...] = ()
+    """The slots that decode, without repetition; for a draft, those of them that it drafts for or takes in."""
+    num_draft_tokens: tuple[int, ...] = ()
+    """For each of `slots` the number of its draft tokens; empty where that is 0 for all."""
     ops: FenceOps = field(default_factory=FenceOps)
     chunks: tuple[PrefillChunk, ...] = ()
-    """For verify, DECODE and PLAIN may have some as well, of other slots."""
+    """Of other slots."""
     updates: tuple[SlotUpdate, ...] = ()
     wants_acknowledgement: bool = False
     """True if the worker is to say when the step is enqueued."""
@@ -130,10 +153,11 @@ class StepCommand:
     """Number of most likely tokens that verify publishes with each token's own logprob; None publishes no logprobs."""
     attachment: int = 0
     """For verify: the attachment of the draft that takes part; 0 for none."""
-    drafts_none: bool = False
-    """Only in a mixed DECODE, and in draft's part of it: draft takes in the stash alone, and verify decodes plainly."""
+    catches_up: bool = False
+    """True for a draft that attached beside running sequences: the chunks are known tokens of theirs, prompt and output
+    alike, without hidden states. Its number is that of the last step before it."""
 
     @property
-    def is_mixed(self) -> bool:
-        """True if it decodes and takes in prompts."""
-        return bool(self.chunks) and self.kind in (StepKind.DECODE, StepKind.PLAIN)
+    def most_draft_tokens(self) -> int:
+        """The most draft tokens of a row; 0 decodes all of them plainly."""
+        return max(self.num_draft_tokens, default=0)

@@ -10,11 +10,13 @@ from slipstream.common.device.interface import ClockSample
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.wire.messages import Readers, decode, encode
 from slipstream.common.worker.recorder import Record, Site
-from slipstream.common.worker.step import FenceName, FencePoint, StepKind
-from slipstream.protos import trace_pb2, worker_pb2
+from slipstream.common.worker.step import FenceName, FenceWait, WaitPlace
+from slipstream.protos import trace_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from slipstream.protos import worker_pb2
 
 MAX_STEPS = 1000
 MAX_WAIT_MS = 60_000
@@ -47,42 +49,37 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
-    """A step as it was ordered. Of a mixed step that is drafted, draft's first command is one of its own."""
+    """A step as it was ordered."""
 
     step: int
-    kind: StepKind
     num_slots: int
     """Requests that took part."""
     has_draft: bool
     """True if draft had a command in it."""
+    num_decoding: int = 0
+    """Requests that it decoded; the others took in prompts."""
+    num_draft_tokens: int = 0
+    """The most draft tokens of a request."""
     num_prompt_tokens: int = 0
     """Tokens of prompts that it took in."""
-    draft_waits: tuple[FencePoint, ...] = ()
-    verify_waits: tuple[FencePoint, ...] = ()
-
-    @property
-    def is_mixed(self) -> bool:
-        """True if it decoded and took in prompts."""
-        return self.num_prompt_tokens > 0 and self.kind is not StepKind.PREFILL
-
-    @property
-    def drafted(self) -> int:
-        """The number of draft's first command."""
-        return self.step - 1 if self.is_mixed and self.kind is StepKind.DECODE else self.step
+    draft_waits: tuple[FenceWait, ...] = ()
+    verify_waits: tuple[FenceWait, ...] = ()
 
     @property
     def label(self) -> str:
         """What it does, in a word."""
-        return "mixed" if self.is_mixed else self.kind.name.lower()
+        if self.num_prompt_tokens:
+            return "mixed" if self.num_decoding else "prefill"
+        return "decode" if self.num_draft_tokens else "plain"
 
     @classmethod
     def from_pb(cls, message: trace_pb2.TracedStep) -> TracedStep:
-        """Raises ValueError for a kind or a fence that there cannot be."""
-        return decode(cls, message, {"kind": StepKind, "draft_waits": _point, "verify_waits": _point})
+        """Raises ValueError for a fence or a place that does not exist."""
+        return decode(cls, message, {"draft_waits": _wait, "verify_waits": _wait})
 
 
-def _point(message: worker_pb2.FencePoint) -> FencePoint:
-    return FencePoint(FenceName(message.fence), message.value)
+def _wait(message: worker_pb2.FenceWait) -> FenceWait:
+    return FenceWait(FenceName(message.fence), message.value, WaitPlace(message.place))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

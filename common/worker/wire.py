@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 
@@ -25,16 +25,14 @@ from slipstream.common.worker.step import (
     FenceName,
     FenceOps,
     FencePoint,
+    FenceWait,
     PrefillChunk,
     Role,
     SlotUpdate,
     StepCommand,
-    StepKind,
+    WaitPlace,
 )
 from slipstream.protos import worker_pb2 as pb
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _Enum = TypeVar("_Enum", bound=Enum)
 
@@ -174,17 +172,18 @@ def command_to_pb(command: StepCommand) -> pb.StepCommand:
     message = pb.StepCommand(
         epoch=command.epoch,
         step=command.step,
-        kind=cast("pb.StepKind", command.kind),
         slots=command.slots,
+        num_draft_tokens=command.num_draft_tokens,
         acknowledge=command.wants_acknowledgement,
         top_logprobs=command.top_logprobs,
         attachment=command.attachment,
-        drafts_none=command.drafts_none,
+        catches_up=command.catches_up,
     )
     # Made in their place: what the constructor is given, it copies.
-    for points, target in ((command.ops.waits, message.waits), (command.ops.signals, message.signals)):
-        for point in points:
-            target.add(fence=cast("pb.Fence", point.fence), value=point.value)
+    for fence, value, place in command.ops.waits:
+        message.waits.add(fence=cast("pb.Fence", fence), value=value, place=cast("pb.WaitPlace", place))
+    for fence, value in command.ops.signals:
+        message.signals.add(fence=cast("pb.Fence", fence), value=value)
     message.chunks.extend([encode(pb.PromptChunk, chunk) for chunk in command.chunks])
     for update in command.updates:
         message.updates.add(
@@ -204,15 +203,14 @@ def command_to_pb(command: StepCommand) -> pb.StepCommand:
 
 
 def command_from_pb(message: pb.StepCommand) -> StepCommand:
-    """Decodes a step. Raises InvalidArgumentError for an impossible kind, fence or number."""
+    """Decodes a step. Raises InvalidArgumentError for an impossible fence, place or number."""
     if message.top_logprobs > MAX_TOP_LOGPROBS:
         raise InvalidArgumentError("top_logprobs", message.top_logprobs, f"0 to {MAX_TOP_LOGPROBS}")
     return decode(
         StepCommand,
         message,
         {"chunks": partial(decode, PrefillChunk), "updates": _update_from_pb},
-        kind=_enum(StepKind, message.kind, "kind", "a step kind"),
-        ops=FenceOps(_points_from_pb(message.waits), _points_from_pb(message.signals)),
+        ops=FenceOps(tuple(map(_wait_from_pb, message.waits)), tuple(map(_point_from_pb, message.signals))),
         wants_acknowledgement=message.acknowledge,
     )
 
@@ -221,5 +219,11 @@ def _update_from_pb(message: pb.SlotUpdate) -> SlotUpdate:
     return decode(SlotUpdate, message, {"sampling": SamplingParams.from_pb})
 
 
-def _points_from_pb(messages: Iterable[pb.FencePoint]) -> tuple[FencePoint, ...]:
-    return tuple(FencePoint(_enum(FenceName, message.fence, "fence", "a fence"), message.value) for message in messages)
+def _point_from_pb(message: pb.FencePoint) -> FencePoint:
+    return FencePoint(_enum(FenceName, message.fence, "fence", "a fence"), message.value)
+
+
+def _wait_from_pb(message: pb.FenceWait) -> FenceWait:
+    """Decodes a wait. Raises InvalidArgumentError for a fence or a place that does not exist."""
+    place = _enum(WaitPlace, message.place, "place", "a place in a step")
+    return FenceWait(_enum(FenceName, message.fence, "fence", "a fence"), message.value, place)

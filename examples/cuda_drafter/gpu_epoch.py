@@ -75,8 +75,9 @@ class GpuEpoch:
             given = SharedMemory(gpu, request.given)
             held.callback(given.close)
             self._draft_tokens = own.buffer("draft_tokens", (num_slots, self._width))
-            self._stamps = own.buffer("draft_stamps", (self._ring, 2))
-            self._done = own.fence(pb.FENCE_DRAFT_DONE)
+            self._num_proposed = own.buffer("num_proposed", (num_slots,))
+            self._stamps = own.buffer("draft_stamps", (self._ring, 2, 2))
+            self._fences = {name: own.fence(name) for name in (pb.FENCE_DRAFT_PROPOSED, pb.FENCE_DRAFT_PREFILLED)}
             self._stashed = given.fence(pb.FENCE_VERIFY_STASH)
             seq_lens, num_new = (given.buffer(name, (num_slots,)) for name in ("seq_lens", "num_new"))
             self._stash = Stash(seq_lens, num_new, given.buffer("last_tokens", (num_slots, self._width + 1)))
@@ -136,22 +137,35 @@ class GpuEpoch:
             if update.HasField("sampling"):
                 temperature, seed = ctypes.c_float(update.sampling.temperature), ctypes.c_uint64(update.sampling.seed)
                 gpu.launch("take_over", stream, 1, self._slots, ctypes.c_int(update.slot), temperature, seed)
-        for point in command.waits:
-            self._awaited = max(self._awaited, point.value)
-            gpu.wait(stream, self._stashed, point.value)
-        started = self._stamps + command.step % self._ring * 2 * _WORD_BYTES
-        gpu.launch("stamp", stream, 1, ctypes.c_uint64(started))
+        # The signals say which parts the step has: the decode part, the prefill part, or both in this order.
+        for point in command.signals:
+            is_decode = point.fence == pb.FENCE_DRAFT_PROPOSED
+            place = pb.WAIT_PLACE_START if is_decode else pb.WAIT_PLACE_PREFILL_HIDDEN
+            for wait in command.waits:
+                if wait.place == place:
+                    self._awaited = max(self._awaited, wait.value)
+                    gpu.wait(stream, self._stashed, wait.value)
+            started = self._stamps + (command.step % self._ring * 4 + (0 if is_decode else 2)) * _WORD_BYTES
+            gpu.launch("stamp", stream, 1, ctypes.c_uint64(started))
+            if is_decode:
+                self._decode(command)
+            else:
+                self._prefill(command)
+            gpu.launch("stamp", stream, 1, ctypes.c_uint64(started + _WORD_BYTES))
+            gpu.write(stream, self._fences[point.fence], point.value)
+
+    def _decode(self, command: pb.StepCommand) -> None:
+        targets = (ctypes.c_uint64(address) for address in (self._draft_tokens, self._num_proposed))
+        numbers = (ctypes.c_int64(self._width), ctypes.c_int64(max(command.num_draft_tokens, default=0)))
+        arguments = (self._slots, self._stash, *targets, *numbers)
+        for _, rows in _pieces(command.slots):
+            self._gpu.launch("propose", self._stream, rows.count, *arguments, rows)
+
+    def _prefill(self, command: pb.StepCommand) -> None:
         for chunk in command.chunks:
             for offset, piece in _pieces(chunk.tokens):
                 start = ctypes.c_int64(chunk.start + offset)
-                gpu.launch("put", stream, 1, self._slots, ctypes.c_int(chunk.slot), start, piece)
-        if command.kind == pb.STEP_KIND_DECODE:
-            target, width = ctypes.c_uint64(self._draft_tokens), ctypes.c_int64(self._width)
-            for _, rows in _pieces(command.slots):
-                gpu.launch("propose", stream, rows.count, self._slots, self._stash, target, width, rows)
-        gpu.launch("stamp", stream, 1, ctypes.c_uint64(started + _WORD_BYTES))
-        for point in command.signals:
-            gpu.write(stream, self._done, point.value)
+                self._gpu.launch("put", self._stream, 1, self._slots, ctypes.c_int(chunk.slot), start, piece)
 
 
 def warm_up(gpu: Gpu) -> None:
@@ -163,7 +177,7 @@ def warm_up(gpu: Gpu) -> None:
     gpu.launch("stamp", stream, 1, word)
     gpu.launch("take_over", stream, 1, slots, zero, ctypes.c_float(0), ctypes.c_uint64(0))
     gpu.launch("put", stream, 1, slots, zero, ctypes.c_int64(0), Integers())
-    gpu.launch("propose", stream, 1, slots, stash, word, ctypes.c_int64(1), Integers())
+    gpu.launch("propose", stream, 1, slots, stash, word, word, ctypes.c_int64(1), ctypes.c_int64(1), Integers())
     gpu.call(cu.cuStreamSynchronize, stream)
     gpu.call(cu.cuStreamDestroy, stream)
     memory.close()

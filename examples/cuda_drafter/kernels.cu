@@ -97,9 +97,15 @@ extern "C" __global__ void put(Slots slots, int slot, int64 start, const __grid_
     if (threadIdx.x == 0 && count > 0) extend(slots, slot, start, count);
 }
 
-// Guesses `width` tokens for each slot: one block for each of `rows`.
+// Takes in the stash of each slot, and guesses `num_guesses` tokens, of at most `width`: one block for each of `rows`.
 extern "C" __global__ void propose(
-    Slots slots, Stash stash, int64* draft_tokens, int64 width, const __grid_constant__ Integers rows
+    Slots slots,
+    Stash stash,
+    int64* draft_tokens,
+    int64* num_proposed,
+    int64 width,
+    int64 num_guesses,
+    const __grid_constant__ Integers rows
 ) {
     __shared__ float scores[THREADS];
     __shared__ int64 places[THREADS];
@@ -114,10 +120,11 @@ extern "C" __global__ void propose(
         for (int64 number = 0; number < num_new; number++)
             tokens[start + number] = (int)clamped(stash.last_tokens[slot * (width + 1) + number], 0, slots.vocab_size - 1);
         extend(slots, slot, start, num_new);
+        num_proposed[slot] = num_guesses;
     }
     __syncthreads();
     int64 begin = slots.begins[slot], end = slots.ends[slot];
-    for (int64 number = 0; number < width; number++, end++) {
+    for (int64 number = 0; number < num_guesses; number++, end++) {
         float best = -1e30f;  // less than any score
         int64 best_place = end - 1;
         for (int64 place = begin + threadIdx.x; place < end; place += THREADS) {

@@ -33,8 +33,9 @@ class Epoch:
         self._num_new = given.array("num_new", (slots,))
         self._last_tokens = given.array("last_tokens", (slots, width + 1))
         self._draft_tokens = own.array("draft_tokens", (slots, width))
-        self._stamps = own.array("draft_stamps", (ring, 2))
-        self._done = own.fence(pb.FENCE_DRAFT_DONE)
+        self._num_proposed = own.array("num_proposed", (slots,))
+        self._stamps = own.array("draft_stamps", (ring, 2, 2))
+        self._fences = {name: own.fence(name) for name in (pb.FENCE_DRAFT_PROPOSED, pb.FENCE_DRAFT_PREFILLED)}
         self._stashed = given.fence(pb.FENCE_VERIFY_STASH)
         self._vocab_size = vocab_size
         self._histories = [History() for _ in range(slots)]
@@ -73,25 +74,34 @@ class Epoch:
         for update in command.updates:
             if update.HasField("sampling"):
                 self._sampling[update.slot] = update.sampling
-        for point in command.waits:
-            if not self._stashed.wait(point.value, self._is_over.is_set):
-                return
-        stamps = self._stamps[command.step % len(self._stamps)]
-        stamps[0] = time.monotonic_ns()
-        for chunk in command.chunks:
-            self._histories[chunk.slot].put(chunk.start, chunk.tokens)
-        if command.kind == pb.STEP_KIND_DECODE:
-            for slot in command.slots:
-                self._draft_tokens[slot] = self._propose(slot)
-        stamps[1] = time.monotonic_ns()
+        # The signals say which parts the step has: the decode part, the prefill part, or both in this order.
         for point in command.signals:
-            self._done.signal(point.value)
+            is_decode = point.fence == pb.FENCE_DRAFT_PROPOSED
+            place = pb.WAIT_PLACE_START if is_decode else pb.WAIT_PLACE_PREFILL_HIDDEN
+            for wait in command.waits:
+                if wait.place == place and not self._stashed.wait(wait.value, self._is_over.is_set):
+                    return
+            stamps = self._stamps[command.step % len(self._stamps), 0 if is_decode else 1]
+            stamps[0] = time.monotonic_ns()
+            if is_decode:
+                self._decode(command)
+            else:
+                for chunk in command.chunks:
+                    self._histories[chunk.slot].put(chunk.start, chunk.tokens)
+            stamps[1] = time.monotonic_ns()
+            self._fences[point.fence].signal(point.value)
 
-    def _propose(self, slot: int) -> list[int]:
-        """Returns K guesses for the tokens after the slot's sequence."""
-        history, num_guesses = self._histories[slot], self._draft_tokens.shape[1]
+    def _decode(self, command: pb.StepCommand) -> None:
+        for slot, num_guesses in zip(command.slots, command.num_draft_tokens or [0] * len(command.slots), strict=True):
+            guesses = self._propose(slot, num_guesses)
+            self._draft_tokens[slot, :num_guesses] = guesses
+            self._num_proposed[slot] = num_guesses
+
+    def _propose(self, slot: int, num_guesses: int) -> list[int]:
+        """Takes in what verify stashed, and returns guesses for the tokens after the slot's sequence."""
+        history = self._histories[slot]
         # Clamped, because the memory may hold anything: a length becomes an index, a token an id.
-        num_new = min(max(int(self._num_new[slot]), 1), num_guesses + 1)
+        num_new = min(max(int(self._num_new[slot]), 1), self._last_tokens.shape[1])
         tokens = np.clip(self._last_tokens[slot, :num_new], 0, self._vocab_size - 1)
         history.put(max(int(self._seq_lens[slot]) + 1 - num_new, 0), tokens.tolist())
         continuation = Continuation(history.tokens())

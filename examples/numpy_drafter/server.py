@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from servicer import Epoch
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SWITCH_INTERVAL_S = 0.0005
 """gRPC's threads and the stream's share one interpreter: by default a command may wait 5 ms for its turn."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _MUST_AGREE = ("protocol_version", "device", "vocab_size", "tokenizer_sha256", "dtype")
-_KINDS = (pb.STEP_KIND_PREFILL, pb.STEP_KIND_DECODE, pb.STEP_KIND_CATCH_UP)
+_FENCES = (pb.FENCE_DRAFT_PROPOSED, pb.FENCE_DRAFT_PREFILLED)
 
 
 class Epoch(Protocol):
@@ -41,7 +41,7 @@ class DraftServicer(pb_grpc.WorkerServicer):
         """`open_epoch` begins an attachment; it raises ValueError for memory that it cannot use."""
         self._description = description
         self._open_epoch = open_epoch
-        self._num_slots = 0
+        self._num_slots = self._num_draft_tokens = 0
         self._last_step = 0
         self._lock = threading.Lock()
         self._epoch: Epoch | None = None
@@ -68,7 +68,8 @@ class DraftServicer(pb_grpc.WorkerServicer):
                 self._epoch = self._open_epoch(request)
             except ValueError as error:
                 context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-            self._last_epoch, self._last_step, self._num_slots = request.epoch, 0, request.num_slots
+            self._last_epoch, self._last_step = request.epoch, 0
+            self._num_slots, self._num_draft_tokens = request.num_slots, request.num_draft_tokens
         return pb.AttachResponse()
 
     def Execute(self, requests: Iterator[pb.StepCommand], context: grpc.ServicerContext) -> Iterator[pb.StepAck]:
@@ -116,15 +117,18 @@ class DraftServicer(pb_grpc.WorkerServicer):
     def _check(self, command: pb.StepCommand) -> None:
         """Raises ValueError for a command that makes no sense."""
         slots = [*command.slots, *(chunk.slot for chunk in command.chunks), *(each.slot for each in command.updates)]
-        if command.step <= self._last_step or command.kind not in _KINDS:
-            raise ValueError(f"step {command.step} of kind {command.kind} after step {self._last_step}")
+        if command.step <= self._last_step:
+            raise ValueError(f"step {command.step} after step {self._last_step}")
         if not all(0 < slot < self._num_slots for slot in slots):
             raise ValueError(f"step {command.step}: a slot that is not there")
+        given = command.num_draft_tokens
+        if given and (len(given) != len(command.slots) or max(given) > self._num_draft_tokens):
+            raise ValueError(f"step {command.step}: num_draft_tokens {list(given)} of {len(command.slots)} slots")
         # Each fence has one writer: a drafter that signals another one breaks the order of all processes.
-        if any(point.fence != pb.FENCE_DRAFT_DONE for point in command.signals):
-            raise ValueError(f"step {command.step}: a draft signals DRAFT_DONE alone")
-        if any(point.fence != pb.FENCE_VERIFY_STASH for point in command.waits):
-            raise ValueError(f"step {command.step}: a draft waits for VERIFY_STASH alone")
+        if any(point.fence not in _FENCES for point in command.signals):
+            raise ValueError(f"step {command.step}: a draft signals DRAFT_PROPOSED and DRAFT_PREFILLED only")
+        if any(wait.fence != pb.FENCE_VERIFY_STASH for wait in command.waits):
+            raise ValueError(f"step {command.step}: a draft waits for VERIFY_STASH only")
 
     def _misfit(self, request: pb.AttachRequest) -> str:
         """Returns why an attachment does not fit; empty if it fits."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from slipstream.common.errors import PendingLengthError
 from slipstream.common.worker.layout import PADDING_SLOT
-from slipstream.scheduler.records import GOES_ON, LENGTH, STOP, SlotLease, StepOutcome
+from slipstream.scheduler.records import GOES_ON, LENGTH, NO_OUTCOME, STOP, SlotLease, StepOutcome
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -152,22 +152,6 @@ class PendingLengths:
         return found
 
 
-class _Columns(NamedTuple):
-    """What the accounts say of a step's rows, and no step changes."""
-
-    slots: StepSlots
-    rows: Ints
-    is_speculating: Bools
-    is_beyond_draft: Bools
-    streams: Ints
-    ids: NDArray[np.uint64]
-    max_new_tokens: Counts
-    stops: tuple[Ints, ...]
-    """[rows, 1] each, as many as one of all sequences has had stop tokens."""
-    goes_on: NDArray[np.int8]
-    """The reasons of a step in which none ends."""
-
-
 class SlotAccounts:
     """One row for each slot, row 0 (padding) included."""
 
@@ -187,15 +171,20 @@ class SlotAccounts:
         """The most stop tokens of a sequence so far, of those with up to NUM_STOPS."""
         self._many_stops: dict[int, frozenset[int]] = {}
         self._places = np.arange(num_draft_tokens + 1)
-        self._last_columns: _Columns | None = None
-        """Of the last step: steps have the same `StepSlots` while no sequence comes or goes."""
+        # Of the last step: steps have the same `StepSlots` while no sequence comes or goes.
+        self._last_slots: StepSlots | None = None
+        self._last: StepOutcome = NO_OUTCOME
+        """The columns of its outcome that no step changes, with the reasons of a step in which no sequence ends."""
+        self._ends: tuple[Counts, tuple[Ints, ...]] = (np.zeros(0, np.int32), ())
+        """[rows] the most new tokens of its sequences; and [rows, 1] each, as many as one of all sequences has had stop
+        tokens."""
         self._room = 0
         """Each of these sequences takes at least so many more tokens."""
 
     def admit(self, sequence: Sequence) -> None:
         """Writes the row of the slot that a sequence was given."""
         slot, spec = sequence.lease.slot, sequence.spec
-        self._last_columns = None
+        self._last_slots = None
         self.lengths.reset(slot, len(spec.output))
         self.count_drafted(sequence)
         self.top_logprobs[slot] = -1 if spec.top_logprobs is None else spec.top_logprobs
@@ -238,61 +227,57 @@ class SlotAccounts:
             accepted, found, tokens = accepted[is_current], found[is_current], tokens[is_current]
             places = is_current.cumsum() - 1
             logprobs = {int(places[at]): likely for at, likely in logprobs.items() if is_current[at]}
-        columns = self._last_columns
-        if columns is None or columns.slots is not step.yielding or is_current is not None:
-            columns = self._last_columns = self._columns_of(step, is_current)
-            self._room = 0
-        num_tokens, reasons = self._cut(columns, tokens, found)
+        if self._last_slots is not step.yielding or is_current is not None:
+            self._last = self._columns_of(step, is_current)
+            self._last_slots, self._room = step.yielding, 0
+            if is_current is not None:
+                self._last_slots = None
+        rows = self._last.rows
+        num_tokens, reasons = self._cut(rows, tokens, found)
         if len(step.yielding.rows):
-            self.lengths.end(columns.rows, found)
-        return StepOutcome(
-            rows=columns.rows,
-            streams=columns.streams,
-            ids=columns.ids,
+            self.lengths.end(rows, found)
+        return self._last._replace(
             num_tokens=num_tokens,
             num_accepted=accepted,
             reasons=reasons,
             tokens=tokens,
-            is_speculating=columns.is_speculating,
-            is_beyond_draft=columns.is_beyond_draft,
             logprobs={at: likely[: num_tokens[at]] for at, likely in logprobs.items()} if logprobs else logprobs,
         )
 
-    def _columns_of(self, step: Step, is_current: Bools | None) -> _Columns:
-        slots = step.yielding
+    def _columns_of(self, step: Step, is_current: Bools | None) -> StepOutcome:
+        """Returns an outcome with the columns that no step changes, in which no sequence ends."""
         # As of the step's making: what a sequence may accept can have changed since.
-        rows, most_more = slots.rows, step.most_more
+        rows, most_more = step.yielding.rows, step.most_more
         is_beyond = np.zeros(len(rows), np.bool_) if step.is_beyond_draft is None else step.is_beyond_draft
         if is_current is not None:
             rows, most_more, is_beyond = rows[is_current], most_more[is_current], is_beyond[is_current]
         goes_on = np.full(len(rows), GOES_ON, np.int8)
         goes_on.setflags(write=False)
-        return _Columns(
-            slots=slots,
+        stops = tuple(self._stops[rows, at, None] for at in range(self._most_stops))
+        self._ends = self._max_new_tokens[rows], stops
+        return NO_OUTCOME._replace(
             rows=rows,
-            is_speculating=most_more > 1,
-            is_beyond_draft=is_beyond,
             streams=self._streams[rows],
             ids=self._ids[rows],
-            max_new_tokens=self._max_new_tokens[rows],
-            stops=tuple(self._stops[rows, at, None] for at in range(self._most_stops)),
-            goes_on=goes_on,
+            reasons=goes_on,
+            is_speculating=most_more > 1,
+            is_beyond_draft=is_beyond,
         )
 
-    def _cut(self, columns: _Columns, tokens: Ints, num_tokens: Counts) -> tuple[Counts, NDArray[np.int8]]:
+    def _cut(self, rows: Ints, tokens: Ints, num_tokens: Counts) -> tuple[Counts, NDArray[np.int8]]:
         """Returns the number of tokens up to the end of each output, and the reasons."""
-        # Most steps end nothing: what only an end needs is behind a look for one.
-        reasons = columns.goes_on
+        # Most steps end nothing: what only an end needs is done after a look for one.
+        reasons, (max_new_tokens, stops) = self._last.reasons, self._ends
         if self._room <= tokens.shape[1]:
-            room = columns.max_new_tokens - self.lengths.known(columns.rows)
+            room = max_new_tokens - self.lengths.known(rows)
             self._room = int(room.min(initial=_NO_END))
             is_full = num_tokens >= room
             if np.count_nonzero(is_full):
                 reasons = is_full * np.int8(LENGTH)
                 num_tokens = np.minimum(num_tokens, room)
         self._room -= tokens.shape[1]
-        if columns.stops or self._many_stops:
-            is_stop = self._is_stop(columns, tokens)
+        if stops or self._many_stops:
+            is_stop = self._is_stop(rows, stops, tokens)
             if np.count_nonzero(is_stop):
                 is_stop &= self._places[: tokens.shape[1]] < num_tokens[:, None]
                 ends = is_stop.any(axis=1)
@@ -301,14 +286,14 @@ class SlotAccounts:
                 reasons = np.where(ends, np.int8(STOP), reasons)
         return num_tokens, reasons
 
-    def _is_stop(self, columns: _Columns, tokens: Ints) -> Bools:
+    def _is_stop(self, rows: Ints, columns: tuple[Ints, ...], tokens: Ints) -> Bools:
         """[rows, K + 1]: True for the tokens that are stop tokens of their sequence."""
         is_stop = np.zeros(tokens.shape, np.bool_)
-        for stops in columns.stops:
+        for stops in columns:
             is_stop |= tokens == stops
         if self._many_stops:
-            for at in np.isin(columns.rows, list(self._many_stops)).nonzero()[0]:
-                is_stop[at] = np.isin(tokens[at], list(self._many_stops[int(columns.rows[at])]))
+            for at in np.isin(rows, list(self._many_stops)).nonzero()[0]:
+                is_stop[at] = np.isin(tokens[at], list(self._many_stops[int(rows[at])]))
         return is_stop
 
 
@@ -338,9 +323,9 @@ class CommittedTokens:
         self._tokens[slot, : len(tokens)] = tokens
         self._lengths[slot] = len(tokens)
 
-    def append(self, taken_in: StepOutcome) -> None:
+    def append(self, outcome: StepOutcome) -> None:
         """Adds the new tokens of a step to its slots."""
-        self._unwritten.append(taken_in)
+        self._unwritten.append(outcome)
 
     def num_tokens(self, slot: int) -> int:
         """How many tokens of the slot's sequence are known."""
@@ -360,15 +345,15 @@ class CommittedTokens:
     def tidy(self) -> None:
         """Writes the tokens that were added: to do so for many steps at once is cheaper than for each."""
         # Steps of the same slots share one array of rows.
-        for _, steps in groupby(self._unwritten, lambda taken_in: id(taken_in.rows)):
+        for _, steps in groupby(self._unwritten, lambda outcome: id(outcome.rows)):
             self._write_steps(list(steps))
         self._unwritten.clear()
 
     def _write_steps(self, steps: list[StepOutcome]) -> None:
         """Writes the tokens of steps of the same slots."""
         rows = steps[0].rows
-        tokens = np.stack([taken_in.tokens for taken_in in steps], 1)
-        num_tokens = np.stack([taken_in.num_tokens for taken_in in steps], 1)
+        tokens = np.stack([outcome.tokens for outcome in steps], 1)
+        num_tokens = np.stack([outcome.num_tokens for outcome in steps], 1)
         is_new = np.arange(tokens.shape[2]) < num_tokens[:, :, None]
         num_new = num_tokens.sum(1)
         ends = self._lengths[rows] + num_new

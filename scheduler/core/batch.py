@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slipstream.common.errors import DeadlineExceededError, InternalError
-from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.accounts import CommittedTokens, SlotAccounts, SlotAllocator
 from slipstream.scheduler.core.batch_sizes import MOST_WITHOUT, SMALL_STEPS, BatchCounts, BatchSizes
 from slipstream.scheduler.core.draft_reach import DraftReach
@@ -17,10 +16,9 @@ from slipstream.scheduler.core.outbox import Outbox
 from slipstream.scheduler.core.page_lists import PageLists
 from slipstream.scheduler.core.prefix_cache import PrefixCache
 from slipstream.scheduler.core.prompts import Prompts
-from slipstream.scheduler.records import NO_DRAFT, NO_SLOT, Decoding, Prefix, Step, StepSlots
+from slipstream.scheduler.records import NO_DRAFT, NO_SLOT, NO_SLOTS, Prefix, Step, StepSlots
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.core.prompts import TakenPrompts
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
     from slipstream.scheduler.records import Bools, Counts, DraftKV, Ints, Sequence, StepOutcome, StepResult
 
@@ -50,8 +48,11 @@ class Batch:
         self._prompts = Prompts(sizes, self.pages, self.committed, self._count_looked_up)
         self._is_prefilled = np.zeros(sizes.num_slots, np.bool_)
         """[slots]: the slot has a sequence all of whose tokens were sent."""
-        self._decoding: Decoding | None = None
-        """None if a sequence came or went since it was made."""
+        self._decoding: Step | None = None
+        """What the sequences that decode do in a step, without its number and updates: the same from step to step until
+        one comes, goes or is sure to end. None if one came or went since it was made."""
+        self._decoding_for = 0
+        """The K that it was made for."""
         self._room = 0
         """No sequence of `_decoding` is sure to end before so many more tokens are sure."""
         self._num_covered = 0
@@ -106,12 +107,12 @@ class Batch:
                 self.outbox.add_admitted(sequence)
 
     def next_step(
-        self, num_draft_tokens: int, *, decodes_first: bool = False, draft: DraftKV = NO_DRAFT
+        self, num_draft_tokens: int, *, decodes_first: bool = False, mixes: bool = True, draft: DraftKV = NO_DRAFT
     ) -> Step | None:
         """The next step, or None if there is nothing to do: decodes all that can, and takes in prompts beside.
 
         `num_draft_tokens`: K of the draft that takes part; 0 decodes plainly. `decodes_first`: what can decode does so
-        alone. `draft`: takes part, and drafts.
+        alone. `mixes`: False if this draft cannot take part in steps that do both. `draft`: takes part, and drafts.
         """
         if draft != self._prompts.draft:
             self._prompts.draft, self._decoding = draft, None
@@ -119,48 +120,74 @@ class Batch:
                 sequence.prefix.draft = NO_DRAFT
             self._reach.change(draft, self._running.values())
         decoding = self._decoding_with(num_draft_tokens)
-        if not self._prompts.sequences and not decoding.members.slots:
+        if not self._prompts.sequences and not decoding.decoded.slots:
             return None
-        step = self._make_step(decoding, decodes_first=decodes_first)
+        step = self._make_step(decoding, decodes_first=decodes_first, mixes=mixes and self.sizes.mixes)
         if step.yielding.slots:
             self.accounts.lengths.begin(step.yielding.rows, step.most_more)
         return step
 
-    def _make_step(self, decoding: Decoding, *, decodes_first: bool) -> Step:
-        num_decoded = len(decoding.members.slots) * (decoding.num_drafted + 1)
+    def _make_step(self, decoding: Step, *, decodes_first: bool, mixes: bool) -> Step:
+        num_rows = len(decoding.decoded.slots)
+        num_decoded = num_rows * (decoding.most_draft_tokens + 1)
         self.last_step += 1
-        has_turn = decodes_first or (self._is_decodes_turn and not self.sizes.mixes)
+        has_turn = decodes_first or (self._is_decodes_turn and not mixes)
         if not self._prompts.sequences or (num_decoded and has_turn):
             self._is_decodes_turn = False
-            return self._decode_step(decoding)
+            return self._numbered(decoding)
         self._is_decodes_turn = True
         room = self.sizes.room_in_small_step(num_decoded)
         if self._prompts.exceed(SMALL_STEPS * room):
-            num_decoding, num_waiting = len(decoding.members.slots), len(self._prompts.sequences)
-            drafts_none = self.sizes.drafts_none(decoding.num_drafted, num_decoding, num_waiting)
-            if drafts_none and self._num_without < MOST_WITHOUT:
-                decoding, num_decoded = decoding.drafting_none(), num_decoding
+            num_waiting = len(self._prompts.sequences)
+            skips_drafting = mixes and self.sizes.skips_drafting(decoding.most_draft_tokens, num_rows, num_waiting)
+            if skips_drafting and self._num_without < MOST_WITHOUT:
+                decoding, num_decoded = _without_draft_tokens(decoding), num_rows
                 self._num_without += 1
             room = self.sizes.room_for_prompts(num_decoded)
         else:
             self._num_without = 0
         prompts = self._prompts.take(room, self.sizes.doubling_context if num_decoded else None)
-        if prompts.ending.slots:
-            self._is_prefilled[prompts.ending.rows] = True
+        if prompts.yielding.slots:
+            self._is_prefilled[prompts.yielding.rows] = True
             self._decoding = None
-        is_mixed = num_decoded and self.sizes.mixes
-        return self._mixed_step(decoding, prompts) if is_mixed else self._prefill_step(prompts)
+        if num_decoded and mixes:
+            return self._joined(self._numbered(decoding), prompts)
+        return prompts._replace(
+            number=self.last_step,
+            top_logprobs=self._top_logprobs(prompts.yielding.rows),
+            updates=(*self._page_lists.take_updates(), *prompts.updates),
+        )
+
+    def _numbered(self, decoding: Step) -> Step:
+        """The next step, of the sequences that decode."""
+        self._room -= 1
+        self._num_covered -= 1
+        self._num_in_reach -= 1
+        return decoding._replace(number=self.last_step, updates=self._page_lists.take_updates())
+
+    def _joined(self, step: Step, prompts: Step) -> Step:
+        """The same step with the chunks of `prompts`, whose first tokens come after those of the rows that decode."""
+        yielding, num_ending = step.yielding + prompts.yielding, len(prompts.yielding.slots)
+        is_beyond = step.is_beyond_draft
+        return step._replace(
+            yielding=yielding,
+            most_more=np.concatenate((step.most_more, prompts.most_more)),
+            is_bounded=step.is_bounded or (step.most_draft_tokens > 0 and num_ending > 0),
+            is_beyond_draft=None if is_beyond is None else np.pad(is_beyond, (0, num_ending)),
+            top_logprobs=self._top_logprobs(yielding.rows),
+            chunks=prompts.chunks,
+            num_prompt_tokens=prompts.num_prompt_tokens,
+            updates=(*step.updates, *prompts.updates),
+        )
 
     def empty_step(self) -> Step:
-        """A plain step of no sequence, which takes next to no time."""
+        """A step of no sequence, which takes next to no time."""
         self.last_step += 1
-        nothing = StepSlots.of(())
-        return Step(self.last_step, StepKind.PLAIN, members=nothing, yielding=nothing, most_more=np.ones(0, np.int32))
+        return Step(self.last_step, NO_SLOTS, NO_SLOTS, np.ones(0, np.int32))
 
     def is_decoding(self) -> bool:
         """True if a step that decodes would have members. They have the pages for it then."""
-        current = self._decoding
-        return bool(self._decoding_with(0 if current is None else current.num_draft_tokens).members.slots)
+        return bool(self._decoding_with(0 if self._decoding is None else self._decoding_for).decoded.slots)
 
     def begun(self) -> list[tuple[Sequence, int]]:
         """The running sequences whose prefill has begun, and how many tokens of each were sent or are known since."""
@@ -178,17 +205,17 @@ class Batch:
         """
         for at in result.not_finite:
             self._fail(step.yielding, at)
-        taken_in = self.accounts.take_in(step, result, self._is_current(step.yielding))
+        outcome = self.accounts.take_in(step, result, self._is_current(step.yielding))
         # A result brings one token that the lengths were sure of, and up to K that they were not.
-        self._room -= step.num_draft_tokens
-        self.committed.append(taken_in)
+        self._room -= step.most_draft_tokens
+        self.committed.append(outcome)
         published_ns = published_ns or time.monotonic_ns()
-        self.outbox.add_step(taken_in, step.num_draft_tokens, published_ns, is_mixed=step.is_mixed)
-        ended = taken_in.reasons.nonzero()[0]
+        self.outbox.add_step(outcome, step.most_draft_tokens, published_ns, takes_prompts=bool(step.chunks))
+        ended = outcome.reasons.nonzero()[0]
         if len(ended):
-            for slot in taken_in.rows[ended].tolist():
+            for slot in outcome.rows[ended].tolist():
                 self._end(self._running[slot])
-        return taken_in
+        return outcome
 
     def cancel(self, sequences: list[Sequence]) -> None:
         """Ends sequences, running or not yet; those that are over stay as they are."""
@@ -238,28 +265,28 @@ class Batch:
 
     def _is_current(self, slots: StepSlots) -> Bools | None:
         """Which of the leases still hold; None for all."""
-        if self._decoding is not None and self._decoding.members is slots:
+        if self._decoding is not None and self._decoding.decoded is slots:
             return None
         is_current: Bools = self.slots.generations[slots.rows] == slots.generations
         return None if is_current.all() else is_current
 
-    def _decoding_with(self, num_draft_tokens: int) -> Decoding:
+    def _decoding_with(self, num_draft_tokens: int) -> Step:
         decoding = self._decoding
         if decoding is not None and self._room <= 0:
-            self._room = self.accounts.least_room(decoding.members.rows)
+            self._room = self.accounts.least_room(decoding.decoded.rows)
         is_over = self._room <= 0 or self._num_in_reach <= 0
-        if decoding is None or is_over or decoding.num_draft_tokens != num_draft_tokens:
-            decoding = self._decoding = self._find_decoding(num_draft_tokens)
+        if decoding is None or is_over or self._decoding_for != num_draft_tokens:
+            decoding = self._find_decoding(num_draft_tokens)
         while self._num_covered <= 0 and not self._has_pages(decoding):
-            decoding = self._decoding = self._find_decoding(num_draft_tokens)
+            decoding = self._find_decoding(num_draft_tokens)
         return decoding
 
-    def _has_pages(self, decoding: Decoding) -> bool:
-        """Gives the members the pages that the next step may write to. Returns False if it took some sequences' slots.
+    def _has_pages(self, decoding: Step) -> bool:
+        """Gives its sequences the pages that the next step may write to. Returns False if it took slots for that.
 
         The first in the queue's order gets its pages first; the last one that runs is preempted when none are left.
         """
-        rows = decoding.members.rows
+        rows = decoding.decoded.rows
         lengths = self.accounts.lengths.most(rows)
         if self._count_covered(rows, lengths):
             return True
@@ -276,7 +303,7 @@ class Batch:
     def grow_ahead(self) -> None:
         """Gives the pages of the next step while no worker waits, if enough are free and the same ones decode in it."""
         if self._decoding is not None and self._num_covered <= 0:
-            rows = self._decoding.members.rows
+            rows = self._decoding.decoded.rows
             lengths = self.accounts.lengths.most(rows)
             is_short = not self._count_covered(rows, lengths)
             if is_short and self._page_lists.grow_together(*self._page_lists.short(rows, lengths), self._running):
@@ -288,24 +315,35 @@ class Batch:
             while sequence.lease is not NO_SLOT and not self._page_lists.grow(sequence, length):
                 self._preempt(max(self._running.values(), key=lambda one: one.rank))
 
-    def _find_decoding(self, num_draft_tokens: int) -> Decoding:
+    def _find_decoding(self, num_draft_tokens: int) -> Step:
         rows = self._is_prefilled.nonzero()[0]
         is_decoding = self._is_prefilled.copy()
         is_decoding[rows] = ~self.accounts.is_sure_to_end(rows)
         rows = is_decoding.nonzero()[0]
-        members = StepSlots(tuple(rows.tolist()), rows, self.slots.generations[rows], _mask(is_decoding))
+        slots = StepSlots(tuple(rows.tolist()), rows, self.slots.generations[rows], _mask(is_decoding))
         beyond, self._num_in_reach = self._reach.ends(rows)
         for slot in beyond:
             self._leave_draft(self._running[slot])
         most = self.accounts.most_accepted(rows, num_draft_tokens)
-        num_drafted = num_draft_tokens if most.any() else 0
-        if not num_drafted:
+        is_drafted = bool(most.any())
+        if not is_drafted:
             for slot in rows.tolist():
                 self._running[slot].prefix.draft = NO_DRAFT
         self._room = self._num_covered = 0
-        is_beyond, top_logprobs = self._reach.is_beyond(rows), self._top_logprobs(rows)
-        is_bounded = bool((most < num_drafted).any())
-        return Decoding(members, most + 1, is_bounded, num_draft_tokens, num_drafted, is_beyond, top_logprobs)
+        self._decoding_for = num_draft_tokens
+        self._decoding = Step(
+            number=0,
+            decoded=slots,
+            yielding=slots,
+            most_more=most + 1,
+            is_bounded=is_drafted and bool((most < num_draft_tokens).any()),
+            num_draft_tokens=(num_draft_tokens,) * len(rows) if is_drafted else (),
+            most_draft_tokens=num_draft_tokens if is_drafted else 0,
+            is_kept=is_drafted,
+            is_beyond_draft=self._reach.is_beyond(rows),
+            top_logprobs=self._top_logprobs(rows),
+        )
+        return self._decoding
 
     def _leave_draft(self, sequence: Sequence) -> None:
         """The draft has no room for a sequence that decodes from now on; for its pages so far it had."""
@@ -316,35 +354,6 @@ class Batch:
     def _top_logprobs(self, rows: Ints) -> dict[int, int]:
         asked = self.accounts.top_logprobs[rows]
         return {at: int(asked[at]) for at in (asked >= 0).nonzero()[0].tolist()}
-
-    def _prefill_step(self, prompts: TakenPrompts) -> Step:
-        return Step(
-            number=self.last_step,
-            kind=StepKind.PREFILL,
-            members=prompts.members,
-            yielding=prompts.ending,
-            most_more=np.ones(len(prompts.ending.slots), np.int32),
-            top_logprobs=self._top_logprobs(prompts.ending.rows),
-            chunks=prompts.chunks,
-            num_prompt_tokens=prompts.num_tokens,
-            updates=(*self._page_lists.take_updates(), *prompts.updates),
-        )
-
-    def _mixed_step(self, decoding: Decoding, prompts: TakenPrompts) -> Step:
-        self.last_step += decoding.num_drafted > 0  # it takes two numbers
-        decode, num_ending = self._decode_step(decoding), len(prompts.ending.slots)
-        yielding, is_beyond = decode.yielding + prompts.ending, decode.is_beyond_draft
-        return decode._replace(
-            yielding=yielding,
-            most_more=np.concatenate((decoding.most_more, np.ones(num_ending, np.int32))),
-            is_bounded=decoding.is_bounded or (decode.num_draft_tokens > 0 and num_ending > 0),
-            is_beyond_draft=None if is_beyond is None else np.pad(is_beyond, (0, num_ending)),
-            top_logprobs=self._top_logprobs(yielding.rows),
-            chunks=prompts.chunks,
-            num_prompt_tokens=prompts.num_tokens,
-            updates=(*decode.updates, *prompts.updates),
-            is_mixed=True,
-        )
 
     def _count_looked_up(self, sequence: Sequence, num_hit: int) -> None:
         counts = self.counts
@@ -365,11 +374,11 @@ class Batch:
         # The newest token has none yet. A draft's next step writes again what belongs to the last step's tokens.
         return num_known - 1 - (self.sizes.num_draft_tokens + max(1, draft.tokens_ahead) if draft.attachment else 0)
 
-    def _decode_step(self, decoding: Decoding) -> Step:
-        self._room -= 1
-        self._num_covered -= 1
-        self._num_in_reach -= 1
-        return decoding.step(self.last_step, self._page_lists.take_updates())
+
+def _without_draft_tokens(decoding: Step) -> Step:
+    """The same step, but that draft only takes in the stash of its rows."""
+    ones = np.ones_like(decoding.most_more)
+    return decoding._replace(num_draft_tokens=(), most_draft_tokens=0, most_more=ones, is_bounded=False)
 
 
 def _mask(rows: Bools) -> int:

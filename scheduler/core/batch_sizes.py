@@ -41,11 +41,6 @@ class BatchSizes:
     """Whether a step may both decode and take in prompts; if not, they take turns."""
 
     @property
-    def numbers_ahead(self) -> int:
-        """The run-ahead by numbers of steps, of which a mixed step has two."""
-        return 2 * self.run_ahead + 1 if self.mixes else self.run_ahead
-
-    @property
     def mixed_tokens(self) -> int:
         """Tokens of a step that takes in prompts while sequences decode."""
         return self.chunk_tokens if self.shared_chunk_tokens is None else self.shared_chunk_tokens
@@ -80,7 +75,7 @@ class BatchSizes:
             return self.room_for_prompts(num_decoded)
         return self._room(max(self.mixed_tokens // 2, min(self.mixed_tokens, LEAST_SMALL)), num_decoded)
 
-    def drafts_none(self, num_draft_tokens: int, num_decoding: int, num_waiting: int) -> bool:
+    def skips_drafting(self, num_draft_tokens: int, num_decoding: int, num_waiting: int) -> bool:
         """Whether a step drafts none while more prompts wait than small steps take in."""
         if not self.mixes or self.mixed_tokens <= LEAST_SMALL:
             return False

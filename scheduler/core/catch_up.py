@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.worker.step import PrefillChunk, StepCommand, StepKind
+from slipstream.common.worker.step import PrefillChunk, StepCommand
 from slipstream.scheduler.core.draft_reach import room_for
 from slipstream.scheduler.core.plan import catch_up
 
@@ -57,7 +57,7 @@ class CatchUp:
     @property
     def is_pending(self) -> bool:
         """True until draft has done the last command."""
-        return self.number > 0 and self._attachment.done.poll() < self.number
+        return self.number > 0 and self._attachment.prefilled.poll() < self.number
 
     def num_missing(self) -> int:
         """Tokens that draft lacks, and one for each sequence that it does not know at all. A head lacks none."""
@@ -133,11 +133,10 @@ class CatchUp:
             StepCommand(
                 epoch=self._attachment.number,
                 step=number,
-                kind=StepKind.CATCH_UP,
-                slots=tuple(chunk.slot for chunk in chunks),
                 ops=catch_up(number),
                 chunks=tuple(chunks),
                 updates=tuple(updates),
+                catches_up=True,
             )
         )
         return True

@@ -6,7 +6,10 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
+from slipstream.common.worker.step import FenceName, FencePoint, WaitPlace
+
 if TYPE_CHECKING:
+    from slipstream.common.worker.step import FenceOps
     from slipstream.scheduler.workers.attachment import DraftAttachment
 
 
@@ -27,17 +30,27 @@ NO_PART = Part()
 """No draft takes part."""
 
 
-class _Command(NamedTuple):
-    """A command that a draft was sent."""
+class _Work(NamedTuple):
+    """A part of a command that a draft was sent."""
 
-    number: int
-    brings_tokens: bool
+    step: int
+    fence: FenceName
+    """The fence that it signals."""
     stash: int
     """The stash that it waits for; 0 for none."""
 
+    @property
+    def takes_tokens(self) -> bool:
+        """True if it takes in tokens of prompts, or to catch up."""
+        return self.fence is FenceName.DRAFT_PREFILLED
+
+    def is_up_to(self, point: FencePoint) -> bool:
+        """True if it is done once `point` is signalled: draft's stream does its parts in order."""
+        return self.step < point.value or (self.step == point.value and self.fence <= point.fence)
+
 
 class DraftWork:
-    """One attachment's part in the steps, its commands that are not done, and what is known of those that are.
+    """One attachment's part in the steps, its work that is not done, and what is known of that which is.
 
     Belongs to the loop.
     """
@@ -46,46 +59,65 @@ class DraftWork:
         self.attachment = attachment
         self.part = Part(attachment, attachment.num_draft_tokens)
         """Its part in a step while it is active."""
-        self.pending: deque[_Command] = deque()
-        """Commands that draft is not known to have done."""
-        self.done = 0
-        """The fence's counter when it was last looked at. A draft may write anything there, and take it back."""
+        self.pending: deque[_Work] = deque()
+        """Work that draft is not known to have done."""
         self.moved_at = time.monotonic()
-        """When one of `pending` was last found done, or the first was sent, or the stash that it waits for came."""
+        """When some of `pending` was last found done, or the first was sent, or the stash arrived that it waits for."""
         self.lacks_stash = False
         """True if the first of `pending` was last seen to wait for verify."""
         self.last_step = 0
         """The last step of verify that refers to it."""
         self.last_command = 0
         """Number of the last command."""
-        self.awaited = 0
-        """The last value of the fence that verify was sent a wait for. They only grow."""
+        self.awaited: dict[FenceName, int] = {}
+        """The last value of each of its fences that verify was sent a wait for. They only grow."""
         self.is_lost = False
         self.has_drafted = False
-        """True once a command that brings no tokens is done."""
+        """True once a decode part is done."""
 
-    def add(self, number: int, *, brings_tokens: bool, stash: int = 0) -> None:
-        """Notes a command that is sent. `stash`: see `_Command`."""
+    def add(self, number: int, ops: FenceOps) -> None:
+        """Notes a command that is sent."""
         if not self.pending:
             self.moved_at = time.monotonic()
-        self.pending.append(_Command(number, brings_tokens, stash))
+        for fence, step in ops.signals:
+            place = WaitPlace.START if fence is FenceName.DRAFT_PROPOSED else WaitPlace.PREFILL_HIDDEN
+            self.pending.append(_Work(step, fence, ops.waits_for(FenceName.VERIFY_STASH, place)))
         self.last_command = number
 
-    def did(self, number: int) -> None:
-        """Notes that the commands up to this one are done."""
-        while self.pending and self.pending[0].number <= number:
-            self.has_drafted |= not self.pending.popleft().brings_tokens
+    def verify_waits(self, ops: FenceOps) -> None:
+        """Notes a command that verify was sent."""
+        for fence, value, _ in ops.waits:
+            self.awaited[fence] = value
+
+    def did(self, point: FencePoint) -> None:
+        """Notes that draft has signalled this point."""
+        while self.pending and self.pending[0].is_up_to(point):
+            self.has_drafted |= not self.pending.popleft().takes_tokens
             self.moved_at, self.lacks_stash = time.monotonic(), False
 
+    def has_signalled(self, point: FencePoint) -> bool:
+        """Asks the device. A draft may write anything there, and take it back."""
+        return self.attachment.fence(point.fence).poll() >= point.value
+
     def look(self) -> None:
-        """Asks the device, which takes time on a GPU."""
-        self.done = self.attachment.done.poll()
-        self.did(self.done)
+        """Asks the device for what is done of `pending`, which takes time on a GPU."""
+        looked: FenceName | None = None
+        while self.pending and (fence := self.pending[0].fence) is not looked:
+            looked = fence
+            self.did(FencePoint(fence, self.attachment.fence(fence).poll()))
         if self.pending and (stash := self.pending[0].stash):
             lacked_stash, self.lacks_stash = self.lacks_stash, self.attachment.stash.poll() < stash
             if lacked_stash and not self.lacks_stash:
                 self.pending[0] = self.pending[0]._replace(stash=0)
                 self.moved_at = time.monotonic()
+
+    @property
+    def has_unreleased_waits(self) -> bool:
+        """True if verify waits for a signal that has not come, and no release can end the wait."""
+        return any(
+            not (fence := self.attachment.fence(name)).is_releasable and fence.poll() < value
+            for name, value in self.awaited.items()
+        )
 
 
 LEAST_TIMEOUT_CPU_S, LEAST_TIMEOUT_GPU_S = 0.25, 0.05

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
 from slipstream.common.worker.recorder import Site
-from slipstream.common.worker.step import FenceName, StepCommand, StepKind
+from slipstream.common.worker.step import DRAFT_FENCES, FenceName
 from slipstream.scheduler.core.pace import Pace
 from slipstream.scheduler.core.plan import consume, initial_state, plan_step, with_draft
-from slipstream.scheduler.records import NO_DRAFT, DraftTraits
-from slipstream.scheduler.telemetry.observer import TIDY_STEPS, SentStep
+from slipstream.scheduler.records import NO_DRAFT, DraftTraits, SentStep
+from slipstream.scheduler.telemetry.observer import TIDY_STEPS
 
 if TYPE_CHECKING:
     from slipstream.common.worker.step import FenceOps
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.core.results import ResultReader
     from slipstream.scheduler.core.speculation import Speculation
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
-    from slipstream.scheduler.records import PlannedStep, Step, StepResult
+    from slipstream.scheduler.records import Step, StepResult
     from slipstream.scheduler.telemetry.observer import StepObserver
     from slipstream.scheduler.workers.attachment import DraftAttachment
     from slipstream.scheduler.workers.link import Dispatch
@@ -79,11 +79,11 @@ class StepLoop:
         self._observer = observer
         self._policy = policy
         self._sink = sink
-        self._plan = initial_state(_NO_DRAFT, batch.sizes.numbers_ahead)
+        self._plan = initial_state(_NO_DRAFT, batch.sizes.run_ahead)
         self._planned_for: DraftAttachment | None = None
         self._in_flight: deque[SentStep] = deque()
-        self._landed_ns = 0
-        """When the last result came."""
+        self._arrived_ns = 0
+        """When the last result arrived."""
         self._pace = Pace(results.ended_ns, settings.lead_s)
         self._num_untidied = 0
         """Steps that were consumed since the last time that all was tidied."""
@@ -129,7 +129,7 @@ class StepLoop:
             return
         sent = self._in_flight[0]
         begun_ns = time.monotonic_ns()
-        hold_s = sent.size.hold_s - (begun_ns - max(sent.sent_ns, self._landed_ns)) / 1e9
+        hold_s = self._pace.hold_s - (begun_ns - max(sent.sent_ns, self._arrived_ns)) / 1e9
         if hold_s >= LEAST_HOLD_S:
             self._hand_out()
             # Not interrupted: a stop can wait so long, and a request that comes is in the step in any case.
@@ -138,20 +138,32 @@ class StepLoop:
 
     def _next_step(self) -> tuple[Step | None, DraftAttachment | None]:
         """The next step and the draft that it refers to; no step if there is nothing to do, or to be done first."""
-        self._bound_draft(self._plan.step + (2 if self._batch.sizes.mixes else 1))
+        self._bound_draft(self._plan.step + 1)
         part = self._speculation.next_part(self._plan.step, len(self._in_flight))
         if part is None:
             return None, None
         if part.is_empty:
             return self._batch.empty_step(), part.attachment
-        draft = part.attachment.kv if part.attachment is not None and part.num_draft_tokens else NO_DRAFT
+        attachment = part.attachment
+        draft = attachment.kv if attachment is not None and part.num_draft_tokens else NO_DRAFT
         decodes_first, policy = part.decodes_first, self._policy
-        if policy is not None and (part.attachment is not None or self._speculation.resting is not None):
+        if policy is not None and (attachment is not None or self._speculation.resting is not None):
             decodes_first |= policy.decodes_alone()
-        step = self._batch.next_step(part.num_draft_tokens, decodes_first=decodes_first, draft=draft)
+        mixes = self._can_mix(attachment)
+        step = self._batch.next_step(part.num_draft_tokens, decodes_first=decodes_first, mixes=mixes, draft=draft)
         if policy is not None and step is not None:
-            policy.sending(decodes=step.kind is not StepKind.PREFILL, takes_prompts=bool(step.chunks))
-        return step, part.attachment
+            policy.sending(decodes=not step.is_prefill, takes_prompts=bool(step.chunks))
+        return step, attachment
+
+    def _can_mix(self, attachment: DraftAttachment | None) -> bool:
+        """Returns whether a step with this draft may decode and take in prompts.
+
+        Not a head where waits are enqueued after their signals: its command of the step comes before verify's, which
+        waits for its tokens, and would wait for the states that verify leaves in the same step.
+        """
+        if attachment is None or not attachment.traits.reads_hidden:
+            return True
+        return not self._dispatch.awaits_acknowledgements
 
     def _hand_out(self) -> None:
         """Hands out the output of the last result, and what begins or ends otherwise, and does what can wait."""
@@ -166,84 +178,87 @@ class StepLoop:
 
     def _send(self, step: Step, attachment: DraftAttachment | None) -> None:
         decided_ns = time.monotonic_ns()
-        planned = self._ordered(step, attachment)
-        drafting: DraftWork | None = None
-        if attachment is not None:
-            brings_tokens = step.kind is not StepKind.DECODE
-            drafting = self._speculation.sending(step.number, attachment, planned, brings_tokens=brings_tokens)
-        waits_for = planned.verify.waits_for(FenceName.DRAFT_DONE)
+        draft_ops, verify_ops = self._ordered(step, attachment)
+        drafting = None if attachment is None else self._speculation.sending(step.number, attachment, draft_ops)
         # The command that the other one waits for goes first.
-        to_draft = [] if attachment is None else step.commands_to_draft(planned, attachment.number)
-        if step.kind is StepKind.DECODE:
-            self._send_to_draft(to_draft.pop(0), attachment)
-        self._send_to_verify(step, planned.verify, drafting, waits_for)
-        for command in to_draft:
-            self._send_to_draft(command, attachment)
-        sent_ns = time.monotonic_ns()
-        is_resting = self._speculation.resting is not None
-        sent = SentStep(step, attachment, waits_for, sent_ns, is_resting, self._pace.of(step))
+        if step.is_kept:
+            self._send_to_draft(step, draft_ops, attachment)
+        self._send_to_verify(step, verify_ops, drafting)
+        if not step.is_kept:
+            self._send_to_draft(step, draft_ops, attachment)
+        sent = SentStep(
+            step,
+            attachment,
+            draft_ops,
+            verify_ops,
+            verify_ops.last_of_draft,
+            decided_ns,
+            time.monotonic_ns(),
+            is_resting=self._speculation.resting is not None,
+        )
         self._in_flight.append(sent)
-        self._observer.on_sent(sent, planned, decided_ns)
+        self._pace.sent(step)
+        self._observer.on_sent(sent)
 
-    def _ordered(self, step: Step, attachment: DraftAttachment | None) -> PlannedStep:
+    def _ordered(self, step: Step, attachment: DraftAttachment | None) -> tuple[FenceOps | None, FenceOps]:
         if attachment is not self._planned_for:
             traits = _NO_DRAFT if attachment is None else attachment.traits
             self._plan, self._planned_for = with_draft(self._plan, traits), attachment
-        planned, self._plan = plan_step(self._plan, step.ordered)
-        return planned
+        draft_ops, verify_ops, self._plan = plan_step(
+            self._plan, step.number, step.decoded.mask, step.prompts, step.kept, is_drafted=step.most_draft_tokens > 0
+        )
+        return draft_ops, verify_ops
 
-    def _send_to_draft(self, command: StepCommand, attachment: DraftAttachment | None) -> None:
-        if attachment is None or attachment.is_released:
+    def _send_to_draft(self, step: Step, ops: FenceOps | None, attachment: DraftAttachment | None) -> None:
+        if ops is None or attachment is None or attachment.is_released:
             return
         try:
-            self._dispatch.send(attachment.link, command, attachment.link)
+            self._dispatch.send(attachment.link, step.command_to_draft(ops, attachment.number), attachment.link)
         except SlipstreamError as error:
             self._check_verify()
             self._speculation.lose(attachment, error)
 
-    def _send_to_verify(self, step: Step, ops: FenceOps, drafting: DraftWork | None, waits_for: int) -> None:
-        """`waits_for`: see `SentStep`."""
+    def _send_to_verify(self, step: Step, ops: FenceOps, drafting: DraftWork | None) -> None:
         attachment, number, draft = None, 0, None
         if drafting is not None:
             attachment = drafting.attachment
             number, draft = attachment.number, attachment.link
             if attachment.is_released:
-                ops, waits_for = ops.without(FenceName.DRAFT_DONE), 0
+                ops = ops.without(*DRAFT_FENCES)
         command = step.command(ops, self._settings.epoch, number)
         try:
             self._dispatch.send(self._dispatch.verify, command, draft)
-            if drafting is not None and waits_for:
-                drafting.awaited = waits_for
+            if drafting is not None:
+                drafting.verify_waits(ops)
         except SlipstreamError as error:
             self._check_verify()
             if attachment is None:
                 raise
             # Draft did not acknowledge the steps that this one waits for: it goes on without.
             self._speculation.lose(attachment, error)
-            command = replace(command, ops=ops.without(FenceName.DRAFT_DONE))
-            self._dispatch.send(self._dispatch.verify, command, draft)
+            self._dispatch.send(self._dispatch.verify, replace(command, ops=ops.without(*DRAFT_FENCES)), draft)
 
     def _consume(self) -> None:
         sent = self._in_flight.popleft()
-        step, wait_ns = sent.step, time.monotonic_ns()
-        result = self._await_result(sent, wait_ns)
-        landed_ns = time.monotonic_ns()
+        step, sent.wait_ns = sent.step, time.monotonic_ns()
+        result = self._await_result(sent)
+        sent.arrived_ns = time.monotonic_ns()
         self._plan = consume(self._plan, step.number)
-        gap_s = self._pace.landed(step.number, sent.size, sent.sent_ns, self._landed_ns, landed_ns)
-        self._landed_ns = landed_ns
-        is_clean = bool(step.members.slots) and (sent.attachment is None or not sent.attachment.is_released)
+        gap_s = self._pace.arrived(sent, self._arrived_ns)
+        self._arrived_ns = sent.arrived_ns
+        is_empty = not step.decoded.slots and not step.chunks
         self._speculation.consumed(
             step.number,
             gap_s,
-            decodes=step.kind is not StepKind.PREFILL,
+            decodes=not step.is_prefill,
             takes_prompts=bool(step.chunks),
-            is_clean=is_clean,
-            attachment=sent.attachment,
-            waited_for=sent.waits_for,
+            is_clean=not is_empty and (sent.draft is None or not sent.draft.is_released),
+            draft=sent.draft,
+            awaited=sent.awaited,
         )
-        outcome = self._batch.apply(step, result, landed_ns)
-        end_ns = time.monotonic_ns()
-        self._observer.on_result(sent, result, outcome, wait_ns=wait_ns, arrived_ns=landed_ns, end_ns=end_ns)
+        sent.outcome = self._batch.apply(step, result, sent.arrived_ns)
+        sent.applied_ns = time.monotonic_ns()
+        self._observer.on_result(sent, result)
         self._num_untidied += 1
 
     def _sleep(self) -> None:
@@ -253,14 +268,14 @@ class StepLoop:
         self._queue.wait_for_change(IDLE_S)
         self._observer.add(Site.IDLE, self._plan.step, begun_ns, time.monotonic_ns())
 
-    def _await_result(self, sent: SentStep, wait_ns: int) -> StepResult:
-        look = self._pace.look(sent.size, sent.sent_ns, self._landed_ns)
+    def _await_result(self, sent: SentStep) -> StepResult:
+        look = self._pace.look(sent, self._arrived_ns)
         # Looked at first, since the fence of a draft that was lost may be set back.
         self._speculation.check()
         patience_s = WATCH_S if self._speculation.has_attachment else LIVENESS_S
         while (result := self._results.resolve(sent.step, patience_s, look)) is None:
-            self._check_progress(sent, wait_ns)
-            self._speculation.watch(sent.attachment, sent.waits_for, max(sent.sent_ns, self._landed_ns) / 1e9)
+            self._check_progress(sent)
+            self._speculation.watch(sent.draft, sent.awaited, max(sent.sent_ns, self._arrived_ns) / 1e9)
         return result
 
     def _bound_draft(self, step: int) -> None:
@@ -269,20 +284,21 @@ class StepLoop:
         while (backlog := self._speculation.backlog(bound)) is not None:
             self._hand_out()
             attachment, oldest = backlog
-            started = time.monotonic()
-            while attachment is self._speculation.active and not attachment.done.wait_on_host(oldest, WATCH_S):
+            fence, started = attachment.fence(oldest.fence), time.monotonic()
+            while attachment is self._speculation.active and not fence.wait_on_host(oldest.value, WATCH_S):
                 self._check_verify()
                 self._speculation.watch(attachment, oldest, started)
             self._observer.on_backlog(time.monotonic() - started)
         self._observer.collect(bound, is_last_chance=True)
 
-    def _check_progress(self, sent: SentStep, wait_ns: int) -> None:
+    def _check_progress(self, sent: SentStep) -> None:
         self._check_verify()
-        waited = (time.monotonic_ns() - wait_ns) / 1e9
+        waited = (time.monotonic_ns() - sent.wait_ns) / 1e9
         if waited > self._settings.step_timeout_s:
             fences = f"{FenceName.VERIFY_PUBLISH.name} is {self._results.published}"
-            if sent.attachment is not None and sent.waits_for:
-                fences += f", {FenceName.DRAFT_DONE.name} {sent.attachment.done.poll()} of {sent.waits_for}"
+            if sent.draft is not None and sent.awaited is not None:
+                fence, value = sent.awaited
+                fences += f", {fence.name} {sent.draft.fence(fence).poll()} of {value}"
             reason = f"step {sent.step.number} did not end within {waited:.1f} s"
             raise DeadlineExceededError(f"{reason}: the verify service hangs ({fences})")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -20,14 +20,6 @@ if TYPE_CHECKING:
     from slipstream.scheduler.records import Sequence
 
 
-class Delivery(NamedTuple):
-    """Something for one gateway's stream."""
-
-    stream: int
-    output: StepOutput | PackedStep | None = None
-    refusals: tuple[Refusal, ...] = ()
-
-
 class OutputSink(Protocol):
     """Takes the output out of the loop."""
 
@@ -38,13 +30,13 @@ class OutputSink(Protocol):
 class Outgoing:
     """The output of a turn of the loop, as arrays. Messages are made of it off the loop's thread."""
 
-    __slots__ = ("aborted", "admitted", "cached_tokens", "refused", "taken_in", "taken_ns")
+    __slots__ = ("aborted", "admitted", "cached_tokens", "outcomes", "refused", "taken_ns")
 
     def __init__(self) -> None:
-        self.taken_in: tuple[tuple[StepOutcome, int, int], ...] = ()
+        self.outcomes: tuple[tuple[StepOutcome, int, int], ...] = ()
         """The outcome of a step, with what was drafted for each sequence and the time of its publication.
 
-        In two parts if the step is mixed and has drafted: those that it drafted for, and the others.
+        In two parts if the step has drafted for some of them and not for others.
         """
         # By stream.
         self.admitted: dict[int, list[tuple[int, int]]] = {}
@@ -54,22 +46,24 @@ class Outgoing:
         self.taken_ns = 0
         """When it was taken out of the outbox; 0 if it is empty."""
 
-    def deliveries(self) -> list[Delivery]:
-        """Returns the messages of all streams, in order. Called once."""
-        deliveries = list(self._of_step())
+    def deliveries(self) -> Iterator[tuple[int, StepOutput | PackedStep | None, tuple[Refusal, ...]]]:
+        """Yields what each gateway's stream gets, in order: its number, output, refusals. Called once."""
+        for stream, packed in self._of_step():
+            yield stream, packed, ()
         for stream in {**self.admitted, **self.cached_tokens}:
-            output = StepOutput(published_ns=self.taken_ns, **self._beginnings(stream))
-            deliveries.append(Delivery(stream, output))
-        deliveries += [Delivery(stream, self._aborted(ids)) for stream, ids in self.aborted.items()]
-        return deliveries + [Delivery(stream, None, tuple(refusals)) for stream, refusals in self.refused.items()]
+            yield stream, StepOutput(published_ns=self.taken_ns, **self._beginnings(stream)), ()
+        for stream, ids in self.aborted.items():
+            yield stream, self._aborted(ids), ()
+        for stream, refusals in self.refused.items():
+            yield stream, None, tuple(refusals)
 
-    def _of_step(self) -> Iterator[Delivery]:
-        for taken_in, num_draft_tokens, published_ns in self.taken_in:
-            for stream, part in _by_stream(taken_in):
+    def _of_step(self) -> Iterator[tuple[int, PackedStep]]:
+        for outcome, num_draft_tokens, published_ns in self.outcomes:
+            for stream, part in _by_stream(outcome):
                 packed = _packed(part, num_draft_tokens, published_ns)
                 if stream in self.admitted or stream in self.cached_tokens:
                     packed = packed._replace(**self._beginnings(stream))
-                yield Delivery(stream, packed)
+                yield stream, packed
 
     def _beginnings(self, stream: int) -> dict[str, Any]:
         admitted = self.admitted.pop(stream, [])
@@ -97,22 +91,22 @@ class Outbox:
         self._outgoing = Outgoing()
 
     def add_step(
-        self, taken_in: StepOutcome, num_draft_tokens: int, published_ns: int, *, is_mixed: bool = False
+        self, outcome: StepOutcome, num_draft_tokens: int, published_ns: int, *, takes_prompts: bool = False
     ) -> None:
         """Adds the outcome of a step; one at a time. `num_draft_tokens`: drafted in the step for each sequence.
 
-        `is_mixed`: for those that took in their prompts nothing was drafted.
+        `takes_prompts`: True if for some nothing was drafted, as their prompts ended in it.
         """
-        assert not self._outgoing.taken_in, "the outcome of a step goes out before the next one's comes in"
-        if not len(taken_in.rows):
+        assert not self._outgoing.outcomes, "the outcome of a step goes out before the next one's comes in"
+        if not len(outcome.rows):
             return
-        is_drafted = taken_in.is_speculating
-        if not is_mixed or is_drafted.all():
-            self._outgoing.taken_in = ((taken_in, num_draft_tokens, published_ns),)
+        is_drafted = outcome.is_speculating
+        if not (takes_prompts and num_draft_tokens) or is_drafted.all():
+            self._outgoing.outcomes = ((outcome, num_draft_tokens, published_ns),)
             return
         parts = [(is_drafted.nonzero()[0], num_draft_tokens), ((~is_drafted).nonzero()[0], 0)]
-        self._outgoing.taken_in = tuple(
-            (_part(taken_in, places), drafted, published_ns) for places, drafted in parts if len(places)
+        self._outgoing.outcomes = tuple(
+            (_part(outcome, places), drafted, published_ns) for places, drafted in parts if len(places)
         )
 
     def add_admitted(self, sequence: Sequence) -> None:
@@ -134,45 +128,45 @@ class Outbox:
     def take(self) -> Outgoing:
         """Empties it."""
         outgoing = self._outgoing
-        if outgoing.taken_in or outgoing.admitted or outgoing.cached_tokens or outgoing.aborted or outgoing.refused:
+        if outgoing.outcomes or outgoing.admitted or outgoing.cached_tokens or outgoing.aborted or outgoing.refused:
             outgoing.taken_ns = time.monotonic_ns()
             self._outgoing = Outgoing()
         return outgoing
 
 
-def _by_stream(taken_in: StepOutcome) -> Iterator[tuple[int, StepOutcome]]:
+def _by_stream(outcome: StepOutcome) -> Iterator[tuple[int, StepOutcome]]:
     """Yields each stream with its part."""
-    streams: list[int] = taken_in.streams.tolist()
+    streams: list[int] = outcome.streams.tolist()
     if streams.count(streams[0]) == len(streams):
-        yield streams[0], taken_in
+        yield streams[0], outcome
         return
     for stream in sorted(set(streams)):
-        yield stream, _part(taken_in, (taken_in.streams == stream).nonzero()[0])
+        yield stream, _part(outcome, (outcome.streams == stream).nonzero()[0])
 
 
-def _part(taken_in: StepOutcome, places: NDArray[np.int64]) -> StepOutcome:
+def _part(outcome: StepOutcome, places: NDArray[np.int64]) -> StepOutcome:
     """The outcome for the sequences at these places, which are in order."""
-    columns = {name: column[places] for name, column in taken_in._asdict().items() if name != "logprobs"}
+    columns = {name: column[places] for name, column in outcome._asdict().items() if name != "logprobs"}
     # By place in the part.
-    at = {int(place): number for number, place in enumerate(places)} if taken_in.logprobs else {}
-    logprobs = {at[place]: likely for place, likely in taken_in.logprobs.items() if place in at}
+    at = {int(place): number for number, place in enumerate(places)} if outcome.logprobs else {}
+    logprobs = {at[place]: likely for place, likely in outcome.logprobs.items() if place in at}
     return StepOutcome(**columns, logprobs=logprobs)
 
 
-def _packed(taken_in: StepOutcome, num_draft_tokens: int, published_ns: int) -> PackedStep:
+def _packed(outcome: StepOutcome, num_draft_tokens: int, published_ns: int) -> PackedStep:
     """The message of a step. STOP and LENGTH have the numbers of `FinishReason` in generation.proto.
 
     Counts have 32 bits as in the message, and none is negative.
     """
-    num_tokens, ids, logprobs = taken_in.num_tokens, taken_in.ids, taken_in.logprobs
+    num_tokens, ids, logprobs = outcome.num_tokens, outcome.ids, outcome.logprobs
     return PackedStep(
         ids.tobytes(),
         num_tokens.tobytes(),
-        taken_in.num_accepted.tobytes(),
-        taken_in.reasons.tobytes(),
-        taken_in.tokens[taken_in.is_new].astype(np.uint32).tobytes(),
+        outcome.num_accepted.tobytes(),
+        outcome.reasons.tobytes(),
+        outcome.tokens[outcome.is_new].astype(np.uint32).tobytes(),
         num_draft_tokens,
         published_ns,
-        is_beyond_draft=taken_in.is_beyond_draft.tobytes() if taken_in.is_beyond_draft.any() else b"",
+        is_beyond_draft=outcome.is_beyond_draft.tobytes() if outcome.is_beyond_draft.any() else b"",
         logprobs={int(ids[at]): likely for at, likely in sorted(logprobs.items())},
     )

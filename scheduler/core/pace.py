@@ -9,14 +9,14 @@ that the loop waits for the next.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from slipstream.common.device.interface import ANY_TIME, Look
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.scheduler.records import Step, StepSlots
+    from slipstream.scheduler.records import SentStep, Step, StepSlots
 
 HOLD_SHARE = 0.75
 """Part of a step's time in which the next one is held back."""
@@ -78,16 +78,6 @@ class SizePace:
         return Look(since_s + (1 + part) * usual_s - EARLY_S, usual_s)
 
 
-class _Seen(NamedTuple):
-    """A step whose result was seen."""
-
-    number: int
-    size: SizePace
-    landed_ns: int
-    is_behind: bool
-    """True if it was under way when the one before was seen."""
-
-
 class Pace:
     """Belongs to the loop's thread."""
 
@@ -100,61 +90,74 @@ class Pace:
         self._lead_s = lead_s
         self._sizes: dict[tuple[int, ...], SizePace] = {}
         self._last_found: tuple[StepSlots, int, SizePace] | None = None
-        """Members, K and size of the last step without prompts: as a rule the next one's, too."""
-        self._last: _Seen | None = None
-        """The last one, until its stamp is taken in."""
+        """Slots, K and size of the last step without prompts: as a rule the next one's, too."""
+        self._under_way: deque[SizePace] = deque()
+        """Sizes of the steps that were sent, oldest first."""
+        self._last: tuple[SentStep, SizePace, bool] | None = None
+        """The last one whose result was seen, and whether it was under way when the one before was; until its stamp is
+        taken in."""
         self._last_stamp_ns = 0
         self._end_ns = 0
         """The stamp of the last step; 0 if it was not there."""
         self._offsets_ns: deque[int] = deque(maxlen=OFFSETS)
         """From the stamp to the sight of it."""
 
-    def of(self, step: Step) -> SizePace:
+    def sent(self, step: Step) -> None:
+        """Notes a step that was sent."""
+        self._under_way.append(self._of(step))
+
+    @property
+    def hold_s(self) -> float:
+        """See `SizePace.hold_s`; of the oldest step under way."""
+        return self._under_way[0].hold_s
+
+    def _of(self, step: Step) -> SizePace:
         """The steps that do about as much as this one."""
-        members, num_draft_tokens, last = step.members, step.num_draft_tokens, self._last_found
-        if last is not None and last[0] is members and last[1] == num_draft_tokens and not step.chunks:
+        decoded, num_draft_tokens, last = step.decoded, step.most_draft_tokens, self._last_found
+        if last is not None and last[0] is decoded and last[1] == num_draft_tokens and not step.chunks:
             return last[2]
-        key = (num_draft_tokens, _about(len(members.slots)), _about(step.num_prompt_tokens))
+        num_slots = len(decoded.slots) or len(step.chunks)
+        key = (num_draft_tokens, _about(num_slots), _about(step.num_prompt_tokens))
         found = self._sizes.get(key)
         if found is None:
             found = self._sizes[key] = SizePace(self._lead_s, varies=bool(step.chunks))
         if not step.chunks:
-            self._last_found = members, num_draft_tokens, found
+            self._last_found = decoded, num_draft_tokens, found
         return found
 
-    def landed(self, number: int, size: SizePace, sent_ns: int, before_ns: int, landed_ns: int) -> float:
-        """Notes a result, and when it was seen. `before_ns`: when the one before was.
+    def arrived(self, sent: SentStep, before_ns: int) -> float:
+        """Notes the result of the oldest step under way. `before_ns`: when that of the one before arrived.
 
         Returns the time since then, or since the step was sent, in seconds.
         """
         if self._last is not None:
-            self._settle(self._last)
-        gap_s = (landed_ns - max(sent_ns, before_ns)) / 1e9
+            self._settle(*self._last)
+        size, gap_s = self._under_way.popleft(), (sent.arrived_ns - max(sent.sent_ns, before_ns)) / 1e9
         size.gaps_s.append(gap_s)
-        self._last = _Seen(number, size, landed_ns, sent_ns < before_ns)
+        self._last = sent, size, sent.sent_ns < before_ns
         return gap_s
 
-    def look(self, size: SizePace, sent_ns: int, before_ns: int) -> Look:
-        """When to look for the result of the next step. `before_ns`: when the one before was seen."""
+    def look(self, sent: SentStep, before_ns: int) -> Look:
+        """When to look for the result of the oldest step under way. `before_ns`: when the one before that arrived."""
         if self._last is not None:
-            self._settle(self._last)
-        if self._end_ns and sent_ns < before_ns:
-            exact = size.exact_look((self._end_ns + min(self._offsets_ns)) / 1e9)
+            self._settle(*self._last)
+        if self._end_ns and sent.sent_ns < before_ns:
+            exact = self._under_way[0].exact_look((self._end_ns + min(self._offsets_ns)) / 1e9)
             if exact is not None:
                 return exact
-        return size.look(max(sent_ns, before_ns) / 1e9)
+        return self._under_way[0].look(max(sent.sent_ns, before_ns) / 1e9)
 
-    def _settle(self, last: _Seen) -> None:
+    def _settle(self, sent: SentStep, size: SizePace, was_under_way: bool) -> None:
         """Takes in the stamp of the last step."""
         self._last, before_ns = None, self._end_ns
-        end_ns = self._ended_ns(last.number)
+        end_ns = self._ended_ns(sent.step.number)
         if end_ns <= self._last_stamp_ns:
             self._end_ns = 0
             return
         self._last_stamp_ns = self._end_ns = end_ns
-        self._offsets_ns.append(last.landed_ns - end_ns)
-        if before_ns and last.is_behind:
-            last.size.seconds.append((end_ns - before_ns) / 1e9)
+        self._offsets_ns.append(sent.arrived_ns - end_ns)
+        if before_ns and was_under_way:
+            size.seconds.append((end_ns - before_ns) / 1e9)
 
 
 def _about(number: int) -> int:

@@ -1,26 +1,26 @@
-"""The order of the steps as a table: what each command waits for and signals.
+"""The order of the steps as a table: what each command waits for and signals, and where in its work.
 
-`plan_step` is a pure function over a small immutable state. Nothing else decides an order. `last` is the last step
-that touched it; a wait that the stream's knowledge covers is left out.
+`plan_step` is a pure function over a small immutable state. Nothing else decides an order. A step is rows that decode
+and chunks of prompts. `last` is the last step that touched it; a wait that the stream's knowledge covers is left out.
 
-    step                            draft waits for         draft signals   verify waits for        verify signals
-    decode n                        stash >= last of slots  done = n        done >= n               publish, stash = n
-    prefill n, draft reads hidden   stash >= n              done = n        done >= last reader     publish, stash = n
-    prefill n, language-model draft                         done = n                                publish, stash = n
-    mixed n: drafted decode,        stash >= last of slots  done = n-1      done >= n-1             publish, stash = n
-             then the prefill       as in prefill n         done = n
-    plain n                                                                                         publish, stash = n
-    any n without a draft                                                                           publish = n
-    catch-up, number n                                      done = n
+    command of step n                            waits                                          signals
+    draft, decode part                           stash >= last of its rows, at the start        proposed = n
+    draft, prefill part, reads hidden states     stash >= n, before it                          prefilled = n
+    draft, prefill part, language model                                                         prefilled = n
+    verify, with draft tokens                    proposed >= n, at the start
+    verify, chunks for a draft that reads        prefilled >= last step whose chunks it read,
+        hidden states                                before it writes prefill_hidden
+    verify, no draft tokens, but draft has a     proposed >= n, before it samples
+        decode part
+    verify, any                                                                                 publish, stash = n
+    catch-up, number n                                                                          prefilled = n
 
-A mixed step takes in prompts beside decoding. Where it is drafted it has two numbers and draft two commands, the first
-of which drafts: its tokens are needed before verify's work, and the target's states of the prompts are there behind it.
-One that drafts none is ordered alike, as draft reads the stash in it. Without a draft it is ordered as a prefill of all
-its slots.
+Draft's decode part has all rows that it keeps, those without draft tokens, too: else what was stashed for them is lost,
+since the step stashes anew. Its prefill part has the chunks. Without a draft verify signals publish alone.
 
-Stash and done are those of the draft's attachment, which has memory and fences of its own: nothing of an earlier draft
-counts for the next one. It joins behind a plain step n-1 that stashes for it: then decode n is as after any other step.
-A draft catches up outside the order of the steps, with tokens that are in the command.
+Stash, proposed and prefilled are those of the draft's attachment, which has memory and fences of its own: nothing of an
+earlier draft counts for the next one. It joins after a step n-1 without it that stashes for it: then step n is as after
+any other. A draft catches up outside the order of the steps, with tokens that are in the command.
 
 The scheduler itself waits for publish >= n before it reads the result of step n. Fences cannot order its own reads
 before the next writes of the same ring row: step n is planned once step n-R-1 is consumed, and not before.
@@ -30,13 +30,16 @@ before the next writes of the same ring row: step n is planned once step n-R-1 i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import OrderingError
-from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepKind
-from slipstream.scheduler.records import DraftTraits, OrderedStep, PlannedStep
+from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, FenceWait, WaitPlace
 
-_DONE, _PUBLISH, _STASH = FenceName.DRAFT_DONE, FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH
+if TYPE_CHECKING:
+    from slipstream.scheduler.records import DraftTraits
+
+_PROPOSED, _PREFILLED = FenceName.DRAFT_PROPOSED, FenceName.DRAFT_PREFILLED
+_PUBLISH, _STASH = FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH
 
 
 class PlanState(NamedTuple):
@@ -53,8 +56,8 @@ class PlanState(NamedTuple):
     slots; a step that is older has stashed before the publish of step `consumed`, which the scheduler has seen."""
     stash_known: int = 0
     """The last stash that draft's stream has waited for."""
-    done_known: int = 0
-    """The last `draft.done` that verify's stream has waited for."""
+    prefilled_known: int = 0
+    """Draft's prefill parts up to this step are known to verify's stream, from a wait for them or for a later part."""
     hidden_read: int = 0
     """The last step in which draft read `prefill_hidden`."""
     stashed: int = 0
@@ -69,47 +72,61 @@ def initial_state(draft: DraftTraits, run_ahead: int) -> PlanState:
 def with_draft(state: PlanState, draft: DraftTraits) -> PlanState:
     """The state when draft has left or another one has joined.
 
-    The other one has waited for nothing and read nothing; its fence was never waited for, nor anything stashed for it.
+    The other one has waited for nothing and read nothing; its fences were never waited for, nor anything stashed for
+    it.
     """
-    return state._replace(draft=draft, stash_known=0, done_known=0, hidden_read=0, stashed=0)
+    return state._replace(draft=draft, stash_known=0, prefilled_known=0, hidden_read=0, stashed=0)
 
 
 def catch_up(number: int) -> FenceOps:
     """Returns the waits and signals of a command that brings a draft tokens which the scheduler knows."""
-    return FenceOps((), (FencePoint(_DONE, number),))
+    return FenceOps((), (FencePoint(_PREFILLED, number),))
 
 
-def plan_step(state: PlanState, command: OrderedStep) -> tuple[PlannedStep, PlanState]:
-    """Returns the waits and signals of the next step's commands, and the state after it.
+def plan_step(
+    state: PlanState, step: int, rows: int, prompts: int = 0, kept: int = 0, *, is_drafted: bool = False
+) -> tuple[FenceOps | None, FenceOps, PlanState]:
+    """Returns the waits and signals of the commands of the next step, draft's (if it has one) and verify's.
 
+    And the state after it. `rows`, `prompts`, `kept`: masks of the slots that decode, that take in chunks, and that
+    draft's decode part has. `is_drafted`: True if any of these has draft tokens.
     Raises OrderingError when the step cannot be ordered now.
     """
-    draft, run_ahead, _, consumed, rows, stash_known, done_known, hidden_read, stashed = state
-    step, kind, slots, prompts = command
-    drafted = command.drafted
-    _check(state, command, drafted)
-    takes_prompts = kind is StepKind.PREFILL or prompts != 0
-    published, stash = FencePoint(_PUBLISH, step), FencePoint(_STASH, step)
-    draft_commands: list[FenceOps] = []
-    verify_waits: tuple[FencePoint, ...] = ()
-    if kind is StepKind.DECODE:
-        last, done = _last_stash(state, slots), FencePoint(_DONE, drafted)
-        draft_commands.append(FenceOps((FencePoint(_STASH, last),) if last > stash_known else (), (done,)))
-        verify_waits, stash_known, done_known = (done,), max(last, stash_known), done.value
-    if takes_prompts and draft.is_present:
-        draft_waits: tuple[FencePoint, ...] = ()
+    draft, run_ahead, _, consumed, steps, stash_known, prefilled_known, hidden_read, stashed = state
+    _check(state, step, rows, kept, is_drafted=is_drafted)
+    published, stash, slots = FencePoint(_PUBLISH, step), FencePoint(_STASH, step), rows | prompts
+    if not draft.is_present:
+        after = PlanState(draft, run_ahead, step, consumed, (*steps, (step, slots)))
+        return None, FenceOps((), (published,)), after
+    draft_waits: list[FenceWait] = []
+    draft_signals: list[FencePoint] = []
+    verify_waits: list[FenceWait] = []
+    if kept:
+        last = _last_stash(state, kept)
+        if last > stash_known:
+            draft_waits.append(FenceWait(_STASH, last))
+            stash_known = last
+        draft_signals.append(FencePoint(_PROPOSED, step))
+    if is_drafted:
+        verify_waits.append(FenceWait(_PROPOSED, step))
+        prefilled_known = step - 1
+    if prompts:
         if draft.reads_hidden:
-            if hidden_read > done_known:
-                verify_waits, done_known = (FencePoint(_DONE, hidden_read),), hidden_read
-            draft_waits, stash_known, hidden_read = (stash,), step, step
-        draft_commands.append(FenceOps(draft_waits, (FencePoint(_DONE, step),)))
-    planned = PlannedStep(
-        draft=draft_commands[0] if draft_commands else None,
-        verify=FenceOps(verify_waits, (published, stash) if draft.is_present else (published,)),
-        draft_prompts=draft_commands[1] if len(draft_commands) > 1 else None,
+            if hidden_read > prefilled_known:
+                verify_waits.append(FenceWait(_PREFILLED, hidden_read, WaitPlace.PREFILL_HIDDEN))
+                prefilled_known = hidden_read
+            draft_waits.append(FenceWait(_STASH, step, WaitPlace.PREFILL_HIDDEN))
+            stash_known = hidden_read = step
+        draft_signals.append(FencePoint(_PREFILLED, step))
+    if kept and not is_drafted:
+        verify_waits.append(FenceWait(_PROPOSED, step, WaitPlace.SAMPLING))
+        prefilled_known = step - 1
+    known = stash_known, prefilled_known, hidden_read, stashed | slots
+    return (
+        FenceOps(tuple(draft_waits), tuple(draft_signals)) if draft_signals else None,
+        FenceOps(tuple(verify_waits), (published, stash)),
+        PlanState(draft, run_ahead, step, consumed, (*steps, (step, slots)), *known),
     )
-    known = stash_known, done_known, hidden_read, stashed | slots | prompts if draft.is_present else 0
-    return planned, PlanState(draft, run_ahead, step, consumed, (*rows, (step, slots | prompts)), *known)
 
 
 def consume(state: PlanState, step: int) -> PlanState:
@@ -129,16 +146,15 @@ def last_consumed(step: int, run_ahead: int) -> int:
     return step - run_ahead - 1
 
 
-def _check(state: PlanState, command: OrderedStep, drafted: int) -> None:
-    step, kind, slots, _ = command
-    if drafted != state.step + 1:
+def _check(state: PlanState, step: int, rows: int, kept: int, *, is_drafted: bool) -> None:
+    if step != state.step + 1:
         raise OrderingError(f"step {step} is planned after step {state.step}")
-    if kind is StepKind.DECODE and not state.draft.is_present:
-        raise OrderingError(f"step {step} is a {kind.name} step, and there is no draft")
-    if kind is StepKind.DECODE and slots & ~state.stashed:
-        raise OrderingError(
-            f"step {step} is a {kind.name} step of slots that nothing was stashed for since draft joined"
-        )
+    if kept & ~rows or (is_drafted and not kept):
+        raise OrderingError(f"step {step} has draft tokens for slots that draft's part does not have")
+    if kept and not state.draft.is_present:
+        raise OrderingError(f"step {step} has a part for a draft, and there is no draft")
+    if kept & ~state.stashed:
+        raise OrderingError(f"step {step} has slots that nothing was stashed for since draft joined")
     before = last_consumed(step, state.run_ahead)
     if state.consumed < before:
         raise OrderingError(

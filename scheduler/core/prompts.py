@@ -5,31 +5,20 @@ from __future__ import annotations
 from bisect import insort
 from math import ceil
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from slipstream.scheduler.core.batch_sizes import LEAST_PROMPTS
-from slipstream.scheduler.records import NO_DRAFT, StepSlots
+from slipstream.scheduler.records import NO_DRAFT, NO_SLOTS, Step, StepSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.common.worker.step import PrefillChunk, SlotUpdate
     from slipstream.scheduler.core.accounts import CommittedTokens
     from slipstream.scheduler.core.batch_sizes import BatchSizes
     from slipstream.scheduler.core.prefix_cache import PrefixCache
     from slipstream.scheduler.records import Sequence
-
-
-class TakenPrompts(NamedTuple):
-    """What a step takes in of prompts."""
-
-    members: StepSlots
-    ending: StepSlots
-    """Those of `members` whose prompts are sent in full with this step."""
-    chunks: tuple[PrefillChunk, ...]
-    num_tokens: int
-    """Tokens of `chunks`."""
-    updates: tuple[SlotUpdate, ...]
 
 
 class Prompts:
@@ -77,8 +66,8 @@ class Prompts:
                 return True
         return False
 
-    def take(self, room: int, doubling_context: int | None = None) -> TakenPrompts:
-        """Takes chunks of `room` tokens together, at least one token.
+    def take(self, room: int, doubling_context: int | None = None) -> Step:
+        """Takes chunks of `room` tokens together, at least one token. Returns a step of these, without a number.
 
         `doubling_context`: c, if a token behind a context of L tokens counts for 1 + L / c, but a chunk has part of the
         room in any case; None if each counts for one.
@@ -109,11 +98,14 @@ class Prompts:
             num_settled = sequence.num_prefilled - max(1, sequence.prefix.draft.tokens_ahead)
             self._pages.keep(sequence.prefix, sequence.pages, tokens, num_settled)
         self.sequences = [sequence for sequence in self.sequences if sequence.is_prefilling]
-        return TakenPrompts(
-            members=StepSlots.of(sequence.lease for sequence in members),
-            ending=StepSlots.of(sequence.lease for sequence in members if not sequence.is_prefilling),
+        ending = StepSlots.of(sequence.lease for sequence in members if not sequence.is_prefilling)
+        return Step(
+            number=0,
+            decoded=NO_SLOTS,
+            yielding=ending,
+            most_more=np.ones(len(ending.slots), np.int32),
             chunks=tuple(chunks),
-            num_tokens=self._num_taken - num_taken,
+            num_prompt_tokens=self._num_taken - num_taken,
             updates=tuple(updates),
         )
 

@@ -32,7 +32,7 @@ _LOGPROBS = (BufferName.OUTPUT_LOGPROBS, BufferName.TOP_TOKENS, BufferName.TOP_L
 
 
 class ResultReader:
-    """Reads the rows of the ring behind publish."""
+    """Reads the rows of the ring after publish."""
 
     def __init__(self, arena: Arena, shape: EpochShape, log: AccessLog, *, is_debug: bool = False) -> None:
         """`arena`: its tensors are the host's.
@@ -49,9 +49,10 @@ class ResultReader:
         self._num_tokens = [np.arange(1, most + 2, dtype=np.int32) for most in range(shape.num_draft_tokens + 1)]
         """By K: the number of tokens by that of the accepted ones. Without a sign, negative ones are too large."""
         self._ring_rows = [
-            (*(column[row] for column in published), *(s[row - 1] for s in stamps)) for row in range(self._ring)
+            (*(column[row] for column in published), stamps[0][row - 1], *stamps[1][row - 1])
+            for row in range(self._ring)
         ]
-        """By row: what is published, and the stamps of the row before."""
+        """By row: what is published, and the stamps of the row before, of draft those of both parts."""
         self._verify_stamps = stamps[0]
         self._logprobs = list(zip(*(arena.tensor(name).unbind() for name in _LOGPROBS), strict=True))
         self._last_consumed = 0
@@ -72,9 +73,9 @@ class ResultReader:
             self._log.fence(LogOp.WAIT, FenceName.VERIFY_PUBLISH, step.number, step=step.number)
             for name in (*_PUBLISHED, *(_LOGPROBS if step.top_logprobs else ())):
                 self._log.access(name, [row], is_write=False, step=step.number)
-        seq_lens, accepted, output_tokens, verify_stamps, draft_stamps = self._ring_rows[row]
+        seq_lens, accepted, output_tokens, *stamps = self._ring_rows[row]
         # Copied: the next step's result may overwrite the shared ones.
-        rows, to_num_tokens = step.yielding.rows, self._num_tokens[step.num_draft_tokens]
+        rows, to_num_tokens = step.yielding.rows, self._num_tokens[step.most_draft_tokens]
         num_accepted = accepted.take(rows)
         not_finite: tuple[int, ...] = ()
         try:
@@ -91,7 +92,7 @@ class ResultReader:
             num_tokens=num_tokens,
             tokens=output_tokens.take(rows, 0),
             not_finite=not_finite,
-            stamps_before=(tuple(verify_stamps.tolist()), tuple(draft_stamps.tolist())),
+            stamps_before=tuple([tuple(interval.tolist()) for interval in stamps]),
             logprobs=self._logprobs_of(step, num_tokens) if step.top_logprobs else NO_LOGPROBS,
         )
 

@@ -25,15 +25,17 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
-from slipstream.common.worker.step import FenceName
+from slipstream.common.worker.step import FencePoint
 from slipstream.scheduler.core.catch_up import Joining
 from slipstream.scheduler.core.draft_work import NO_PART, DraftPatience, DraftWork, Part
+from slipstream.scheduler.core.plan import catch_up
 from slipstream.scheduler.records import LossCause
 
 if TYPE_CHECKING:
+    from slipstream.common.worker.step import FenceOps
     from slipstream.scheduler.core.batch import Batch
     from slipstream.scheduler.core.draft_policy import DraftPolicy
-    from slipstream.scheduler.records import PlannedStep
+    from slipstream.scheduler.records import StepDraft
     from slipstream.scheduler.workers.attachment import DraftAttachment
 
 FIRST_STEP_TIMEOUT_S = 1.0
@@ -146,18 +148,16 @@ class Speculation:
                 return part
         return NO_PART if self._active is None else self._active.part
 
-    def sending(self, step: int, attachment: DraftAttachment, ops: PlannedStep, *, brings_tokens: bool) -> DraftWork:
-        """Notes a step that is about to be sent. `brings_tokens`: what draft's first command does.
+    def sending(self, step: int, attachment: DraftAttachment, ops: FenceOps | None) -> DraftWork:
+        """Notes a step that is about to be sent. `ops`: of draft's command, if it has one.
 
         Returns the draft's work, to be told what verify is sent a wait for.
         """
         drafting = self._find(attachment)
         assert drafting is not None, "the attachment was there when the step was decided"
         drafting.last_step = step
-        first = step if ops.draft_prompts is None else step - 1
-        for number, command, brings in ((first, ops.draft, brings_tokens), (step, ops.draft_prompts, True)):
-            if command is not None:
-                drafting.add(number, brings_tokens=brings, stash=command.waits_for(FenceName.VERIFY_STASH))
+        if ops is not None:
+            drafting.add(step, ops)
         return drafting
 
     def consumed(
@@ -168,19 +168,19 @@ class Speculation:
         decodes: bool,
         takes_prompts: bool,
         is_clean: bool = True,
-        attachment: DraftAttachment | None = None,
-        waited_for: int = 0,
+        draft: StepDraft | None = None,
+        awaited: FencePoint | None = None,
     ) -> None:
         """Notes that a step was consumed, `seconds` after the one before or after it was sent.
 
         `is_clean`: False for a step of no sequence, or whose draft was lost; its time says nothing of others.
-        `waited_for`: the last command of `attachment` that verify has waited for in it.
+        `awaited`: the last point of `draft` that verify has waited for in it.
         """
         self._consumed = step
-        if waited_for and self._active is not None and self._active.attachment is attachment:
-            self._active.did(waited_for)
+        if awaited is not None and self._active is not None and self._active.attachment is draft:
+            self._active.did(awaited)
         if is_clean:
-            self._patience.took(seconds, decodes=decodes, takes_prompts=takes_prompts, is_drafted=waited_for > 0)
+            self._patience.took(seconds, decodes=decodes, takes_prompts=takes_prompts, is_drafted=awaited is not None)
         if self._leaving:
             gone = [drafting for drafting in self._leaving if drafting.last_step <= step]
             self._leaving = [drafting for drafting in self._leaving if drafting.last_step > step]
@@ -197,17 +197,17 @@ class Speculation:
             if failure is not None and not drafting.is_lost:
                 self.lose(drafting.attachment, failure)
 
-    def watch(self, attachment: DraftAttachment | None, waits_for: int, since: float) -> None:
-        """Looks at the drafts while the loop waits for a step, which waits for `attachment` to have done `waits_for`.
+    def watch(self, draft: StepDraft | None, awaited: FencePoint | None, since: float) -> None:
+        """Looks at the drafts while the loop waits for a step, which waits for `draft` to signal `awaited`.
 
         `since`: when the step began to wait for nothing else. Raises UnavailableError, see `next_part`.
         """
         self.check()
-        drafting = None if attachment is None else self._find(attachment)
+        drafting = None if draft is None else self._find(draft)
         if drafting is not None and not drafting.is_lost:
             drafting.look()
-            if drafting.done < waits_for:
-                brings_tokens = bool(drafting.pending) and drafting.pending[0].brings_tokens
+            if awaited is not None and not drafting.has_signalled(awaited):
+                brings_tokens = bool(drafting.pending) and drafting.pending[0].takes_tokens
                 waited_s = time.monotonic() - max(since, drafting.moved_at)
                 limit_s = self.timeout_s
                 if drafting.lacks_stash or not drafting.has_drafted:
@@ -229,14 +229,15 @@ class Speculation:
         self._known = ()
         self._messages.clear()
 
-    def backlog(self, up_to: int) -> tuple[DraftAttachment, int] | None:
-        """The active draft, and the oldest step that it was sent and has not done, if that is one up to this one."""
+    def backlog(self, up_to: int) -> tuple[DraftAttachment, FencePoint] | None:
+        """The active draft, and what it signals after the oldest work that it has not done, if of a step up to this."""
         active = self._active
-        if active is None or not active.pending or active.pending[0].number > up_to:
+        if active is None or not active.pending or active.pending[0].step > up_to:
             return None
         active.look()
-        is_behind = bool(active.pending) and active.pending[0].number <= up_to
-        return (active.attachment, active.pending[0].number) if is_behind else None
+        if not active.pending or active.pending[0].step > up_to:
+            return None
+        return active.attachment, FencePoint(active.pending[0].fence, active.pending[0].step)
 
     def lose(self, attachment: DraftAttachment, error: SlipstreamError) -> None:
         """Its link has failed. Raises UnavailableError, see `next_part`."""
@@ -326,7 +327,7 @@ class Speculation:
         """Sends the next tokens; False if the draft is lost."""
         try:
             if joining.catch_up.bring(number, held_back=held_back):
-                joining.drafting.add(number, brings_tokens=True)
+                joining.drafting.add(number, catch_up(number))
         except SlipstreamError as error:
             self.lose(joining.drafting.attachment, error)
             return False
@@ -350,8 +351,7 @@ class Speculation:
     def _lose(self, drafting: DraftWork, cause: LossCause, reason: str) -> None:
         """Ends the waits for a draft. `watch` does it again until the steps that wait are consumed."""
         drafting.is_lost = True
-        done = drafting.attachment.done
-        if not done.is_releasable and done.poll() < drafting.awaited:
+        if drafting.has_unreleased_waits:
             raise UnavailableError(f"{reason}; verify waits for it and cannot be released")
         drafting.attachment.release(drafting.last_step)
         drafting.pending.clear()
@@ -380,7 +380,7 @@ class Speculation:
         drafting.attachment.is_let_go = True
         self._listener.let_go(drafting.attachment)
 
-    def _find(self, attachment: DraftAttachment) -> DraftWork | None:
+    def _find(self, attachment: StepDraft) -> DraftWork | None:
         if self._active is not None and self._active.attachment is attachment:
             return self._active
         return next((drafting for drafting in self._known if drafting.attachment is attachment), None)

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from slipstream.common.wire.server import DraftFigures
-from slipstream.common.worker.step import StepKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
-    from slipstream.scheduler.records import Step, StepOutcome
-    from slipstream.scheduler.workers.attachment import DraftAttachment
+    from slipstream.scheduler.records import SentStep
 
 KEPT_STEPS = 4096
 
@@ -60,31 +58,30 @@ class DecodeRecord:
         self._had_chunks = False
         """True if the last step took in prompts."""
 
-    def add(
-        self, step: Step, taken_in: StepOutcome, attachment: DraftAttachment | None, landed_ns: int
-    ) -> DecodedStep | None:
+    def add(self, sent: SentStep) -> DecodedStep | None:
         """Adds the outcome of a step and returns it; of a prefill only its time counts, and there is none."""
-        before, self._landed_ns = self._landed_ns, landed_ns
-        gap_ns = 0 if before is None else landed_ns - before
+        step, outcome = sent.step, sent.outcome
+        before, self._landed_ns = self._landed_ns, sent.arrived_ns
+        gap_ns = 0 if before is None else sent.arrived_ns - before
         self._longest_gap_ns = max(self._longest_gap_ns, gap_ns)
         has_prompts, self._had_chunks = bool(step.chunks) or self._had_chunks, bool(step.chunks)
-        num_sequences = len(taken_in.rows)
-        if step.is_mixed:
-            # Behind them are the prompts that end, with their first tokens.
-            num_sequences = int(np.isin(taken_in.rows, step.members.rows).sum())
-        if step.kind is StepKind.PREFILL or not num_sequences or not gap_ns:
+        num_sequences = len(outcome.rows)
+        if step.chunks:
+            # After them come the prompts that end, with their first tokens.
+            num_sequences = int(np.isin(outcome.rows, step.decoded.rows).sum())
+        if not num_sequences or not gap_ns:
             return None
-        number = attachment.number if attachment is not None and step.num_draft_tokens else 0
-        columns = taken_in.num_accepted, taken_in.is_speculating, taken_in.num_tokens
-        if step.is_mixed:
+        number = sent.draft.number if sent.draft is not None and step.most_draft_tokens else 0
+        columns = outcome.num_accepted, outcome.is_speculating, outcome.num_tokens
+        if step.chunks:
             columns = columns[0][:num_sequences], columns[1][:num_sequences], columns[2][:num_sequences]
-        outcome = DecodedStep(number, gap_ns, num_sequences, *columns, has_prompts)
-        if step.drafts_none:  # it says nothing of the draft, nor of steps without one
+        decoded = DecodedStep(number, gap_ns, num_sequences, *columns, has_prompts)
+        if step.is_kept and not step.most_draft_tokens:  # it says nothing of the draft, nor of steps without one
             self.num_drafting_none += 1
-            return outcome
-        (self._drafted if number else self._plain).append((self._num_added, outcome))
+            return decoded
+        (self._drafted if number else self._plain).append((self._num_added, decoded))
         self._num_added += 1
-        return outcome
+        return decoded
 
     def idle(self) -> None:
         """Nothing runs: the time until the next step counts as no pause."""

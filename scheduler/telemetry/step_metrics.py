@@ -20,7 +20,6 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from slipstream.common.rpc.metrics import HOST_STALL_SECONDS, counter, gauge, histogram
-from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch_sizes import BatchCounts
 from slipstream.scheduler.records import RestCause
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.rpc.metrics import BulkHistogram
     from slipstream.scheduler.core.batch import Batch
-    from slipstream.scheduler.records import Interval
+    from slipstream.scheduler.records import Interval, Step
 
 T = TypeVar("T")
 MetricT = TypeVar("MetricT", bound=MetricWrapperBase)
@@ -313,35 +312,37 @@ EDGES = (VERIFY_TO_DRAFT, DRAFT_TO_VERIFY, VERIFY_TO_VERIFY)
 class StepTiming(NamedTuple):
     """The time of one step, in nanoseconds."""
 
-    kind: StepKind
+    phase: str
+    """One of PHASES."""
     draft_ns: int
     verify_ns: int
     bubbles_ns: dict[str, int]
     """By edge."""
     wall_ns: int | None = None
     """None for the first step after an idle time."""
-    is_mixed: bool = False
 
-    @property
-    def phase(self) -> str:
-        """One of PHASES."""
-        return MIXED if self.is_mixed else PREFILL if self.kind is StepKind.PREFILL else DECODE
+
+def phase_of(step: Step) -> str:
+    """Returns what a step does, one of PHASES."""
+    if not step.chunks:
+        return DECODE
+    return MIXED if step.decoded.slots else PREFILL
 
 
 def time_step(
-    kind: StepKind,
+    phase: str,
     before: Interval | None,
     verify: Interval,
-    draft: Interval | None,
-    prompts: Interval | None = None,
+    decoded: Interval | None,
+    prefilled: Interval | None = None,
     *,
-    is_mixed: bool = False,
+    is_drafted: bool = False,
 ) -> StepTiming:
     """Takes a step apart, as "Where a step's time goes" in docs/architecture.md says.
 
     A bubble is time in which neither worker worked, from the end of the work before it: a command that was sent too
     late counts. `before`: when verify ended the step before, and when the last of both workers did; None after an idle
-    time. `prompts`: when draft took in the prompts of a step in which it has drafted before.
+    time. `decoded`, `prefilled`: the parts of draft. `is_drafted`: verify has waited for the first of them.
     """
     # The workers may stamp anything: no time is negative, and bubbles are no longer than their step.
     bubbles: dict[str, int] = {}
@@ -349,19 +350,18 @@ def time_step(
     if before is not None:
         verify_end, all_end = before
         wall_ns = max(0, verify[1] - verify_end)
-        if draft is not None and kind is StepKind.DECODE:
-            bubbles[VERIFY_TO_DRAFT] = min(max(0, draft[0] - all_end), wall_ns)
-            idle_ns = max(0, verify[0] - max(draft[1], verify_end))
+        if decoded is not None and is_drafted:
+            bubbles[VERIFY_TO_DRAFT] = min(max(0, decoded[0] - all_end), wall_ns)
+            idle_ns = max(0, verify[0] - max(decoded[1], verify_end))
             bubbles[DRAFT_TO_VERIFY] = min(idle_ns, wall_ns - bubbles[VERIFY_TO_DRAFT])
         else:
             bubbles[VERIFY_TO_VERIFY] = min(max(0, verify[0] - all_end), wall_ns)
     return StepTiming(
-        kind=kind,
-        draft_ns=_length_ns(draft) + _length_ns(prompts),
+        phase=phase,
+        draft_ns=_length_ns(decoded) + _length_ns(prefilled),
         verify_ns=_length_ns(verify),
         wall_ns=wall_ns,
         bubbles_ns=bubbles,
-        is_mixed=is_mixed,
     )
 
 

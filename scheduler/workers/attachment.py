@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from slipstream.common.errors import FailedPreconditionError, SlipstreamError
 from slipstream.common.worker.contract import Attachment, DraftRegion, DraftSizes
 from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, BufferName
-from slipstream.common.worker.step import FenceName, Role
+from slipstream.common.worker.step import DRAFT_FENCES, FenceName, Role
 from slipstream.scheduler.records import NO_LIMIT, DraftKV, DraftTraits
 
 if TYPE_CHECKING:
@@ -70,11 +70,12 @@ class DraftAttachment:
         except BaseException:
             self._own.close()
             raise
-        self.done: Fence = self._own.fence(FenceName.DRAFT_DONE)
+        self.proposed: Fence = self._own.fence(FenceName.DRAFT_PROPOSED)
+        self.prefilled: Fence = self._own.fence(FenceName.DRAFT_PREFILLED)
         self.stash: Fence = self._given.fence(FenceName.VERIFY_STASH)
         """On a GPU draft can write there, too."""
         self.stamps = self._own.tensor(BufferName.DRAFT_STAMPS)
-        """[ring, 2] int64, as draft wrote them: any numbers."""
+        """[ring, 2, 2] int64, as draft wrote them: any numbers."""
         self._verify: Link | None = None
         """While it may know of this."""
         self._process = ProcessId.of(description.pid)
@@ -118,18 +119,22 @@ class DraftAttachment:
             self._log.send(Role.DRAFT, epoch=self.number, step=command.step)
         self.link.send(command)
 
+    def fence(self, name: FenceName) -> Fence:
+        """One of the fences that draft signals."""
+        return self.proposed if name is FenceName.DRAFT_PROPOSED else self.prefilled
+
     def release(self, step: int) -> None:
-        """Ends verify's waits for draft, up to `step`. Draft's late writes may set the fence back.
+        """Ends verify's waits for draft, up to `step`. Draft's late writes may set the fences back.
 
         So verify is told as well, which on a CPU needs no word that draft can write.
         """
         if self._verify is not None and not self.is_released:
             self._verify.release_draft(self._epoch, self.number)
         self.is_released = True
-        if step:
-            self.done.release(step)
+        for name in DRAFT_FENCES if step else ():
+            self.fence(name).release(step)
             if self._log.is_enabled:
-                self._log.release(FenceName.DRAFT_DONE, step, epoch=self._epoch, attachment=self.number)
+                self._log.release(name, step, epoch=self._epoch, attachment=self.number)
 
     def release_draft(self, step: int) -> None:
         """Ends draft's waits for verify, up to `step`."""

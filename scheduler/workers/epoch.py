@@ -86,7 +86,7 @@ class Epoch:
         self._sink = sink
         self._shape = EpochShape(
             num_slots=sizes.batch.num_slots,
-            run_ahead=sizes.batch.numbers_ahead,
+            run_ahead=sizes.batch.run_ahead,
             num_draft_tokens=sizes.batch.num_draft_tokens,
             chunk_tokens=sizes.batch.chunk_tokens,
         )

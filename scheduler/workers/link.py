@@ -33,7 +33,7 @@ from slipstream.common.rpc.logs import escaped
 from slipstream.common.rpc.shutdown import end_at_once, on_failure
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.worker.command_socket import CommandSender
-from slipstream.common.worker.step import FenceName, Role
+from slipstream.common.worker.step import DRAFT_FENCES, Role
 from slipstream.common.worker.trace import HostRecords
 from slipstream.common.worker.wire import (
     attachment_to_pb,
@@ -406,6 +406,8 @@ class Dispatch(Protocol):
     """Sends the commands of a step."""
 
     verify: Link
+    awaits_acknowledgements: bool
+    """True if a command is sent once what it waits for is acknowledged."""
 
     def send(self, link: Link, command: StepCommand, draft: Link | None) -> None:
         """Sends a command to verify or to a draft. `draft`: the draft that it may wait for. Raises a link's failure."""
@@ -414,6 +416,8 @@ class Dispatch(Protocol):
 
 class DispatchTogether:
     """Sends at once, for fences whose wait may be enqueued before their signal."""
+
+    awaits_acknowledgements = False
 
     def __init__(self, verify: Link, log: AccessLog) -> None:
         self.verify = verify
@@ -430,6 +434,8 @@ class DispatchAcknowledged:
 
     With workers that acknowledge when the work is done, this is the policy "the host blocks on each call".
     """
+
+    awaits_acknowledgements = True
 
     def __init__(
         self,
@@ -449,7 +455,7 @@ class DispatchAcknowledged:
     def send(self, link: Link, command: StepCommand, draft: Link | None) -> None:
         """See `Dispatch.send`. Raises DeadlineExceededError if an acknowledgement does not come."""
         for point in command.ops.waits:
-            producer = draft if point.fence is FenceName.DRAFT_DONE else self.verify
+            producer = draft if point.fence in DRAFT_FENCES else self.verify
             assert producer is not None, "a step without a draft waits for none"
             self._wait(producer, point.value)
         if self._log.is_enabled:

@@ -33,11 +33,14 @@ def check_fits(device: Device, verify: WorkerDescription, draft: WorkerDescripti
 
 
 def check_sharing(device: Device, workers: Iterable[WorkerDescription]) -> None:
-    """Checks that workers can share the device's memory with this process, before anything is shared.
+    """Checks that workers speak this scheduler's contract, and can share the device's memory with it, before they do.
 
     A handle that is opened in another PID namespace fails with an error that names another cause; an event in another
     /dev/shm does not fail at all, its waiter waits for ever. Raises MismatchError naming each difference and a remedy.
     """
+    workers = list(workers)
+    for worker in workers:
+        worker.check_version()
     differences = [text for worker in workers for text in _differences(device, worker)]
     if differences:
         raise MismatchError(differences)

@@ -6,12 +6,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.errors import InvalidArgumentError
-from slipstream.common.worker.step import FenceName, StepKind
+from slipstream.common.worker.layout import DECODE_PART, PREFILL_PART
+from slipstream.common.worker.step import FenceName, WaitPlace
 from slipstream.services.worker.forward_sizes import with_padding
 from slipstream.services.worker.graphs import GRAPHED_MODES, at_once, batch_buckets, capture_buckets
 from slipstream.services.worker.rehearsal import rehearse_drafting, rehearse_prompts
 from slipstream.services.worker.role import Phase
-from slipstream.services.worker.slots import SamplingMode
+from slipstream.services.worker.slots import SamplingMode, check_draft_tokens
 from slipstream.services.worker.staging import FlatChunks
 
 if TYPE_CHECKING:
@@ -75,43 +76,62 @@ class DraftEngine:
         self._drafter.close()
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        """See `RoleEngine.phases`. Raises InvalidArgumentError for a step that is not for this draft."""
+        """See `RoleEngine.phases`: the decode part and the prefill part, as far as the step has them.
+
+        Raises InvalidArgumentError for a step that is not for this draft.
+        """
         reads_hidden = state.region.shape.hidden_width > 0
-        if command.kind is StepKind.PLAIN:
-            raise InvalidArgumentError("kind", command.kind.name, "no PLAIN")
-        if command.is_mixed:
-            raise InvalidArgumentError("chunks", len(command.chunks), "none in a DECODE of a draft")
-        if command.kind is StepKind.CATCH_UP and reads_hidden and command.chunks:
+        if command.catches_up and reads_hidden and command.chunks:
             accepted = "none to catch up with, for a draft that reads hidden states"
             raise InvalidArgumentError("chunks", len(command.chunks), accepted)
-        # Nothing is drafted behind chunks past the model's context.
-        if not command.slots or min((chunk.start for chunk in command.chunks), default=0) >= self._longest:
-            return [Phase(lambda: None, (FenceName.DRAFT_DONE,))]
-        if command.kind is StepKind.DECODE and self._graphs is not None:
-            return [Phase(partial(self._graphs.propose, command), (FenceName.DRAFT_DONE,), is_stamped=True)]
-        if command.chunks:
-            padded = command.chunks
-            if state.graphs is not None:
-                padded = with_padding(command.chunks, state.attachment.shape.chunk_tokens)
-            chunks = FlatChunks.of(padded, state.staging)
-            return [Phase(partial(self._prefill, state, command.step, chunks), (FenceName.DRAFT_DONE,))]
+        check_draft_tokens(command, state.attachment.shape.num_draft_tokens)
+        signals = {point.fence for point in command.ops.signals}
+        phases = []
+        if command.slots or FenceName.DRAFT_PROPOSED in signals:
+            phases.append(self._decode_part(command, state))
+        if command.chunks or FenceName.DRAFT_PREFILLED in signals:
+            phases.append(self._prefill_part(command, state))
+        return phases
+
+    def _decode_part(self, command: StepCommand, state: EpochState) -> Phase:
+        fences, place = (FenceName.DRAFT_PROPOSED,), WaitPlace.START
+        if not command.slots:
+            return Phase(_nothing, fences, place, DECODE_PART)
+        if self._graphs is not None:
+            return Phase(partial(self._graphs.propose, command), fences, place, DECODE_PART, is_stamped=True)
         rows = state.staging.put_integers(command.slots)
 
         def work() -> None:
             mode = state.slots.sampling_mode(command.slots)
-            propose(self._drafter, state, command.step, rows, mode, drafts_none=command.drafts_none)
+            propose(self._drafter, state, command.step, rows, mode, takes_in_only=not command.most_draft_tokens)
 
-        return [Phase(work, (FenceName.DRAFT_DONE,))]
+        return Phase(work, fences, place, DECODE_PART)
+
+    def _prefill_part(self, command: StepCommand, state: EpochState) -> Phase:
+        fences, place = (FenceName.DRAFT_PREFILLED,), WaitPlace.PREFILL_HIDDEN
+        # Nothing is drafted after chunks past the model's context.
+        if min((chunk.start for chunk in command.chunks), default=self._longest) >= self._longest:
+            return Phase(_nothing, fences, place, PREFILL_PART)
+        padded = command.chunks
+        if state.graphs is not None:
+            padded = with_padding(command.chunks, state.attachment.shape.chunk_tokens)
+        chunks = FlatChunks.of(padded, state.staging)
+        return Phase(partial(self._prefill, state, command.step, chunks), fences, place, PREFILL_PART)
 
     def _prefill(self, state: EpochState, step: int, chunks: FlatChunks) -> None:
         reads_hidden = state.region.shape.hidden_width > 0
         self._drafter.prefill(chunks, state.region.gather_prefill(step, len(chunks.tokens)) if reads_hidden else None)
 
 
-class DraftGraphs:
-    """The decode steps of an epoch as graphs: from the stash to the tokens, the whole chain in one.
+def _nothing() -> None:
+    """The work of a part without slots."""
 
-    Steps that draft none have graphs of their own. These are for all ways to sample, as no token of theirs is used.
+
+class DraftGraphs:
+    """The decode parts of an epoch as graphs: from the stash to the tokens, the whole chain in one.
+
+    Those that only take in the stash have graphs of their own. These are for all ways to sample, as no token of theirs
+    is used.
     """
 
     def __init__(self, drafter: Drafter, state: EpochState, graphed: GraphedStep) -> None:
@@ -123,14 +143,14 @@ class DraftGraphs:
             mode: at_once(capture_buckets(f"draft, {mode.name.lower()}", sizes, partial(self._make, mode)))
             for mode in GRAPHED_MODES
         }
-        make = partial(self._make, SamplingMode.NOISE, drafts_none=True)
-        self._taking_in = at_once(capture_buckets("draft, drafting none", sizes, make))
+        make = partial(self._make, SamplingMode.NOISE, takes_in_only=True)
+        self._taking_in = at_once(capture_buckets("draft, taking in the stash", sizes, make))
 
     def propose(self, command: StepCommand) -> None:
-        """Stream work: a decode step, its stamps included."""
+        """Stream work: a decode part, its stamps included."""
         mode, num_rows = self._state.slots.sampling_mode(command.slots), len(command.slots)
-        graphs = self._made.get(mode)
-        if graphs is not None and command.drafts_none:
+        takes_in_only, graphs = not command.most_draft_tokens, self._made.get(mode)
+        if graphs is not None and takes_in_only:
             graphs = self._taking_in
         made = None if graphs is None else graphs.get(num_rows)
         if made is not None:
@@ -138,12 +158,12 @@ class DraftGraphs:
             return
         self._graphed.stamp_start()
         rows = self._graphed.slots[:num_rows]
-        propose(self._drafter, self._state, command.step, rows, mode, drafts_none=command.drafts_none)
+        propose(self._drafter, self._state, command.step, rows, mode, takes_in_only=takes_in_only)
         self._graphed.stamp_end()
 
-    def _make(self, mode: SamplingMode, size: int, *, drafts_none: bool = False) -> GraphedPart:
+    def _make(self, mode: SamplingMode, size: int, *, takes_in_only: bool = False) -> GraphedPart:
         graphed, rows = self._graphed, self._graphed.slots[:size]
-        work = partial(propose, self._drafter, self._state, graphed.step, rows, mode, drafts_none=drafts_none)
+        work = partial(propose, self._drafter, self._state, graphed.step, rows, mode, takes_in_only=takes_in_only)
         return graphed.capture_part(work)
 
 
@@ -154,10 +174,13 @@ def propose(
     rows: torch.Tensor,
     mode: SamplingMode,
     *,
-    drafts_none: bool = False,
+    takes_in_only: bool = False,
 ) -> None:
-    """Stream work: drafts for B slots, from the stash to the arena. `rows`: [B] int64."""
+    """Stream work: drafts for B slots, from the stash to the arena. `rows`: [B] int64.
+
+    `takes_in_only`: True if no guess is used.
+    """
     stash = state.region.gather(step, rows, state.slots.limits)
     # Modules that follow one another take in with their guesses; for other drafts a single one costs little.
-    num_tokens = 1 if drafts_none else state.attachment.shape.num_draft_tokens
+    num_tokens = 1 if takes_in_only else state.attachment.shape.num_draft_tokens
     state.region.propose(step, rows, drafter.propose(rows, stash, num_tokens, mode))

@@ -10,19 +10,20 @@ import torch
 
 from slipstream.common.errors import InvalidArgumentError, MismatchError
 from slipstream.common.worker.contract import DraftSizes
-from slipstream.common.worker.step import FINAL_NORM, FenceName, StepKind
+from slipstream.common.worker.step import FINAL_NORM, FenceName, WaitPlace
 from slipstream.services.models.sampler import SimulatedAcceptance
-from slipstream.services.verify.graphs import VerifyGraphs
+from slipstream.services.verify.graphs import VerifyGraphs, waits_for_stash_read
 from slipstream.services.verify.step_tokens import measure_step_tokens
-from slipstream.services.verify.target import PromptEnds, Target
+from slipstream.services.verify.target import PromptEnds, Target, TargetStep
 from slipstream.services.worker.forward_sizes import forward_size, padded_to, sizes_up_to, with_padding
 from slipstream.services.worker.graphs import at_once
 from slipstream.services.worker.rehearsal import rehearse_mixed, rehearse_prompts
 from slipstream.services.worker.role import Phase
+from slipstream.services.worker.slots import check_draft_tokens
 from slipstream.services.worker.staging import FlatChunks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Generator, Iterator
 
     from slipstream.common.worker.contract import StepTokens, WorkerDescription
     from slipstream.common.worker.step import PrefillChunk, StepCommand
@@ -104,58 +105,43 @@ class VerifyEngine:
         """
         assert self._target is not None, "a step belongs into an epoch"
         region = state.region_of(command)
-        if command.kind is StepKind.CATCH_UP or (command.kind is StepKind.DECODE and region is None):
-            raise InvalidArgumentError("kind", command.kind.name, "PREFILL or PLAIN; DECODE with an attachment")
-        if command.drafts_none and not (command.is_mixed and command.kind is StepKind.DECODE):
-            raise InvalidArgumentError("drafts_none", command.drafts_none, "false, but in a DECODE with chunks")
+        if command.catches_up:
+            raise InvalidArgumentError("catches_up", command.catches_up, "false: it is for drafts")
+        most = 0 if region is None else region.sizes.num_draft_tokens
+        check_draft_tokens(command, most)
+        if command.chunks and command.slots and self._deterministic_width is not None:
+            raise InvalidArgumentError("chunks", len(command.chunks), "none in a step that decodes: all have one size")
         layers = () if region is None else self._layers_of(region.sizes)
-        if command.is_mixed:
-            return self._mixed_phases(command, state, self._target, region, layers)
-        if command.kind is StepKind.PREFILL or not command.slots:
-            return self._prefill_phases(command, state, self._target, region, layers)
-        if self._graphs is not None:
+        if self._graphs is not None and command.slots and not command.chunks:
             return self._graphs.phases(command, region, layers)
-        rows = state.staging.put_integers(command.slots)
-        work = partial(self._target.decode, command, rows, region, layers)
-        return _phases(command, state, self._target, command.slots, rows, region, work)
+        return self._step_phases(command, state, self._target, region, layers)
 
-    def _prefill_phases(
+    def _step_phases(
         self, command: StepCommand, state: EpochState, target: Target, region: Region | None, layers: tuple[int, ...]
     ) -> list[Phase]:
+        """The phases of a step without graphs of decode steps."""
+        ending = tuple(chunk.slot for chunk in command.chunks if chunk.is_last)
+        slots = (*command.slots, *ending)
+        rows = state.staging.put_integers(slots)
+        make = partial(TargetStep, target, self._model, state, command, rows[: len(command.slots)], region=region)
         if not command.chunks:
-            return _phases(command, state, target, (), torch.empty(0), region, lambda: None)
-        chunks = FlatChunks.of(self._padded(command, state), state.staging)
+            return _phases(command, state, target, slots, rows, region, make(aux_layers=layers) if slots else None)
+        beside = len(command.slots) * (command.most_draft_tokens + 1)
+        chunks = FlatChunks.of(self._padded(command, state, beside=beside), state.staging)
+        is_plain_cpu = state.graphs is None and self._model.device.type == "cpu"
+        if is_plain_cpu and command.most_draft_tokens and not (ending or layers):
+            # Another forward costs a CPU little, and after the stash draft computes at the same time.
+            take_in = Phase(partial(target.take_in, chunks))
+            return [*_phases(command, state, target, slots, rows, region, make()), take_in]
         is_each_alone = state.graphs is not None and self._deterministic_width is not None
         ends = PromptEnds.of(command.chunks, state.staging, is_each_alone=is_each_alone)
-        slots = tuple(chunk.slot for chunk in command.chunks if chunk.is_last)
-        rows = state.staging.put_integers(slots)
-        work = partial(target.prefill, command, chunks, ends, region, layers)
-        return _phases(command, state, target, slots, rows, region, work)
+        step = make(chunks=chunks, ends=ends, aux_layers=layers)
+        return _phases(command, state, target, slots, rows, region, step)
 
     def _capture_prompts(self, layers: tuple[int, ...]) -> Generator[None, None, None]:
         """Makes graphs of chunks, unless all steps have one size."""
         if self._deterministic_width is None:
             yield from self._model.capture_prompts(layers)
-
-    def _mixed_phases(
-        self, command: StepCommand, state: EpochState, target: Target, region: Region | None, layers: tuple[int, ...]
-    ) -> list[Phase]:
-        if self._deterministic_width is not None:
-            raise InvalidArgumentError("chunks", len(command.chunks), "none in a step that decodes: all have one size")
-        is_plain = command.kind is StepKind.PLAIN or command.drafts_none
-        width = 1 if region is None or is_plain else region.sizes.num_draft_tokens + 1
-        chunks = FlatChunks.of(self._padded(command, state, beside=width * len(command.slots)), state.staging)
-        ends = PromptEnds.of(command.chunks, state.staging)
-        slots = (*command.slots, *(chunk.slot for chunk in command.chunks if chunk.is_last))
-        rows = state.staging.put_integers(slots)
-        is_plain_cpu = state.graphs is None and self._model.device.type == "cpu"
-        if is_plain_cpu and command.kind is StepKind.DECODE and not (ends or layers):
-            # Another forward costs a CPU little, and behind the stash draft computes at the same time.
-            decode = partial(target.decode, command, rows, region, layers)
-            take_in = Phase(partial(target.take_in, chunks))
-            return [*_phases(command, state, target, slots, rows, region, decode), take_in]
-        work = partial(target.mixed, command, rows[: len(command.slots)], chunks, ends, region, layers)
-        return _phases(command, state, target, slots, rows, region, work)
 
     def _padded(self, command: StepCommand, state: EpochState, *, beside: int = 0) -> tuple[PrefillChunk, ...]:
         """The command's chunks; on a GPU with padding. `beside`: tokens of the rows that decode."""
@@ -172,9 +158,9 @@ class VerifyEngine:
         if shape.num_draft_tokens:
             draft = draft or DraftSizes(num_draft_tokens=shape.num_draft_tokens)
             state.regions[_REHEARSED] = graphs.private_region(draft, shape.chunk_tokens)
-            rehearse_mixed(self, state, StepKind.DECODE, _REHEARSED)
+            rehearse_mixed(self, state, draft.num_draft_tokens, _REHEARSED)
             del state.regions[_REHEARSED]
-        rehearse_mixed(self, state, StepKind.PLAIN)
+        rehearse_mixed(self, state)
 
     def _rehearse_logits(self, most: int) -> None:
         """Loads the kernels for logits of up to `most` tokens."""
@@ -227,13 +213,19 @@ def _phases(
     slots: tuple[int, ...],
     rows: torch.Tensor,
     region: Region | None,
-    work: Callable[[], VerifyResult | None],
+    step: TargetStep | None,
 ) -> list[Phase]:
-    """Publishes and stashes the result of `work`, if it has one, for `slots`; `rows` are the same on the device."""
+    """Publishes and stashes the result of a step, if it has one, for `slots`; `rows` are the same on the device.
+
+    `step`: None for a step of no slot.
+    """
     results: list[VerifyResult] = []
+    copies_stamps = waits_for_stash_read(command)
 
     def publish() -> None:
-        result = work()
+        if copies_stamps and region is not None:
+            state.future_map.copy_stamps(command.step, region)
+        result = None if step is None else step.sample()
         if result is not None:
             results.append(result)
             state.future_map.publish(command.step, rows, result)
@@ -244,7 +236,15 @@ def _phases(
                 region.stash(command.step, slots, rows, result)
             target.record_output(rows, result)
 
-    return [Phase(publish, (FenceName.VERIFY_PUBLISH,)), Phase(stash, (FenceName.VERIFY_STASH,))]
+    phases = [Phase(_nothing if step is None else step.forward, place=WaitPlace.START)]
+    if step is not None and command.chunks and region is not None and region.shape.hidden_width:
+        phases.append(Phase(step.leave_states, place=WaitPlace.PREFILL_HIDDEN))
+    phases.append(Phase(publish, (FenceName.VERIFY_PUBLISH,), WaitPlace.SAMPLING))
+    return [*phases, Phase(stash, (FenceName.VERIFY_STASH,))]
+
+
+def _nothing() -> None:
+    """The work of a step of no slot."""
 
 
 def fused_layers(num_layers: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.contract import DraftSizes
 from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import FenceName, StepKind
+from slipstream.common.worker.step import FenceName, WaitPlace
 from slipstream.services.verify.target import TargetForward, merged
 from slipstream.services.worker.graphs import GRAPHED_MODES, GraphedPart, Latest, batch_buckets, capture_buckets
 from slipstream.services.worker.region import NO_REGION
@@ -97,15 +97,22 @@ class VerifyGraphs:
     def phases(self, command: StepCommand, region: Region | None, layers: tuple[int, ...]) -> list[Phase]:
         """A decode step, by graphs as far as there are any."""
         num_rows = len(command.slots)
-        drafted = region if command.kind is StepKind.DECODE else None
+        drafted = region if command.most_draft_tokens else None
         num_draft_tokens = 0 if drafted is None else drafted.sizes.num_draft_tokens
         layers = layers if drafted is not None else layers or self._plain_layers
         graphs = self._made[num_draft_tokens, layers].get(num_rows)
         target, future_map, graphed = self._target, self._state.future_map, self._graphed
         rows = graphed.slots[: self._eager_size or num_rows] if graphs is None else graphs.rows
+        copies_stamps = waits_for_stash_read(command)
 
-        def work() -> None:
-            forward = self._forward(command, drafted, graphs, rows, layers)
+        forward = Latest[TargetForward]()
+
+        def run() -> None:
+            forward.value = self._forward(command, drafted, graphs, rows, layers)
+
+        def end() -> None:
+            if copies_stamps and region is not None:
+                future_map.copy_stamps(command.step, region)
             mode = self._state.slots.sampling_mode(command.slots)
             if graphs is not None and command.top_logprobs is None and mode in graphs.endings:
                 ending = graphs.endings[mode]
@@ -114,7 +121,7 @@ class VerifyGraphs:
                     region.log_stash(command.step, command.slots, ending.result.value)
                 return
             # Rows beyond the command's slots are padding.
-            sampled = target.sample(forward, target.logits(forward), mode, command.top_logprobs)
+            sampled = target.sample(forward.value, target.logits(forward.value), mode, command.top_logprobs)
             result = merged(lambda values: values[0][:num_rows], sampled)
             future_map.publish(command.step, rows[:num_rows], result)
             target.record_output(rows[:num_rows], result)
@@ -122,7 +129,7 @@ class VerifyGraphs:
                 region.stash(command.step, command.slots, rows[:num_rows], result)
             graphed.stamp_end()
 
-        return phases_of_decode(work)
+        return phases_of_decode(run, end)
 
     def _forward(
         self,
@@ -198,9 +205,18 @@ class VerifyGraphs:
             future_map.stash_captured(step, rows, result)
 
 
-def phases_of_decode(work: Callable[[], None]) -> list[Phase]:
-    """The phase of work that ends with publish and stash, and stamps by itself.
+def phases_of_decode(run: Callable[[], None], end: Callable[[], None]) -> list[Phase]:
+    """The phases of a decode step: its forward, and the rest with publish and stash. They stamp by themselves.
 
     The stash is signalled first: the draft's stream waits for it. The scheduler polls, and sees it no later.
     """
-    return [Phase(work, (FenceName.VERIFY_STASH, FenceName.VERIFY_PUBLISH), is_stamped=True)]
+    fences = (FenceName.VERIFY_STASH, FenceName.VERIFY_PUBLISH)
+    return [
+        Phase(run, place=WaitPlace.START, is_stamped=True),
+        Phase(end, fences, WaitPlace.SAMPLING, is_stamped=True),
+    ]
+
+
+def waits_for_stash_read(command: StepCommand) -> bool:
+    """Returns whether a step without draft tokens waits for draft's decode part, which takes in the stash."""
+    return command.ops.waits_for(FenceName.DRAFT_PROPOSED, WaitPlace.SAMPLING) > 0

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from slipstream.common.worker.step import StepKind
 from slipstream.services.models.sampler import Logprobs, accept, logprobs_of, row_parts
 from slipstream.services.worker.forward_sizes import forward_size
 from slipstream.services.worker.verify_result import VerifyResult
@@ -95,19 +94,10 @@ class Target:
         self._model = model
         self._state = state
         self._simulated = simulated
-        self._width = width
+        self.width = width
+        """See `width` of the constructor."""
         self.dtype = model.slots.dtype
         self.hidden_size = model.decoder.config.hidden_size
-
-    def decode(
-        self, command: StepCommand, rows: torch.Tensor, region: Region | None, aux_layers: tuple[int, ...]
-    ) -> VerifyResult:
-        """A decode step, with the draft of `region` or plain. `rows`: [B] int64, the command's slots."""
-        self._forget(command, region)
-        draft_tokens = self._copy_in(command, rows, region)
-        forward = self.forward(command.step, rows, draft_tokens, aux_layers)
-        mode = self._state.slots.sampling_mode(command.slots)
-        return self.sample(forward, self.logits(forward), mode, command.top_logprobs)
 
     def forward(
         self, step: StepNumber, rows: torch.Tensor, draft_tokens: torch.Tensor | None, aux_layers: tuple[int, ...]
@@ -116,12 +106,12 @@ class Target:
 
         `aux_layers`: layers whose inputs a draft reads.
         """
-        slots, seq_lens, tokens = self._inputs(step, rows, draft_tokens)
+        slots, seq_lens, tokens = self.inputs(step, rows, draft_tokens)
         num_tokens, inputs, is_valid = tokens.shape[1], tokens, None
         positions = _positions(seq_lens, tokens)
-        if self._width is not None:
-            columns = torch.arange(self._width, device=tokens.device)
-            inputs = torch.nn.functional.pad(tokens, (0, self._width - num_tokens))
+        if self.width is not None:
+            columns = torch.arange(self.width, device=tokens.device)
+            inputs = torch.nn.functional.pad(tokens, (0, self.width - num_tokens))
             positions = seq_lens[:, None] + columns.clamp_max(num_tokens - 1)
             is_valid = (columns < num_tokens).expand(len(rows), -1).contiguous()
         output = self._model.forward(slots, inputs, positions, is_valid=is_valid, aux_layers=aux_layers)
@@ -155,87 +145,11 @@ class Target:
             logprobs=None if top_logprobs is None else _logprobs(logits, tokens, top_logprobs),
         )
 
-    def prefill(
-        self,
-        command: StepCommand,
-        chunks: FlatChunks,
-        ends: Sequence[PromptEnds],
-        region: Region | None,
-        aux_layers: tuple[int, ...],
-    ) -> VerifyResult | None:
-        """Fills the KV of the chunks; samples the first token of each prompt that ends here.
-
-        `chunks`: the command's, perhaps with padding behind them. Leaves the states of `aux_layers` in `region`.
-        """
-        self._forget(command, region)
-        output = self._model.prefill(chunks, _places(ends, chunks), aux_layers=aux_layers)
-        if region is not None and output.aux is not None:
-            region.stash_prefill(command.step, _without_padding(output.aux, command))
-        hidden = torch.split(output.hidden, [len(together.places) for together in ends])
-        results = [
-            self._first_tokens(output, together, self._logits_of(of_ends)[0][:, None], command.top_logprobs)
-            for together, of_ends in zip(ends, hidden, strict=True)
-        ]
-        if len(results) > 1:
-            return merged(torch.cat, *results)
-        return results[0] if results else None
-
-    def mixed(
-        self,
-        command: StepCommand,
-        rows: torch.Tensor,
-        chunks: FlatChunks,
-        ends: Sequence[PromptEnds],
-        region: Region | None,
-        aux_layers: tuple[int, ...],
-    ) -> VerifyResult:
-        """A mixed step: what `decode` and `prefill` do, in one forward. The rows that decode come first in the result.
-
-        `rows`: [B] int64, the slots that decode.
-        """
-        self._forget(command, region)
-        draft_tokens = self._copy_in(command, rows, region)
-        _, seq_lens, tokens = self._inputs(command.step, rows, draft_tokens)
-        positions = _positions(seq_lens, tokens)
-        places = _places(ends, chunks)
-        decoded, taken_in = self._model.mixed(rows, tokens, positions, chunks, places, aux_layers=aux_layers)
-        if region is not None and taken_in.aux is not None:
-            region.stash_prefill(command.step, _without_padding(taken_in.aux, command))
-        ends_hidden = torch.split(taken_in.hidden, [len(together.places) for together in ends])
-        logits = self._logits_of(decoded.hidden.flatten(0, 1), *ends_hidden)
-        forward = TargetForward(rows, seq_lens, tokens, decoded.hidden, decoded.aux)
-        mode, asked = self._state.slots.sampling_mode(command.slots), command.top_logprobs
-        first = (
-            _widened(self._first_tokens(taken_in, together, of_ends[:, None], asked), tokens.shape[1])
-            for together, of_ends in zip(ends, logits[1:], strict=True)
-        )
-        return merged(torch.cat, self.sample(forward, logits[0].view(*tokens.shape, -1), mode, asked), *first)
-
     def take_in(self, chunks: FlatChunks) -> None:
         """Fills the KV of chunks in which no prompt ends."""
         self._model.prefill(chunks, chunks.slots[:0])
 
-    def _copy_in(self, command: StepCommand, rows: torch.Tensor, region: Region | None) -> torch.Tensor | None:
-        if region is None or command.kind is not StepKind.DECODE:
-            return None
-        # In a mixed step draft has drafted under the number before.
-        number = command.step - 1 if command.is_mixed else command.step
-        draft_tokens = self._state.future_map.copy_in(number, region, command.slots, rows)
-        return None if command.drafts_none else draft_tokens
-
-    def _logits_of(self, *hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[N, hidden_size] each to [N, vocab_size], by one product: another would read all the weights again.
-
-        On a GPU of a size that is rehearsed, unless all steps have one size anyway.
-        """
-        sizes = [len(part) for part in hidden]
-        if hidden[0].is_cuda and self._width is None:
-            missing = forward_size(sum(sizes)) - sum(sizes)
-            hidden = (*hidden, hidden[0].new_zeros(missing, hidden[0].shape[1]))
-        logits = self._model.decoder.logits(torch.cat(hidden))
-        return torch.split(logits[: sum(sizes)], sizes)
-
-    def _inputs(
+    def inputs(
         self, step: StepNumber, rows: torch.Tensor, draft_tokens: torch.Tensor | None
     ) -> tuple[SlotRows, torch.Tensor, torch.Tensor]:
         """The rows that decode, their lengths, [B] int64, and their bonus tokens with the draft's, [B, W] int64."""
@@ -244,27 +158,13 @@ class Target:
         tokens = bonus_tokens[:, None]
         return slots, seq_lens, tokens if draft_tokens is None else torch.cat((tokens, draft_tokens), dim=1)
 
-    def _forget(self, command: StepCommand, region: Region | None) -> None:
+    def forget(self, command: StepCommand, region: Region | None) -> None:
+        """In debug mode: poisons the slots that new requests take."""
         new = [update.slot for update in command.updates if update.sampling is not None]
         if self._state.attachment.is_debug:
             self._state.future_map.forget(new)
             if region is not None:
                 region.forget(command.step, new)
-
-    def _first_tokens(
-        self, output: DecoderOutput, ends: PromptEnds, logits: torch.Tensor, top_logprobs: int | None
-    ) -> VerifyResult:
-        """Samples the tokens behind some prompts, from [E, 1, vocab_size]."""
-        slots, mode = self._model.slots.take(ends.rows), self._state.slots.sampling_mode(ends.slots)
-        tokens = self._model.slots.sample(slots, logits, ends.lengths[:, None], mode)
-        return VerifyResult(
-            seq_lens=ends.lengths,
-            num_accepted=torch.zeros_like(ends.lengths),
-            tokens=tokens,
-            scores=_scores(logits, tokens),
-            hidden_states=None if output.aux is None else output.aux.index_select(0, ends.places)[:, None],
-            logprobs=None if top_logprobs is None else _logprobs(logits, tokens, top_logprobs),
-        )
 
     def record_output(self, rows: torch.Tensor, result: VerifyResult) -> None:
         """Counts the result's tokens as output, for the penalties. `rows`: [B] int64 slots."""
@@ -299,6 +199,126 @@ class Target:
         return forward.seq_lens + num_accepted + 1, num_accepted
 
 
+class TargetStep:
+    """A step without graphs of its own, in pieces between which waits may stand. Each is stream work, done once."""
+
+    def __init__(
+        self,
+        target: Target,
+        model: LanguageModel,
+        state: EpochState,
+        command: StepCommand,
+        rows: torch.Tensor,
+        *,
+        chunks: FlatChunks | None = None,
+        ends: Sequence[PromptEnds] = (),
+        region: Region | None = None,
+        aux_layers: tuple[int, ...] = (),
+    ) -> None:
+        """`rows`: [B] int64, the slots that decode. `chunks`: the command's, perhaps with padding after them.
+
+        `region`: of the draft that takes part; `aux_layers`: layers whose inputs it reads.
+        """
+        self._target = target
+        self._model = model
+        self._state = state
+        self._command = command
+        self._rows = rows
+        self._chunks = chunks
+        self._ends = ends
+        self._region = region
+        self._aux_layers = aux_layers
+        self._decoded: TargetForward | None = None
+        self._taken_in: DecoderOutput | None = None
+
+    def forward(self) -> None:
+        """Runs the rows that decode and the chunks: where the step has both, in one forward."""
+        target, command, layers = self._target, self._command, self._aux_layers
+        target.forget(command, self._region)
+        draft_tokens, step = self._copy_in(), command.step
+        if self._chunks is None:
+            self._decoded = target.forward(step, self._rows, draft_tokens, layers)
+            return
+        places = _places(self._ends, self._chunks)
+        if not command.slots:
+            self._taken_in = self._model.prefill(self._chunks, places, aux_layers=layers)
+            return
+        rows = self._rows
+        _, seq_lens, tokens = target.inputs(step, rows, draft_tokens)
+        positions = _positions(seq_lens, tokens)
+        decoded, self._taken_in = self._model.mixed(rows, tokens, positions, self._chunks, places, aux_layers=layers)
+        self._decoded = TargetForward(rows, seq_lens, tokens, decoded.hidden, decoded.aux)
+
+    def leave_states(self) -> None:
+        """Leaves the states of the chunks' tokens for the draft, if it reads them."""
+        if self._region is not None and self._taken_in is not None and self._taken_in.aux is not None:
+            num_tokens = sum(len(chunk.tokens) for chunk in self._command.chunks)
+            self._region.stash_prefill(self._command.step, self._taken_in.aux[:num_tokens])
+
+    def sample(self) -> VerifyResult | None:
+        """Samples for the rows that decode, then the first token of each prompt that ends, in this order."""
+        target, decoded, asked = self._target, self._decoded, self._command.top_logprobs
+        if decoded is None:
+            first = [
+                self._first_tokens(together, self._logits_of(hidden)[0])
+                for together, hidden in zip(self._ends, self._hidden_of_ends(), strict=True)
+            ]
+            if len(first) > 1:
+                return merged(torch.cat, *first)
+            return first[0] if first else None
+        mode = self._state.slots.sampling_mode(self._command.slots)
+        if self._taken_in is None:
+            return target.sample(decoded, target.logits(decoded), mode, asked)
+        # By one product: another would read all the weights again.
+        logits = self._logits_of(decoded.hidden.flatten(0, 1), *self._hidden_of_ends())
+        width = decoded.tokens.shape[1]
+        widened = (
+            _widened(self._first_tokens(together, of_ends), width)
+            for together, of_ends in zip(self._ends, logits[1:], strict=True)
+        )
+        result = target.sample(decoded, logits[0].view(*decoded.tokens.shape, -1), mode, asked)
+        return merged(torch.cat, result, *widened)
+
+    def _copy_in(self) -> torch.Tensor | None:
+        """[B, K] int64; None where the step has no draft tokens."""
+        if self._region is None or not self._command.most_draft_tokens:
+            return None
+        command = self._command
+        return self._state.future_map.copy_in(command.step, self._region, command.slots, self._rows)
+
+    def _hidden_of_ends(self) -> Sequence[torch.Tensor]:
+        """[E, hidden_size] for each of the prompts' ends that are sampled together."""
+        assert self._taken_in is not None, "the step has chunks"
+        return torch.split(self._taken_in.hidden, [len(together.places) for together in self._ends])
+
+    def _logits_of(self, *hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[N, hidden_size] each to [N, vocab_size], by one product.
+
+        On a GPU of a size that is rehearsed, unless all steps have one size anyway.
+        """
+        sizes = [len(part) for part in hidden]
+        if hidden[0].is_cuda and self._target.width is None:
+            missing = forward_size(sum(sizes)) - sum(sizes)
+            hidden = (*hidden, hidden[0].new_zeros(missing, hidden[0].shape[1]))
+        logits = self._model.decoder.logits(torch.cat(hidden))
+        return torch.split(logits[: sum(sizes)], sizes)
+
+    def _first_tokens(self, ends: PromptEnds, logits: torch.Tensor) -> VerifyResult:
+        """Samples the tokens behind some prompts, from [E, vocab_size]."""
+        assert self._taken_in is not None, "the step has chunks"
+        logits, aux, asked = logits[:, None], self._taken_in.aux, self._command.top_logprobs
+        slots, mode = self._model.slots.take(ends.rows), self._state.slots.sampling_mode(ends.slots)
+        tokens = self._model.slots.sample(slots, logits, ends.lengths[:, None], mode)
+        return VerifyResult(
+            seq_lens=ends.lengths,
+            num_accepted=torch.zeros_like(ends.lengths),
+            tokens=tokens,
+            scores=_scores(logits, tokens),
+            hidden_states=None if aux is None else aux.index_select(0, ends.places)[:, None],
+            logprobs=None if asked is None else _logprobs(logits, tokens, asked),
+        )
+
+
 def merged(merge: Callable[[list[torch.Tensor]], torch.Tensor], *results: _Result) -> _Result:
     """Merges results field by field, logprobs included; a field that none of them has stays None."""
 
@@ -309,11 +329,6 @@ def merged(merge: Callable[[list[torch.Tensor]], torch.Tensor], *results: _Resul
         return merged(merge, *values)
 
     return type(results[0])(**{one.name: field(one.name) for one in fields(results[0])})
-
-
-def _without_padding(states: torch.Tensor, command: StepCommand) -> torch.Tensor:
-    """Selects the states of the command's chunks from those of all tokens, padding included."""
-    return states[: sum(len(chunk.tokens) for chunk in command.chunks)]
 
 
 def _places(ends: Sequence[PromptEnds], chunks: FlatChunks) -> torch.Tensor:

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device, Stream
     from slipstream.common.worker.access_log import AccessLog, FenceLogOp
     from slipstream.common.worker.contract import Attachment, DraftRegion, StepTokens, WorkerDescription
-    from slipstream.common.worker.step import FencePoint, SlotUpdate, StepCommand
+    from slipstream.common.worker.step import FencePoint, FenceWait, SlotUpdate, StepCommand
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.role import Phase, RoleEngine
 
@@ -246,24 +247,33 @@ class Engine:
             self._stream.enqueue(opened.state.staging.flush)
         if take_over is not None:
             self._stream.enqueue(take_over)
-        for point in command.ops.waits:
-            self._wait(opened, point, command)
-        self._enqueue_phases(opened, command, phases)
+        before = None
+        for phase, after in zip_longest(phases, phases[1:]):
+            is_first = before is None or before.part != phase.part
+            is_last = after is None or after.part != phase.part
+            self._enqueue_phase(opened, command, phase, is_first=is_first, is_last=is_last)
+            before = phase
 
-    def _enqueue_phases(self, opened: Epoch, command: StepCommand, phases: list[Phase]) -> None:
-        start, end = opened.state.memory.stamps(command.step)
-        if not phases[0].is_stamped:
+    def _enqueue_phase(
+        self, opened: Epoch, command: StepCommand, phase: Phase, *, is_first: bool, is_last: bool
+    ) -> None:
+        """`is_first`, `is_last`: of its part."""
+        if phase.place is not None:
+            for wait in command.ops.waits:
+                if wait.place is phase.place:
+                    self._wait(opened, wait, command)
+        start, end = opened.state.memory.stamps(command.step, phase.part)
+        if is_first and not phase.is_stamped:
             self._device.stamp(self._stream, start)
-        for number, phase in enumerate(phases, start=1):
-            self._stream.enqueue(phase.work)
-            if number == len(phases):
-                if not phase.is_stamped:
-                    self._device.stamp(self._stream, end)
-                self._log_stamps(opened.state, command.step)
-            for fence in phase.fences:
-                for point in command.ops.signals:
-                    if point.fence is fence:
-                        self._signal(opened, point, command)
+        self._stream.enqueue(phase.work)
+        if is_last:
+            if not phase.is_stamped:
+                self._device.stamp(self._stream, end)
+            self._log_stamps(opened.state, command.step, phase.part)
+        for fence in phase.fences:
+            for point in command.ops.signals:
+                if point.fence is fence:
+                    self._signal(opened, point, command)
 
     def _staged(self, state: EpochState, updates: tuple[SlotUpdate, ...]) -> Callable[[], None]:
         """Stages changes of slots, and returns the stream work that takes them over."""
@@ -356,25 +366,25 @@ class Engine:
             raise InvalidArgumentError("step", command.step, f"above {self.last_step}, the last one")
         return self._open
 
-    def _wait(self, opened: Epoch, point: FencePoint, command: StepCommand) -> None:
-        memory = opened.memory_of(command, point)
-        memory.wait(self._stream, point)
-        self._log_point(LogOp.WAIT, point, command.step, opened.number_of(memory, command))
+    def _wait(self, opened: Epoch, wait: FenceWait, command: StepCommand) -> None:
+        memory = opened.memory_of(command, wait.fence)
+        memory.wait(self._stream, wait)
+        self._log_point(LogOp.WAIT, wait, command.step, opened.number_of(memory, command))
 
     def _signal(self, opened: Epoch, point: FencePoint, command: StepCommand) -> None:
-        memory = opened.memory_of(command, point)
+        memory = opened.memory_of(command, point.fence)
         self._log_point(LogOp.SIGNAL, point, command.step, opened.number_of(memory, command))
         memory.signal(self._stream, point)
 
-    def _log_point(self, op: FenceLogOp, point: FencePoint, step: int, attachment: int) -> None:
+    def _log_point(self, op: FenceLogOp, point: FencePoint | FenceWait, step: int, attachment: int) -> None:
         if self._log.is_enabled:
             self._stream.enqueue(
                 lambda: self._log.fence(op, point.fence, point.value, step=step, attachment=attachment)
             )
 
-    def _log_stamps(self, state: EpochState, step: int) -> None:
+    def _log_stamps(self, state: EpochState, step: int, part: int) -> None:
         if self._log.is_enabled:
-            self._stream.enqueue(partial(state.memory.log_stamps, step))
+            self._stream.enqueue(partial(state.memory.log_stamps, step, part))
 
 
 def _check_fences(command: StepCommand, phases: list[Phase]) -> None:
@@ -382,6 +392,10 @@ def _check_fences(command: StepCommand, phases: list[Phase]) -> None:
     for point in command.ops.signals:
         if point.fence not in own:
             raise InvalidArgumentError("signals", point.fence.name, ", ".join(fence.name for fence in own))
-    for point in command.ops.waits:
-        if point.fence in own:
-            raise InvalidArgumentError("waits", point.fence.name, "a fence that the other worker signals")
+    places = [phase.place for phase in phases if phase.place is not None]
+    for wait in command.ops.waits:
+        if wait.fence in own:
+            raise InvalidArgumentError("waits", wait.fence.name, "a fence that the other worker signals")
+        if wait.place not in places:
+            accepted = f"a place in the work of this step: {', '.join(place.name for place in places) or 'none'}"
+            raise InvalidArgumentError("waits.place", wait.place.name, accepted)

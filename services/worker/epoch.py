@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.contract import Attachment, DraftRegion, WorkerDescription
     from slipstream.common.worker.layout import StepShape
-    from slipstream.common.worker.step import FencePoint, StepCommand
+    from slipstream.common.worker.step import FencePoint, FenceWait, StepCommand
     from slipstream.services.worker.staging import Staging
 
 RELEASED_TIMEOUT_S = 60.0
@@ -126,12 +126,12 @@ class SharedMemory:
     def __contains__(self, name: FenceName) -> bool:
         return name in self._fences
 
-    def wait(self, stream: Stream, point: FencePoint) -> None:
+    def wait(self, stream: Stream, wait: FenceWait) -> None:
         if self._is_given_up:
             return
-        fence = self._fences[point.fence]
-        self._waited[fence] = max(point.value, self._waited.get(fence, 0))
-        fence.wait(stream, point.value)
+        fence = self._fences[wait.fence]
+        self._waited[fence] = max(wait.value, self._waited.get(fence, 0))
+        fence.wait(stream, wait.value)
 
     def signal(self, stream: Stream, point: FencePoint) -> None:
         self._fences[point.fence].signal(stream, point.value)
@@ -172,20 +172,21 @@ class Epoch:
         self._own = memory
         self._drafts: dict[int, SharedMemory] = {}
 
-    def memory_of(self, command: StepCommand, point: FencePoint) -> SharedMemory:
-        """The memory that a point of a command is in. Raises InvalidArgumentError if there is none."""
-        memory = self._own if point.fence in self._own else self._drafts.get(command.attachment)
-        if memory is None or point.fence not in memory:
+    def memory_of(self, command: StepCommand, fence: FenceName) -> SharedMemory:
+        """The memory that a fence of a command is in. Raises InvalidArgumentError if there is none."""
+        memory = self._own if fence in self._own else self._drafts.get(command.attachment)
+        if memory is None or fence not in memory:
             where = f"one of attachment {command.attachment}" if command.attachment else "one without an attachment"
-            raise InvalidArgumentError("fence", point.fence.name, where)
+            raise InvalidArgumentError("fence", fence.name, where)
         return memory
 
     def check(self, command: StepCommand) -> None:
         """Raises FailedPreconditionError for an attachment that is not here, InvalidArgumentError for its points."""
         if command.attachment and command.attachment not in self.state.regions:
             raise FailedPreconditionError(f"attachment {command.attachment} is not there")
-        for point in (*command.ops.waits, *command.ops.signals):
-            self.memory_of(command, point)
+        for points in command.ops:
+            for fence, *_ in points:
+                self.memory_of(command, fence)
 
     def number_of(self, memory: SharedMemory, command: StepCommand) -> int:
         """The attachment that a memory belongs to, for logs; 0 for the results."""

@@ -18,7 +18,7 @@ from slipstream.services.models.kernels.step_ops import (
     token_block,
 )
 from slipstream.services.worker.future_map import FutureMap
-from slipstream.services.worker.region import STASHED, NextStepState, Region
+from slipstream.services.worker.region import PROPOSED, STASHED, NextStepState, Region
 from slipstream.services.worker.shared_buffers import CapturedStep
 
 if TYPE_CHECKING:
@@ -62,11 +62,13 @@ class FusedRegion(Region):
         if not isinstance(step, CapturedStep):
             super().propose(step, rows, tokens)
             return
-        self._declare(BufferName.DRAFT_TOKENS, rows, step, is_write=True)
+        for name in PROPOSED:
+            self._declare(name, rows, step, is_write=True)
         num_rows, width = tokens.shape
         draft_tokens = self._buffers[BufferName.DRAFT_TOKENS]
         propose_kernel[(num_rows,)](
             draft_tokens,
+            self._buffers[BufferName.NUM_PROPOSED],
             *_stamped(step.end, rows),
             rows,
             tokens.contiguous(),
@@ -126,6 +128,12 @@ class FusedFutureMap(FutureMap):
     def _copied(self, row: int, region: Region, rows: torch.Tensor) -> torch.Tensor:
         assert isinstance(region, FusedRegion), "on a device all regions are"
         return self._copy(region.words_on_device, rows, region.sizes.num_draft_tokens, rows, row, is_captured=False)
+
+    def _copy_stamps(self, row: int, region: Region) -> None:
+        # By the kernel of other steps, which is loaded, with no tokens: a copy to the host's memory would need another.
+        assert isinstance(region, FusedRegion), "on a device all regions are"
+        words = region.words_on_device
+        self._copy(words, words[:1], 0, words, row, is_captured=False)
 
     def _copy(
         self,

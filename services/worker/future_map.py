@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.worker.layout import NOT_FINITE, BufferName
+from slipstream.common.worker.layout import DECODE_PART, NOT_FINITE, PREFILL_PART, BufferName
 from slipstream.services.worker.region import POISON, RegionWord, check_stashed, copy_rows
 from slipstream.services.worker.shared_buffers import (
     CapturedAccess,
@@ -113,13 +113,27 @@ class FutureMap(SharedBuffers):
 
     def log_copy_in(self, step: int, region: Region, slots: Sequence[int]) -> None:
         """Logs what a copy reads and writes."""
-        if not self._log.is_enabled:
-            return
-        # Of this step, which verify has waited for, and of the one before. Those of older ones may be read by now.
-        rows = [(step - 1) % self._ring, step % self._ring]
+        if self._log.is_enabled:
+            region.access(BufferName.DRAFT_TOKENS, slots, step, is_write=False)
+            self._log_copied_stamps(step, region)
+
+    def copy_stamps(self, step: int, region: Region) -> None:
+        """Copies the draft's stamps to the results, in a step that copies no draft tokens in."""
+        if self._log.is_enabled:
+            self._log_copied_stamps(step, region)
+        self._copy_stamps(step % self._ring, region)
+
+    def _log_copied_stamps(self, step: int, region: Region) -> None:
+        # Of this step's decode part, for which verify has waited, and of the prefill part before it.
+        rows = [2 * (step % self._ring) + DECODE_PART, 2 * ((step - 1) % self._ring) + PREFILL_PART]
         region.access(BufferName.DRAFT_STAMPS, rows, step, is_write=False)
         self.access(BufferName.DRAFT_STAMPS, rows, step, is_write=True)
-        region.access(BufferName.DRAFT_TOKENS, slots, step, is_write=False)
+
+    def _copy_stamps(self, row: int, region: Region) -> None:
+        source, target = region.buffer(BufferName.DRAFT_STAMPS), self._buffers[BufferName.DRAFT_STAMPS]
+        before = (row - 1) % self._ring
+        target[row, DECODE_PART].copy_(source[row, DECODE_PART])
+        target[before, PREFILL_PART].copy_(source[before, PREFILL_PART])
 
     def copy_in_captured(self, step: CapturedStep, rows: torch.Tensor, num_draft_tokens: int) -> torch.Tensor:
         """Does what `copy_in` does, from the region that is there at the replay. Returns 0 where there is none."""
@@ -136,9 +150,7 @@ class FutureMap(SharedBuffers):
         stamp_end(step)
 
     def _copied(self, row: int, region: Region, rows: torch.Tensor) -> torch.Tensor:
-        source, target = region.buffer(BufferName.DRAFT_STAMPS), self._buffers[BufferName.DRAFT_STAMPS]
-        for copied in ((row - 1) % self._ring, row):
-            target[copied].copy_(source[copied])
+        self._copy_stamps(row, region)
         return region.buffer(BufferName.DRAFT_TOKENS).index_select(0, rows).clamp_(0, self._vocab_size - 1)
 
     def _region_at(self, step: CapturedStep) -> Region | None:

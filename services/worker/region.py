@@ -32,7 +32,7 @@ class RegionWord(enum.IntEnum):
     """The attachment's number, by which it is found where the device is the host."""
     ROW_WIDTH = enum.auto()
     """Tokens that a slot has room for: K + 1."""
-    # Addresses of buffers, under their names.
+    # Addresses of buffers that verify uses, under their names.
     DRAFT_TOKENS = enum.auto()
     DRAFT_STAMPS = enum.auto()
     SEQ_LENS = enum.auto()
@@ -45,6 +45,8 @@ class RegionWord(enum.IntEnum):
 
 NO_REGION = (0,) * len(RegionWord)
 """The words of a step without a draft."""
+PROPOSED = (BufferName.DRAFT_TOKENS, BufferName.NUM_PROPOSED)
+"""The buffers that a draft writes with its guesses."""
 STASHED = (BufferName.SEQ_LENS, BufferName.BONUS_TOKENS, BufferName.NUM_NEW, BufferName.LAST_TOKENS)
 """The buffers that every stash writes; hidden states are written where the draft reads them."""
 
@@ -151,9 +153,11 @@ class Region(SharedBuffers):
         )
 
     def propose(self, step: StepNumber, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Draft: writes its tokens. `rows`: [B] int64; `tokens`: [B, W] int64, up to K of each slot."""
-        self._declare(BufferName.DRAFT_TOKENS, rows, step, is_write=True)
+        """Draft: writes its tokens and how many they are. `rows`: [B] int64; `tokens`: [B, W] int64, W up to K."""
+        for name in PROPOSED:
+            self._declare(name, rows, step, is_write=True)
         copy_rows(self._buffers[BufferName.DRAFT_TOKENS], rows, tokens)
+        self._buffers[BufferName.NUM_PROPOSED].index_fill_(0, rows, tokens.shape[1])
         stamp_end(step)
 
     def _takes_states(self, result: VerifyResult) -> bool:

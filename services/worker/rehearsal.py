@@ -6,7 +6,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from slipstream.common.wire.sequence import SamplingParams
-from slipstream.common.worker.step import PrefillChunk, SlotUpdate, StepCommand, StepKind
+from slipstream.common.worker.step import PrefillChunk, SlotUpdate, StepCommand
 from slipstream.services.worker.forward_sizes import sizes_up_to
 from slipstream.services.worker.graphs import batch_buckets
 
@@ -30,17 +30,17 @@ def rehearse_prompts(role: RoleEngine, state: EpochState) -> None:
     shape = state.attachment.shape
     for size in sorted({*sizes_up_to(shape.chunk_tokens), 1}, reverse=True):
         lengths = (size,) if size == 1 or shape.num_slots == 2 else (1, size - 1)
-        rehearse(role, state, StepKind.PREFILL, _chunks(1, *lengths))
+        rehearse(role, state, _chunks(1, *lengths))
 
 
-def rehearse_mixed(role: RoleEngine, state: EpochState, kind: StepKind, attachment: int = 0) -> None:
-    """Verify: runs mixed steps of that kind with chunks of all sizes, in every way to sample, in slots without pages.
+def rehearse_mixed(role: RoleEngine, state: EpochState, num_draft_tokens: int = 0, attachment: int = 0) -> None:
+    """Verify: runs steps that decode and take in chunks of all sizes, in every way to sample, in slots without pages.
 
-    `attachment`: of the draft that takes part. The largest comes first.
+    `num_draft_tokens`: of each row; `attachment`: of the draft that takes part. The largest comes first.
     """
     shape = state.attachment.shape
     most_rows, most_tokens = shape.num_slots - 2, shape.chunk_tokens
-    width = shape.num_draft_tokens + 1 if kind is StepKind.DECODE else 1
+    width = num_draft_tokens + 1
     if most_rows < 1:
         return  # the only slot cannot do both
 
@@ -52,9 +52,9 @@ def rehearse_mixed(role: RoleEngine, state: EpochState, kind: StepKind, attachme
         rehearse(
             role,
             state,
-            kind,
             _chunks(shape.num_slots - 1, min(num_tokens, room)),
             slots=tuple(range(1, num_rows + 1)),
+            num_draft_tokens=num_draft_tokens,
             sampling=sampling,
             top_logprobs=top_logprobs,
             attachment=attachment,
@@ -78,29 +78,28 @@ def rehearse_drafting(role: RoleEngine, state: EpochState) -> None:
 
     Of an odd number of rows as well: kernels differ by how what they read is aligned.
     """
-    sizes = batch_buckets(state.attachment.shape.num_slots - 1)
+    sizes, most = batch_buckets(state.attachment.shape.num_slots - 1), state.attachment.shape.num_draft_tokens
     for num_rows in sorted({*sizes, *(size - 1 for size in sizes if size > 1)}, reverse=True):
-        rehearse(role, state, StepKind.DECODE, slots=tuple(range(1, num_rows + 1)), sampling=_MODES[0])
-    rehearse(role, state, StepKind.DECODE, slots=tuple(range(1, max(sizes) + 1)))  # leaves no penalties behind
+        rehearse(role, state, slots=tuple(range(1, num_rows + 1)), num_draft_tokens=most, sampling=_MODES[0])
+    rehearse(role, state, slots=tuple(range(1, max(sizes) + 1)), num_draft_tokens=most)  # leaves no penalties
 
 
 def rehearse(
     role: RoleEngine,
     state: EpochState,
-    kind: StepKind,
     chunks: tuple[PrefillChunk, ...] = (),
     *,
     slots: tuple[int, ...] = (),
+    num_draft_tokens: int = 0,
     sampling: SamplingParams = _PLAIN,
     top_logprobs: int | None = None,
     attachment: int = 0,
 ) -> None:
-    """Runs a step of new sequences without pages: those of `chunks`, and in a step that decodes of `slots` or slot 1.
+    """Runs a step of new sequences without pages: those of `chunks`, and `slots` that decode.
 
-    Nothing is signalled.
+    `num_draft_tokens`: of each of these. Nothing is signalled.
     """
     epoch, taking_in = state.attachment, tuple(chunk.slot for chunk in chunks)
-    slots = taking_in if kind is StepKind.PREFILL else slots or (1,)
     updates = tuple(
         SlotUpdate(slot=slot, generation=0, limit_tokens=epoch.context_tokens, sampling=sampling)
         for slot in sorted({*slots, *taking_in})
@@ -108,8 +107,8 @@ def rehearse(
     command = StepCommand(
         epoch=epoch.epoch,
         step=0,
-        kind=kind,
         slots=slots,
+        num_draft_tokens=(num_draft_tokens,) * len(slots) if num_draft_tokens else (),
         chunks=chunks,
         updates=updates,
         top_logprobs=top_logprobs,

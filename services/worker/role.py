@@ -9,19 +9,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from slipstream.common.worker.contract import StepTokens, WorkerDescription
-    from slipstream.common.worker.step import FenceName, StepCommand
+    from slipstream.common.worker.step import FenceName, StepCommand, WaitPlace
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.region import Region
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of a step's work, and the fences that are signalled behind it, in that order."""
+    """A piece of a step's work. The waits of its place come before it, the signals of its fences after it."""
 
     work: Callable[[], None]
     fences: tuple[FenceName, ...] = ()
+    """In the order in which they are signalled."""
+    place: WaitPlace | None = None
+    """None: no wait stands before it."""
+    part: int = 0
+    """The place in the worker's stamps of the part that it belongs to; the phases of a part follow each other."""
     is_stamped: bool = False
-    """True if the work of the first phase stamps its start, and that of the last one its end, by itself."""
+    """True if the work of the part's first phase stamps its start, and that of the last one its end, by itself."""
 
 
 class RoleEngine(Protocol):

@@ -78,22 +78,23 @@ class SharedBuffers:
         self._buffers = buffers
         self._stamps = stamps
         self._log = log
-        # Views made once, so that a step only writes.
-        self._stamp_rows = [(row[0], row[1]) for row in buffers[stamps].unbind()]
-        self._ring = len(self._stamp_rows)
+        self._ring = len(buffers[stamps])
+        # Views made once, so that a step only writes. A draft has stamps of two parts, verify of one.
+        self._stamp_parts = buffers[stamps].view(self._ring, -1, 2)
+        self._stamp_rows = [[(part[0], part[1]) for part in row.unbind()] for row in self._stamp_parts.unbind()]
 
-    def stamps(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The places for the stamps of start and end of the worker's own work in `step`: two [] int64."""
-        return self._stamp_rows[step % self._ring]
+    def stamps(self, step: int, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The places for the stamps of start and end of a part of the worker's own work in `step`: two [] int64."""
+        return self._stamp_rows[step % self._ring][part]
 
     def stamp_columns(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The places of the stamps in all rows of the ring: two [ring] int64."""
-        stamps = self._buffers[self._stamps]
-        return stamps[:, 0], stamps[:, 1]
+        """The places of the first part's stamps in all rows of the ring: two [ring] int64."""
+        return self._stamp_parts[:, 0, 0], self._stamp_parts[:, 0, 1]
 
-    def log_stamps(self, step: int) -> None:
-        """Logs that the stamps of `step` were written."""
-        self.access(self._stamps, [step % self._ring], step, is_write=True)
+    def log_stamps(self, step: int, part: int) -> None:
+        """Logs that the stamps of a part of `step` were written. In the log each part has a row."""
+        row = step % self._ring * len(self._stamp_rows[0]) + part
+        self.access(self._stamps, [row], step, is_write=True)
 
     def buffer(self, name: BufferName) -> torch.Tensor:
         """Returns a buffer, for accesses that are logged elsewhere."""

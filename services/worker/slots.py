@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.errors import InvalidArgumentError
-from slipstream.common.worker.step import StepKind
 from slipstream.services.models.adjustments import AdjustmentRows, TokenHistory
 from slipstream.services.models.sampler import SamplingRows
 
@@ -180,16 +179,10 @@ class SlotTable:
 
     def _check_chunks(self, command: StepCommand) -> None:
         slots = tuple(chunk.slot for chunk in command.chunks)
-        if command.is_mixed:
-            if not command.slots:
-                raise InvalidArgumentError("slots", command.slots, "one that decodes, beside chunks")
-            for slot in slots:
-                _check("chunks.slot", slot, 1, self._num_slots - 1)
-            if len({*slots, *command.slots}) < len(slots) + len(command.slots):
-                raise InvalidArgumentError("chunks", slots, "each slot once, and none of those that decode")
-        elif slots != (command.slots if command.kind in (StepKind.PREFILL, StepKind.CATCH_UP) else ()):
-            accepted = "one for each of slots, in their order, in a PREFILL or CATCH_UP"
-            raise InvalidArgumentError("chunks", slots, accepted)
+        for slot in slots:
+            _check("chunks.slot", slot, 1, self._num_slots - 1)
+        if len({*slots, *command.slots}) < len(slots) + len(command.slots):
+            raise InvalidArgumentError("chunks", slots, "each slot once, and none of those that decode")
         for chunk in command.chunks:
             if not chunk.tokens:
                 raise InvalidArgumentError("chunks.tokens", chunk.tokens, "at least one token")
@@ -208,6 +201,19 @@ class SlotTable:
             _check("updates.pages", page, 1, self._num_pages - 1)
         if update.sampling is not None:
             update.sampling.check_token_ids(self.vocab_size)
+
+
+def check_draft_tokens(command: StepCommand, num_draft_tokens: int) -> None:
+    """Raises InvalidArgumentError unless all rows of a step have no draft tokens, or all have `num_draft_tokens`.
+
+    What runs a step has graphs and kernels for these.
+    """
+    given = command.num_draft_tokens
+    if given and (len(given) != len(command.slots) or set(given) not in ({0}, {num_draft_tokens})):
+        accepted = f"for each of {len(command.slots)} slots 0"
+        if num_draft_tokens:
+            accepted += f", or for each {num_draft_tokens}"
+        raise InvalidArgumentError("num_draft_tokens", given, accepted)
 
 
 def _check(field: str, value: int, low: int, high: int) -> None:

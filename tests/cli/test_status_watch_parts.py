@@ -20,10 +20,11 @@ from slipstream.cli.status import Look, Reading, ServerStatus, Watcher, frame, p
 from slipstream.common.errors import UnavailableError
 from slipstream.common.rpc.metrics import Scrape, joined, make_registry
 from slipstream.common.wire.server import ServiceState
-from slipstream.common.worker.step import StepKind
 from slipstream.gateway.metrics import RequestMetrics
 from slipstream.scheduler.telemetry.step_metrics import (
+    DECODE,
     DRAFT_TO_VERIFY,
+    PREFILL,
     VERIFY_TO_DRAFT,
     VERIFY_TO_VERIFY,
     StepMetrics,
@@ -59,13 +60,13 @@ class Server:
         for _ in range(10):
             self.steps.observe(
                 lambda: StepTiming(
-                    kind=StepKind.DECODE, draft_ns=MS, verify_ns=13 * MS // 4, wall_ns=5 * MS, bubbles_ns=bubbles
+                    phase=DECODE, draft_ns=MS, verify_ns=13 * MS // 4, wall_ns=5 * MS, bubbles_ns=bubbles
                 )
             )
             self.steps.drafted(np.array([0, 2, 1, 1], np.int32), np.full(4, fill_value=True), 2)
         self.steps.observe(
             lambda: StepTiming(
-                kind=StepKind.PREFILL, draft_ns=0, verify_ns=20 * MS, wall_ns=25 * MS, bubbles_ns={VERIFY_TO_VERIFY: 0}
+                phase=PREFILL, draft_ns=0, verify_ns=20 * MS, wall_ns=25 * MS, bubbles_ns={VERIFY_TO_VERIFY: 0}
             )
         )
         for _ in range(2):

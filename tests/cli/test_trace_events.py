@@ -12,7 +12,7 @@ from slipstream.cli.trace import trace_json
 from slipstream.cli.trace_timeline import StampClock
 from slipstream.common.device.interface import ClockBounds, ClockSample
 from slipstream.common.worker.recorder import Record, Site
-from slipstream.common.worker.step import FenceName, FencePoint, StepKind
+from slipstream.common.worker.step import FenceName, FenceWait
 from slipstream.common.worker.trace import Trace, TracedProcess, TracedStep
 from tests.harness.trace_format import around, arrows, check, slices_by_thread
 
@@ -20,13 +20,9 @@ STEPS_LANE, LOOP, RESULTS = (1, 11), (1, 12), (1, 13)
 DRAFT_HOST, DRAFT_STREAM = (2, 21), (2, 22)
 VERIFY_HOST, VERIFY_STREAM = (3, 31), (3, 32)
 
+STAMPED = (Site.STREAM, Site.PREFILL)
 US = 1000
 START_NS = 7_000_000_000_000
-
-
-def point(fence: FenceName, value: int) -> FencePoint:
-    """A fence and its value."""
-    return FencePoint(fence, value)
 
 
 def record(site: Site, step: int, begin_us: float, end_us: float) -> Record:
@@ -35,22 +31,24 @@ def record(site: Site, step: int, begin_us: float, end_us: float) -> Record:
 
 
 STEPS = (
-    TracedStep(step=8, kind=StepKind.PREFILL, num_slots=1, has_draft=True),
+    TracedStep(step=8, num_slots=1, num_prompt_tokens=4, has_draft=True),
     TracedStep(
         step=9,
-        kind=StepKind.DECODE,
         num_slots=2,
+        num_decoding=2,
+        num_draft_tokens=3,
         has_draft=True,
-        draft_waits=(point(FenceName.VERIFY_STASH, 8),),
-        verify_waits=(point(FenceName.DRAFT_DONE, 9),),
+        draft_waits=(FenceWait(FenceName.VERIFY_STASH, 8),),
+        verify_waits=(FenceWait(FenceName.DRAFT_PROPOSED, 9),),
     ),
     TracedStep(
         step=10,
-        kind=StepKind.DECODE,
         num_slots=2,
+        num_decoding=2,
+        num_draft_tokens=3,
         has_draft=True,
-        draft_waits=(point(FenceName.VERIFY_STASH, 9),),
-        verify_waits=(point(FenceName.DRAFT_DONE, 10),),
+        draft_waits=(FenceWait(FenceName.VERIFY_STASH, 9),),
+        verify_waits=(FenceWait(FenceName.DRAFT_PROPOSED, 10),),
     ),
 )
 """Step 9 is sent ahead of step 8's result; step 10 is sent late, when both streams have nothing to do."""
@@ -93,7 +91,7 @@ DRAFT = TracedProcess(
     pid=13,
     model="standalone",
     records=(
-        record(Site.STREAM, 8, 42, 60),
+        record(Site.PREFILL, 8, 42, 60),
         record(Site.STREAM, 9, 107, 190),
         record(Site.STREAM, 10, 430, 490),
         record(Site.RECEIVE, 8, 11, 13),
@@ -156,10 +154,10 @@ def test_kernels_by_phase_and_what_a_stream_did_between_them(content: Any) -> No
     ]
     assert lane(content, VERIFY_STREAM) == [
         ("kernel", "verify prefill 8", 40, 100),
-        ("wait", "wait for draft.done >= 9", 100, 200),
+        ("wait", "wait for draft.proposed >= 9", 100, 200),
         ("kernel", "verify decode 9", 200, 320),
         ("idle", "no command", 320, 415),
-        ("wait", "wait for draft.done >= 10", 415, 500),
+        ("wait", "wait for draft.proposed >= 10", 415, 500),
         ("kernel", "verify decode 10", 500, 620.125),
     ]
 
@@ -217,7 +215,7 @@ def test_no_step_counts_from_before_an_idle_time() -> None:
 
 
 def test_a_plain_step_has_one_bubble() -> None:
-    plain = TracedStep(step=10, kind=StepKind.PLAIN, num_slots=2, has_draft=False)
+    plain = TracedStep(step=10, num_slots=2, num_decoding=2, has_draft=False)
     draft = replace(DRAFT, records=tuple(r for r in DRAFT.records if r.step < 10))
     content = trace_json(replace(TRACE, steps=(*STEPS[:2], plain), processes=(SCHEDULER, VERIFY, draft)))
     check(content)
@@ -236,8 +234,8 @@ def test_arrows_lead_along_the_fences(content: Any) -> None:
         if begin["cat"] == "fence"
     ]
     assert sorted(led) == [
-        ("draft.done", "draft decode 10", "verify decode 10"),
-        ("draft.done", "draft decode 9", "verify decode 9"),
+        ("draft.proposed", "draft decode 10", "verify decode 10"),
+        ("draft.proposed", "draft decode 9", "verify decode 9"),
         ("verify.publish", "verify decode 10", "unseen 10"),
         ("verify.publish", "verify decode 9", "wait for verify.publish >= 9, and look"),
         ("verify.publish", "verify prefill 8", "unseen 8"),
@@ -254,7 +252,7 @@ def test_arrows_lead_from_the_loop_to_the_hosts_and_on_to_the_streams(content: A
 
 
 def test_a_drafter_that_records_nothing_is_shown_by_its_stamps() -> None:
-    silent = replace(DRAFT, records=tuple(r for r in DRAFT.records if r.site is Site.STREAM))
+    silent = replace(DRAFT, records=tuple(r for r in DRAFT.records if r.site in STAMPED))
     content = trace_json(replace(TRACE, processes=(SCHEDULER, VERIFY, silent)))
     check(content)
     assert DRAFT_HOST not in slices_by_thread(content)
@@ -284,7 +282,7 @@ def test_stamps_that_a_drafter_made_up(begin_us: float, end_us: float, is_shown:
 
 
 def test_without_a_draft() -> None:
-    steps = tuple(replace(s, kind=StepKind.PLAIN, has_draft=False, draft_waits=(), verify_waits=()) for s in STEPS)
+    steps = tuple(replace(s, num_draft_tokens=0, has_draft=False, draft_waits=(), verify_waits=()) for s in STEPS)
     content = trace_json(replace(TRACE, steps=steps, processes=(SCHEDULER, VERIFY)))
     check(content)
     assert {process for process, _ in slices_by_thread(content)} == {1, 3}
@@ -358,7 +356,7 @@ class TestClocks:
             replace(
                 process,
                 records=tuple(
-                    r._replace(begin_ns=r.begin_ns + ahead, end_ns=r.end_ns + ahead) if r.site is Site.STREAM else r
+                    r._replace(begin_ns=r.begin_ns + ahead, end_ns=r.end_ns + ahead) if r.site in STAMPED else r
                     for r in process.records
                 ),
             )

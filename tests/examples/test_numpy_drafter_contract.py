@@ -96,35 +96,64 @@ async def test_it_says_what_it_is_and_what_does_not_fit(channel: grpc.aio.Channe
         assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
-@pytest.mark.parametrize("kind", [pb.STEP_KIND_PREFILL, pb.STEP_KIND_CATCH_UP])
-async def test_a_step_by_hand(channel: grpc.aio.Channel, arena: SharedArenas, kind: pb.StepKind) -> None:
-    """A prompt in two chunks, and a step behind it: acknowledged at once, done when its wait is over."""
+def decode(epoch: int, step: int, *slots: int, stash: int = 0, **fields: Any) -> pb.StepCommand:
+    """A step with as many draft tokens for each slot as there may be. `stash`: the one that it waits for."""
+    numbers = [SHAPE.num_draft_tokens] * len(slots)
+    command = pb.StepCommand(epoch=epoch, step=step, slots=slots, num_draft_tokens=numbers, **fields)
+    if stash:
+        command.waits.add(fence=pb.FENCE_VERIFY_STASH, value=stash, place=pb.WAIT_PLACE_START)
+    command.signals.add(fence=pb.FENCE_DRAFT_PROPOSED, value=step)
+    return command
+
+
+@pytest.mark.parametrize("catches_up", [False, True])
+async def test_a_step_by_hand(channel: grpc.aio.Channel, arena: SharedArenas, catches_up: bool) -> None:
+    """A prompt in two chunks, and a step after it: acknowledged at once, done when its wait is over."""
     worker = pb_grpc.WorkerStub(channel)
     epoch = await attach(worker, arena)
     stream = worker.Execute()
     for step, start, tokens in ((1, 0, [7, 8, 9, 4]), (2, 4, [7, 8])):
-        command = pb.StepCommand(epoch=epoch, step=step, kind=kind, slots=[2])
+        command = pb.StepCommand(epoch=epoch, step=step, catches_up=catches_up)
         command.chunks.add(slot=2, start=start, tokens=tokens, is_last=start > 0)
-        command.signals.add(fence=pb.FENCE_DRAFT_DONE, value=step)
+        command.signals.add(fence=pb.FENCE_DRAFT_PREFILLED, value=step)
         await stream.write(command)
-    command = pb.StepCommand(epoch=epoch, step=3, kind=pb.STEP_KIND_DECODE, slots=[2], acknowledge=True)
-    command.waits.add(fence=pb.FENCE_VERIFY_STASH, value=2)
-    command.signals.add(fence=pb.FENCE_DRAFT_DONE, value=3)
-    await stream.write(command)
+    await stream.write(decode(epoch, 3, 2, stash=2, acknowledge=True))
     assert (await stream.read()).step == 3
-    done = arena.fence(FenceName.DRAFT_DONE)
-    assert done.wait_on_host(2, 10.0)
-    assert not done.wait_on_host(3, 0.3)
+    proposed = arena.fence(FenceName.DRAFT_PROPOSED)
+    assert arena.fence(FenceName.DRAFT_PREFILLED).wait_on_host(2, 10.0)
+    assert not proposed.wait_on_host(3, 0.3)
     arena.tensor(BufferName.SEQ_LENS)[2], arena.tensor(BufferName.NUM_NEW)[2] = 6, 1
     arena.tensor(BufferName.LAST_TOKENS)[2, 0] = 9
     arena.fence(FenceName.VERIFY_STASH).release(2)
-    assert done.wait_on_host(3, 10.0)
+    assert proposed.wait_on_host(3, 10.0)
     assert arena.tensor(BufferName.DRAFT_TOKENS)[2].tolist() == [4, 7]
-    start, end = arena.tensor(BufferName.DRAFT_STAMPS)[3 % SHAPE.ring].tolist()
+    assert arena.tensor(BufferName.NUM_PROPOSED)[2] == 2
+    (start, end), _ = arena.tensor(BufferName.DRAFT_STAMPS)[3 % SHAPE.ring].tolist()
     assert 0 < start <= end
     await worker.Drain(pb.DrainRequest(epoch=epoch))
     await stream.done_writing()
     assert await stream.read() is grpc.aio.EOF
+
+
+async def test_a_step_of_both_parts(channel: grpc.aio.Channel, arena: SharedArenas) -> None:
+    """The decode part does not wait for what the prefill part waits for."""
+    worker = pb_grpc.WorkerStub(channel)
+    epoch = await attach(worker, arena)
+    stream = worker.Execute()
+    command = decode(epoch, 1, 2, acknowledge=True)
+    command.chunks.add(slot=1, start=0, tokens=[3, 4, 3], is_last=True)
+    command.waits.add(fence=pb.FENCE_VERIFY_STASH, value=1, place=pb.WAIT_PLACE_PREFILL_HIDDEN)
+    command.signals.add(fence=pb.FENCE_DRAFT_PREFILLED, value=1)
+    await stream.write(command)
+    assert arena.fence(FenceName.DRAFT_PROPOSED).wait_on_host(1, 10.0)
+    assert not arena.fence(FenceName.DRAFT_PREFILLED).wait_on_host(1, 0.3)
+    arena.fence(FenceName.VERIFY_STASH).release(1)
+    assert arena.fence(FenceName.DRAFT_PREFILLED).wait_on_host(1, 10.0)
+    of_both = arena.tensor(BufferName.DRAFT_STAMPS)[1].flatten().tolist()
+    assert of_both == sorted(of_both)
+    assert of_both[0] > 0
+    stream.cancel()
+    await until_free(worker)
 
 
 async def test_whatever_is_in_the_memory_it_goes_on(channel: grpc.aio.Channel, arena: SharedArenas) -> None:
@@ -134,11 +163,10 @@ async def test_whatever_is_in_the_memory_it_goes_on(channel: grpc.aio.Channel, a
     for step, value in enumerate((-1, 2**62, -(2**63), 2**63 - 1), start=1):
         for name in (BufferName.SEQ_LENS, BufferName.NUM_NEW, BufferName.LAST_TOKENS):
             arena.tensor(name).fill_(value)
-        command = pb.StepCommand(epoch=epoch, step=step, kind=pb.STEP_KIND_DECODE, slots=[1, 3])
+        command = decode(epoch, step, 1, 3)
         command.updates.add(slot=3, sampling=pb.SlotSampling(temperature=1.0, top_p=0.9, seed=1))
-        command.signals.add(fence=pb.FENCE_DRAFT_DONE, value=step)
         await stream.write(command)
-        assert arena.fence(FenceName.DRAFT_DONE).wait_on_host(step, 10.0)
+        assert arena.fence(FenceName.DRAFT_PROPOSED).wait_on_host(step, 10.0)
         assert all(
             0 <= token < VOCAB_SIZE for token in arena.tensor(BufferName.DRAFT_TOKENS)[[1, 3]].flatten().tolist()
         )
@@ -154,16 +182,13 @@ async def test_a_drafter_that_lost_its_scheduler_can_be_attached_anew(
     for _ in range(2):
         epoch = await attach(worker, arena)
         stream = worker.Execute()
-        command = pb.StepCommand(epoch=epoch, step=1, kind=pb.STEP_KIND_DECODE, slots=[1], acknowledge=True)
-        command.waits.add(fence=pb.FENCE_VERIFY_STASH, value=7)
-        command.signals.add(fence=pb.FENCE_DRAFT_DONE, value=1)
-        await stream.write(command)
+        await stream.write(decode(epoch, 1, 1, stash=7, acknowledge=True))
         assert (await stream.read()).step == 1
         with pytest.raises(grpc.aio.AioRpcError, match="another scheduler"):
             await attach(worker, arena)
         stream.cancel()
         await until_free(worker)
-        assert arena.fence(FenceName.DRAFT_DONE).poll() == 0
+        assert arena.fence(FenceName.DRAFT_PROPOSED).poll() == 0
 
 
 @pytest.mark.parametrize(
@@ -171,11 +196,12 @@ async def test_a_drafter_that_lost_its_scheduler_can_be_attached_anew(
     [
         ({"epoch": 2**40}, grpc.StatusCode.FAILED_PRECONDITION),
         ({"step": 0}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"kind": pb.STEP_KIND_PLAIN}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"num_draft_tokens": [1]}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"slots": [1], "num_draft_tokens": [3]}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"slots": [4]}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"chunks": [pb.PromptChunk(slot=0)]}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"signals": [pb.FencePoint(fence=pb.FENCE_VERIFY_STASH, value=1)]}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"waits": [pb.FencePoint(value=1)]}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"waits": [pb.FenceWait(value=1)]}, grpc.StatusCode.INVALID_ARGUMENT),
     ],
 )
 async def test_a_command_that_makes_no_sense_ends_the_stream(
@@ -184,7 +210,7 @@ async def test_a_command_that_makes_no_sense_ends_the_stream(
     worker = pb_grpc.WorkerStub(channel)
     epoch = await attach(worker, arena)
     stream = worker.Execute()
-    await stream.write(pb.StepCommand(**{"epoch": epoch, "step": 1, "kind": pb.STEP_KIND_DECODE} | changes))
+    await stream.write(pb.StepCommand(**{"epoch": epoch, "step": 1} | changes))
     with pytest.raises(grpc.aio.AioRpcError) as refusal:
         await stream.read()
     assert refusal.value.code() is code

@@ -68,10 +68,17 @@ class Drafter:
         with guarded() as memory:
             request = self.attach_request(memory)
             self.stub.Attach(request, timeout=TIMEOUT_S)
-            command = pb.StepCommand(epoch=request.epoch, step=1, kind=pb.STEP_KIND_DECODE, slots=[1], acknowledge=True)
+            command = command_of(request.epoch)
+            command.acknowledge = True
             memory.allow_step(command)
             assert [ack.step for ack in self.stub.Execute(iter([command]), timeout=TIMEOUT_S)] == [1]
         assert self.process.poll() is None
+
+
+def command_of(epoch: int) -> pb.StepCommand:
+    """Step 1, in which a slot decodes."""
+    proposed = pb.FencePoint(fence=pb.FENCE_DRAFT_PROPOSED, value=1)
+    return pb.StepCommand(epoch=epoch, step=1, slots=[1], num_draft_tokens=[2], signals=[proposed])
 
 
 @contextmanager
@@ -87,7 +94,7 @@ def guarded(seed: int = 0) -> Iterator[GuardedMemory]:
 
 def used_of(manifest: pb.Manifest) -> Manifest:
     """The parts of a manifest that a drafter uses: the buffers that it writes, and the fences."""
-    written = (BufferName.DRAFT_TOKENS, BufferName.DRAFT_STAMPS)
+    written = (BufferName.DRAFT_TOKENS, BufferName.NUM_PROPOSED, BufferName.DRAFT_STAMPS)
     specs = {spec.name: spec for spec in SHAPE.own_specs()}
     first = {buffer.name: buffer.offset for buffer in reversed(manifest.buffers)}
     buffers = tuple(Placed(specs[name], first[name]) for name in written)
@@ -145,7 +152,7 @@ def test_attachments_are_refused_or_stay_within_what_they_say(drafter: Drafter) 
             request.epoch = min(request.epoch, epoch)  # it takes each once, and none below it afterwards
             if error_of(lambda: drafter.stub.Attach(request, timeout=TIMEOUT_S)) is None:
                 memory.own.relay(used_of(request.manifest))
-                command = pb.StepCommand(epoch=epoch, step=1, kind=pb.STEP_KIND_DECODE, slots=[1])
+                command = command_of(epoch)
                 memory.allow_step(command)
                 error_of(lambda: list(drafter.stub.Execute(iter([command]), timeout=TIMEOUT_S)))
         assert drafter.process.poll() is None

@@ -140,9 +140,9 @@ def test_the_arena_is_mapped_and_its_fences_wake_across() -> None:
     tokens = arena.array("draft_tokens", (SHAPE.num_slots, SHAPE.num_draft_tokens))
     tokens[2] = 5
     assert owner.tensor(BufferName.DRAFT_TOKENS)[2].tolist() == [5] * SHAPE.num_draft_tokens
-    fence = arena.fence(pb.FENCE_DRAFT_DONE)
+    fence = arena.fence(pb.FENCE_DRAFT_PROPOSED)
     fence.signal(2**32 + 3)
-    assert owner.fence(FenceName.DRAFT_DONE).wait_on_host(2**32 + 3, 0.0)
+    assert owner.fence(FenceName.DRAFT_PROPOSED).wait_on_host(2**32 + 3, 0.0)
     assert fence.wait(2**32, lambda: False)
     assert not fence.wait(2**32 + 4, lambda: True)
     owner.close()
@@ -201,7 +201,7 @@ def test_the_bytes_of_the_page_are_those_of_its_arena() -> None:
     shape = DraftShape(num_slots=4, run_ahead=1, num_draft_tokens=2, chunk_tokens=16)
     page = (ROOT / "docs" / "write-a-drafter.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (own|given) \| (\d+) \| (?:fence )?`(\w+)`", page, re.MULTILINE)
-    assert len(rows) == 8
+    assert len(rows) == 10
     for piece, specs, fences in (
         ("own", shape.own_specs(), OWN_FENCES),
         ("given", shape.given_specs(), GIVEN_FENCES),

@@ -30,6 +30,21 @@ SPECS = (
 KINDS = (TIMELINE, EVENT)
 
 
+def load_all_kernels() -> None:
+    """Initialises CUDA in this process so that no kernel is loaded later, when it is launched for the first time.
+
+    Such a load waits for the streams of its context. Here both workers have one context and one thread, and draft's
+    stream may wait for a command to verify that this thread has yet to send. Processes that are started are as ever.
+    """
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CUDA_MODULE_LOADING", "EAGER")
+        if cuda_obstacle() is None:
+            torch.zeros(1, device="cuda")
+
+
+load_all_kernels()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks every test in this folder."""
     obstacle = cuda_obstacle()

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from slipstream.common.device.cuda.device import CudaDevice
     from slipstream.common.device.interface import Arena
 
-DONE = FenceName.DRAFT_DONE
+PROPOSED = FenceName.DRAFT_PROPOSED
 
 
 @pytest.fixture
 def hosted(device: CudaDevice) -> Iterator[Arena]:
     """An arena of this process, in memory of the host."""
-    made = device.create_arena(SPECS, [DONE], on_host=True)
+    made = device.create_arena(SPECS, [PROPOSED], on_host=True)
     yield made
     made.close()
 
@@ -37,7 +37,7 @@ def test_results_come_to_the_host_past_everything_else(
     device: CudaDevice, hosted: Arena, arena: CudaArena, other: GpuUser
 ) -> None:
     """The producer goes on working, and a stream of this process has work that never ends by itself."""
-    fence = hosted.fence(DONE)
+    fence = hosted.fence(PROPOSED)
     before = torch.cuda.current_stream()
     busy = device.create_stream("busy", lambda error: None)
     ended = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
@@ -51,7 +51,7 @@ def test_results_come_to_the_host_past_everything_else(
     try:
         for step in range(1, 200):
             assert not fence.wait_on_host(step, 0.0)
-            other.do(*(f"fill {name} {step}" for name in names), f"signal {int(DONE)} {step}")
+            other.do(*(f"fill {name} {step}" for name in names), f"signal {int(PROPOSED)} {step}")
             if step == 5:
                 other.do("spin 100000")
             assert fence.wait_on_host(step, 10.0, Look(time.monotonic(), usual_s=0.0001))
@@ -80,8 +80,8 @@ def test_a_gpu_without_memory_operations_on_streams_sets_it_by_a_kernel(
     assert tensor.device.type == "cuda"
     for value in range(1, 50):
         stream.enqueue(lambda value=value: tensor.fill_(value))  # type: ignore[misc]
-        written.fence(DONE).signal(stream, value)
-        assert hosted.fence(DONE).wait_on_host(value, 10.0)
+        written.fence(PROPOSED).signal(stream, value)
+        assert hosted.fence(PROPOSED).wait_on_host(value, 10.0)
         assert (hosted.tensor("lengths") == value).all()
     torch.cuda.set_stream(before)
     stream.close()
@@ -103,9 +103,9 @@ def test_a_view_keeps_the_memory_and_a_new_mapping_follows(device: CudaDevice, h
 
 def test_a_producer_that_is_killed_leaves_the_last_value(hosted: Arena) -> None:
     with GpuUser.on(hosted) as producer:
-        producer.do("fill lengths 1", f"signal {int(DONE)} 1")
-        assert hosted.fence(DONE).wait_on_host(1, 10.0)
-        producer.do("spin 60000000", "fill lengths 2", f"signal {int(DONE)} 2")
+        producer.do("fill lengths 1", f"signal {int(PROPOSED)} 1")
+        assert hosted.fence(PROPOSED).wait_on_host(1, 10.0)
+        producer.do("spin 60000000", "fill lengths 2", f"signal {int(PROPOSED)} 2")
         producer.kill()
-    assert not hosted.fence(DONE).wait_on_host(2, 0.05)
+    assert not hosted.fence(PROPOSED).wait_on_host(2, 0.05)
     assert (hosted.tensor("lengths") == 1).all()

@@ -11,6 +11,7 @@ import torch
 
 from slipstream.bundled import target_dir
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
+from slipstream.common.worker.step import FenceName
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker.config import WorkerConfig
@@ -46,28 +47,30 @@ class ListeningWorker(LocalWorker):
 
     compiled: list[str]
     allocated: list[str]
-    drafting_none: list[int]
-    """The numbers of the steps that draft none, by each worker that is told so."""
+    taking_in: list[int]
+    """The numbers of the steps whose stash a draft takes in without drafting."""
 
     def send(self, command: StepCommand) -> None:
         """See `LocalWorker.send`."""
 
         import triton
 
-        def note(**arguments: Any) -> None:
-            self.compiled.append(f"{command.kind.name}: {arguments['repr']}")
+        what = f"{len(command.slots)} rows and {sum(len(chunk.tokens) for chunk in command.chunks)} tokens"
 
-        if command.drafts_none:
-            self.drafting_none.append(command.step)
+        def note(**arguments: Any) -> None:
+            self.compiled.append(f"{what}: {arguments['repr']}")
+
+        signals = {point.fence for point in command.ops.signals}
+        if FenceName.DRAFT_PROPOSED in signals and not command.most_draft_tokens:
+            self.taking_in.append(command.step)
         triton.knobs.runtime.jit_cache_hook = note
         before = _reserved()
         try:
             super().send(command)
         finally:
             triton.knobs.runtime.jit_cache_hook = None
-        if command.is_mixed and before != _reserved():
-            what = f"{len(command.slots)} rows and {sum(len(chunk.tokens) for chunk in command.chunks)} tokens"
-            self.allocated.append(f"{command.kind.name} of {what}: {before} to {_reserved()}")
+        if command.slots and command.chunks and before != _reserved():
+            self.allocated.append(f"{what}: {before} to {_reserved()}")
 
 
 def _reserved() -> tuple[int, int]:
@@ -106,7 +109,7 @@ def test_no_kernel_is_compiled_for_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     forget_kernels()
-    for name in ("compiled", "allocated", "drafting_none"):
+    for name in ("compiled", "allocated", "taking_in"):
         monkeypatch.setattr(ListeningWorker, name, [], raising=False)
     roles = [make_verify(WorkerConfig(model=target_dir(), dtype="bfloat16"), device, 0)]
     if draft != "none":
@@ -130,7 +133,7 @@ def test_no_kernel_is_compiled_for_a_request(
     assert all(outputs.values())
     assert ListeningWorker.compiled == []
     assert ListeningWorker.allocated == []
-    assert bool(ListeningWorker.drafting_none) == (draft != "none")
+    assert bool(ListeningWorker.taking_in) == (draft != "none")
 
 
 def job(generator: random.Random, num_tokens: int, number: int) -> Job:

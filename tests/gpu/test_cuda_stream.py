@@ -90,7 +90,7 @@ def test_work_that_raises_breaks_the_stream(stream: CudaStream, failures: Failur
 
 
 def test_synchronize_has_an_end(stream: CudaStream, arena: CudaArena) -> None:
-    fence = arena.fence(FenceName.DRAFT_DONE)
+    fence = arena.fence(FenceName.DRAFT_PROPOSED)
     fence.wait(stream, 1)
     with pytest.raises(DeadlineExceededError, match="stream test did not finish"):
         stream.synchronize(0.05)
@@ -100,7 +100,7 @@ def test_synchronize_has_an_end(stream: CudaStream, arena: CudaArena) -> None:
 
 def test_a_thread_that_is_bound_works_on_the_stream(stream: CudaStream, arena: CudaArena, device: CudaDevice) -> None:
     """Its tensor operations are queued behind the stream's waits."""
-    fence, tensor = arena.fence(FenceName.DRAFT_DONE), arena.tensor("tokens")
+    fence, tensor = arena.fence(FenceName.DRAFT_PROPOSED), arena.tensor("tokens")
     # CUDA loads a kernel when it is first used, and that waits for every stream: not for one that waits for us.
     tensor.fill_(0)
     torch.cuda.synchronize()

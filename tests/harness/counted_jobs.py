@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slipstream.common.errors import SlipstreamError
     from slipstream.common.wire.job import FinishReason, TokenLogprobs
     from slipstream.common.wire.sequence import SequenceSpec
-    from slipstream.scheduler.core.outbox import Delivery
+    from slipstream.scheduler.core.outbox import Outgoing
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
 
 
@@ -101,14 +101,14 @@ class JobBook:
         """Cancels a job, at any time."""
         self.queue.cancel(job.stream, [job.id])
 
-    def take(self, deliveries: list[Delivery]) -> list[tuple[Job, OutputRow]]:
-        """Takes in and checks deliveries; returns their rows."""
+    def take(self, outgoing: Outgoing) -> list[tuple[Job, OutputRow]]:
+        """Takes in and checks what the gateways' streams get; returns the rows."""
         rows = []
-        for delivery in deliveries:
-            for refusal in delivery.refusals:
-                self.refused[self._by_key[delivery.stream, refusal.sequence]] = refusal.error
-            if delivery.output is not None:
-                rows += self._take(delivery.stream, StepOutput.from_pb(delivery.output.to_pb()))
+        for stream, output, refusals in outgoing.deliveries():
+            for refusal in refusals:
+                self.refused[self._by_key[stream, refusal.sequence]] = refusal.error
+            if output is not None:
+                rows += self._take(stream, StepOutput.from_pb(output.to_pb()))
         return rows
 
     def _take(self, stream: int, output: StepOutput) -> Iterator[tuple[Job, OutputRow]]:

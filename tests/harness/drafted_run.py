@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, cast
 
-from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch_sizes import BatchSizes
 from slipstream.scheduler.core.plan import consume, initial_state, plan_step, with_draft
 from slipstream.scheduler.core.speculation import Speculation
@@ -13,6 +12,7 @@ from slipstream.scheduler.records import NO_DRAFT as NO_KV
 from slipstream.scheduler.records import DraftTraits
 from tests.harness.fake_drafts import FakeDraft
 from tests.harness.simulated_run import Run, make_job, reference, token_of
+from tests.harness.step_kinds import Kind, kind_of_step
 
 if TYPE_CHECKING:
     from slipstream.scheduler.core.draft_policy import DraftPolicy
@@ -64,8 +64,8 @@ class DraftedRun(Run):
         self.listener = Listener(policy)
         self._policy = policy
         self.speculation = Speculation(self.batch, self.listener, timeout_s=timeout_s, policy=policy)
-        self.kinds: list[StepKind] = []
-        self.plan = initial_state(NO_DRAFT, sizes.numbers_ahead)
+        self.kinds: list[Kind] = []
+        self.plan = initial_state(NO_DRAFT, sizes.run_ahead)
         self._planned_for: DraftAttachment | None = None
         self._drafts: dict[int, FakeDraft] = {}
 
@@ -96,12 +96,12 @@ class DraftedRun(Run):
         if len(self.in_flight) > (0 if step is None else self.batch.sizes.run_ahead):
             step, result = self.in_flight.popleft()
             self.plan = consume(self.plan, step.number)
-            decodes, takes_prompts = step.kind is not StepKind.PREFILL, bool(step.chunks)
+            decodes, takes_prompts = not step.is_prefill, bool(step.chunks)
             self.speculation.consumed(step.number, 0.001, decodes=decodes, takes_prompts=takes_prompts)
             self.apply(step, result)
             if self._policy is not None:
-                is_drafted = step.kind is StepKind.DECODE
-                self._policy.take_in(0.001, 1, 1, is_drafted=is_drafted, has_guesses=not step.drafts_none)
+                has_guesses = step.most_draft_tokens > 0 or not step.is_kept
+                self._policy.take_in(0.001, 1, 1, is_drafted=step.is_kept, has_guesses=has_guesses)
         for draft in self._drafts.values():
             if self.random.random() < 0.5:
                 draft.work()
@@ -115,25 +115,26 @@ class DraftedRun(Run):
         raise AssertionError("no progress")
 
     def _send(self, step: Step, attachment: DraftAttachment | None) -> None:
-        self.kinds.append(step.kind)
+        self.kinds.append(kind_of_step(step))
         if attachment is not self._planned_for:
             self.plan = with_draft(self.plan, NO_DRAFT if attachment is None else attachment.traits)
             self._planned_for = attachment
-        planned, self.plan = plan_step(self.plan, step.ordered)
+        draft_ops, _, self.plan = plan_step(
+            self.plan, step.number, step.decoded.mask, step.prompts, step.kept, is_drafted=step.most_draft_tokens > 0
+        )
         draft = None if attachment is None else self._drafts[attachment.number]
         if attachment is not None:
-            brings_tokens = step.kind is not StepKind.DECODE
-            self.speculation.sending(step.number, attachment, planned, brings_tokens=brings_tokens)
+            self.speculation.sending(step.number, attachment, draft_ops)
             assert not any(event == ("let go", attachment.number) for event in self.listener.events)
         running = self.batch._running.items()
         for one in self._drafts.values():
             one.undrafted = frozenset(slot for slot, sequence in running if sequence.max_draft_tokens == 0)
         if draft is not None and draft.failure is None:
-            for command in step.commands_to_draft(planned, draft.number):
-                draft.send(command)
-            if step.kind is StepKind.DECODE:
-                draft.work(up_to=step.ordered.drafted)  # verify waits for it
-                for slot in step.members.slots:
+            if draft_ops is not None:
+                draft.send(step.command_to_draft(draft_ops, draft.number))
+            if step.is_kept:
+                draft.work(up_to=step.number)  # verify waits for it
+                for slot in step.decoded.slots:
                     self._check_pages_of(draft, slot)
         result = self.device.run(step)
         if draft is not None:
@@ -162,7 +163,7 @@ def lost_run(**settings: float) -> tuple[DraftedRun, FakeDraft, Job]:
     run.jobs.add(job)
     for _ in range(5):
         run.turn()
-    assert run.kinds[-1] is StepKind.DECODE
+    assert run.kinds[-1] is Kind.DECODE
     return run, draft, job
 
 

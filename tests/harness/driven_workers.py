@@ -11,10 +11,11 @@ from slipstream.common.worker.step import (
     FenceName,
     FenceOps,
     FencePoint,
+    FenceWait,
     PrefillChunk,
     SlotUpdate,
     StepCommand,
-    StepKind,
+    WaitPlace,
 )
 from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, epoch_shape
 
@@ -96,28 +97,25 @@ class Driven:
             PrefillChunk(slot=slot, start=0, tokens=tuple(prompt), is_last=True) for slot, prompt in prompts.items()
         )
         self.step += 1
-        stash = FencePoint(FenceName.VERIFY_STASH, self.step)
-        self._to_verify(StepKind.PREFILL, tuple(prompts), draft, chunks=chunks, updates=updates)
+        stash = FenceWait(FenceName.VERIFY_STASH, self.step, WaitPlace.PREFILL_HIDDEN)
+        self._to_verify((), draft, chunks=chunks, updates=updates)
         if draft is not None:
             waits = (stash,) if draft.reads_hidden else ()
-            self._to_draft(draft, StepKind.PREFILL, tuple(prompts), waits, chunks=chunks, updates=updates)
+            self._to_draft(draft, (), waits, chunks=chunks, updates=updates)
         self._take_in(tuple(prompts))
 
     def plain(self, draft: Draft | None = None) -> None:
         """A token for each sequence; with `draft`, that is told of it."""
         self.step += 1
-        self._to_verify(StepKind.PLAIN, tuple(self.tokens), draft)
+        self._to_verify(tuple(self.tokens), draft)
         self._take_in(tuple(self.tokens))
 
     def decode(self, draft: Draft, updates: tuple[SlotUpdate, ...] = ()) -> None:
         """A step with a draft; `updates` are for it alone."""
         self.step += 1
         slots = tuple(self.tokens)
-        self._to_draft(
-            draft, StepKind.DECODE, slots, (FencePoint(FenceName.VERIFY_STASH, self.step - 1),), updates=updates
-        )
-        waits = (FencePoint(FenceName.DRAFT_DONE, self.step),)
-        self._to_verify(StepKind.DECODE, slots, draft, waits=waits)
+        self._to_draft(draft, slots, (FenceWait(FenceName.VERIFY_STASH, self.step - 1),), updates=updates)
+        self._to_verify(slots, draft, is_drafted=True)
         self.num_accepted += self._take_in(slots)
 
     def catch_up(self, draft: Draft) -> None:
@@ -127,14 +125,14 @@ class Driven:
             for start in range(0, len(tokens), 7):
                 chunk = PrefillChunk(slot=slot, start=start, tokens=tuple(tokens[start : start + 7]), is_last=False)
                 updates = (self._update(slot),) if start == 0 else ()
-                self._to_draft(draft, StepKind.CATCH_UP, (slot,), (), chunks=(chunk,), updates=updates)
+                self._to_draft(draft, (), (), chunks=(chunk,), updates=updates, catches_up=True)
                 self.plain_without_progress()
         self.plain(draft)
 
     def plain_without_progress(self) -> None:
         """A step of verify without slots: numbers go on."""
         self.step += 1
-        self._to_verify(StepKind.PLAIN, (), None)
+        self._to_verify((), None)
         self.verify.stream.synchronize(TIMEOUT_S)
 
     def join_with_history(self, draft: Draft) -> tuple[SlotUpdate, ...]:
@@ -165,21 +163,22 @@ class Driven:
 
     def _to_verify(
         self,
-        kind: StepKind,
         slots: Sequence[int],
         draft: Draft | None,
         *,
-        waits: tuple[FencePoint, ...] = (),
+        is_drafted: bool = False,
         chunks: tuple[PrefillChunk, ...] = (),
         updates: tuple[SlotUpdate, ...] = (),
     ) -> None:
         names = (FenceName.VERIFY_PUBLISH,) + (FenceName.VERIFY_STASH,) * (draft is not None)
+        waits = (FenceWait(FenceName.DRAFT_PROPOSED, self.step),) if is_drafted else ()
+        most = draft.sizes.num_draft_tokens if draft is not None and is_drafted else 0
         self.verify.send(
             StepCommand(
                 epoch=EPOCH,
                 step=self.step,
-                kind=kind,
                 slots=tuple(slots),
+                num_draft_tokens=(most,) * len(slots) if most else (),
                 ops=FenceOps(waits, tuple(FencePoint(name, self.step) for name in names)),
                 chunks=chunks,
                 updates=updates,
@@ -190,22 +189,24 @@ class Driven:
     def _to_draft(
         self,
         draft: Draft,
-        kind: StepKind,
         slots: Sequence[int],
-        waits: tuple[FencePoint, ...],
+        waits: tuple[FenceWait, ...],
         *,
         chunks: tuple[PrefillChunk, ...] = (),
         updates: tuple[SlotUpdate, ...] = (),
+        catches_up: bool = False,
     ) -> None:
+        fence = FenceName.DRAFT_PROPOSED if slots else FenceName.DRAFT_PREFILLED
         draft.worker.send(
             StepCommand(
                 epoch=draft.number,
                 step=self.step,
-                kind=kind,
                 slots=tuple(slots),
-                ops=FenceOps(waits, (FencePoint(FenceName.DRAFT_DONE, self.step),)),
+                num_draft_tokens=(draft.sizes.num_draft_tokens,) * len(slots),
+                ops=FenceOps(waits, (FencePoint(fence, self.step),)),
                 chunks=chunks,
                 updates=updates,
+                catches_up=catches_up,
             )
         )
 

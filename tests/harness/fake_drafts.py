@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.errors import SlipstreamError, UnavailableError
-from slipstream.common.worker.step import FenceName, Role, StepKind
+from slipstream.common.worker.step import FenceName, FencePoint, Role
 from slipstream.scheduler.records import NO_LIMIT, DraftKV, DraftTraits
+from tests.harness.step_kinds import Kind, kind_to_draft
 
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Look
@@ -71,13 +72,13 @@ class FakeDraft:
         self.link = self
         self.failure: SlipstreamError | None = None
         self.has_refused = False
-        self.done = FakeFence()
+        self.proposed, self.prefilled = FakeFence(), FakeFence()
         self.stash = FakeFence()
         self.is_released = self.is_let_go = False
         self.slots: dict[int, DraftedSlot] = {}
         self.stashed: dict[int, tuple[int, list[int]]] = {}
         """By slot, as verify wrote it: position of the bonus token, and the tokens of the last step."""
-        self.kinds: list[StepKind] = []
+        self.kinds: list[Kind] = []
         self._last_number = 0
         self.undrafted = frozenset[int]()
         """Slots that verify accepts no draft tokens of now. It is not told: plain steps have no command for a draft."""
@@ -91,7 +92,12 @@ class FakeDraft:
     def release(self, step: int) -> None:
         """See `DraftAttachment.release`."""
         self.is_released = True
-        self.done.release(step)
+        self.proposed.release(step)
+        self.prefilled.release(step)
+
+    def fence(self, name: FenceName) -> FakeFence:
+        """See `DraftAttachment.fence`."""
+        return self.proposed if name is FenceName.DRAFT_PROPOSED else self.prefilled
 
     def send(self, command: StepCommand) -> None:
         """See `Link.send`."""
@@ -106,17 +112,23 @@ class FakeDraft:
         """Does the next command, or all up to a step."""
         while self._queue and (up_to is None or self._queue[0][0].step <= up_to):
             command, undrafted = self._queue.popleft()
-            self.kinds.append(command.kind)
+            self.kinds.append(kind_to_draft(command))
             self._do(command, undrafted)
-            assert [point.fence for point in command.ops.signals] == [FenceName.DRAFT_DONE]
-            self.done.value = command.ops.signals[0].value
+            parts = [FenceName.DRAFT_PROPOSED] * bool(command.slots)
+            parts += [FenceName.DRAFT_PREFILLED] * bool(command.chunks or command.catches_up)
+            assert command.ops.signals == tuple(FencePoint(fence, command.step) for fence in parts)
+            for fence in parts:
+                self.fence(fence).value = command.step
             if up_to is None:
                 return
 
     def _do(self, command: StepCommand, undrafted: frozenset[int]) -> None:
-        assert command.kind is StepKind.DECODE or not command.drafts_none
+        assert len(command.num_draft_tokens) in (0, len(command.slots))
         for update in command.updates:
             self._update(update)
+        for row in command.slots:
+            if row not in undrafted:
+                self._take_in_stash(self.slots[row], *self.stashed[row])
         for chunk in command.chunks:
             slot = self.slots[chunk.slot]
             if chunk.slot in undrafted and chunk.start != len(slot.tokens):
@@ -125,10 +137,6 @@ class FakeDraft:
                 slot.tokens = [-1] * slot.history_from
             assert chunk.start == len(slot.tokens), "chunks follow each other, from the first token on"
             slot.tokens += chunk.tokens
-        if command.kind is StepKind.DECODE:
-            for row in command.slots:
-                if row not in undrafted:
-                    self._take_in_stash(self.slots[row], *self.stashed[row])
 
     def _update(self, update: SlotUpdate) -> None:
         if update.sampling is not None:

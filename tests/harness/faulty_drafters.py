@@ -35,7 +35,7 @@ class SignalsFirst(Epoch):
         shared = self._draft_tokens
         self._draft_tokens = shared.copy()
         super()._carry_out(command)
-        if command.kind == pb.STEP_KIND_DECODE:
+        if command.slots:
             threading.Event().wait(0.005)
             shared[command.slots] = self._draft_tokens[command.slots]
         self._draft_tokens = shared
@@ -44,16 +44,16 @@ class SignalsFirst(Epoch):
 class BeyondVocabulary(Epoch):
     """Guesses tokens that there are not."""
 
-    def _propose(self, slot: int) -> list[int]:
-        return [token + self._vocab_size for token in super()._propose(slot)]
+    def _propose(self, slot: int, num_guesses: int) -> list[int]:
+        return [token + self._vocab_size for token in super()._propose(slot, num_guesses)]
 
 
 class Scribbles(Epoch):
     """Writes the rows of all slots."""
 
-    def _propose(self, slot: int) -> list[int]:
+    def _propose(self, slot: int, num_guesses: int) -> list[int]:
         self._draft_tokens[:] = 7
-        return super()._propose(slot)
+        return super()._propose(slot, num_guesses)
 
 
 class DoesNotWait(Epoch):
@@ -103,12 +103,12 @@ class NeverLeaves(Epoch):
 
 
 class SkipsSteps(Epoch):
-    """Does nothing in steps for which it need not guess."""
+    """Does not take in the stash where it need not guess."""
 
     def _carry_out(self, command: Any) -> None:
         done = pb.StepCommand()
         done.CopyFrom(command)
-        if command.drafts_none:
+        if not any(command.num_draft_tokens):
             del done.slots[:]
         super()._carry_out(done)
 

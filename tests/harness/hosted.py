@@ -29,7 +29,6 @@ from slipstream.common.worker.step import (
     FencePoint,
     Role,
     StepCommand,
-    StepKind,
 )
 from slipstream.common.worker.wire import attachment_to_pb, command_to_pb, region_to_pb
 from slipstream.protos import worker_pb2 as pb
@@ -156,6 +155,7 @@ class GuardedMemory:
         if self._is_draft:
             self.own.allow(BufferName.DRAFT_STAMPS, row)
             self.own.allow(BufferName.DRAFT_TOKENS, rows)
+            self.own.allow(BufferName.NUM_PROPOSED, rows)
             return
         for arena in (self.main, self.given):
             for placed in arena.manifest.buffers:
@@ -208,12 +208,12 @@ def error_of(call: Callable[[], Any]) -> SlipstreamError | None:
 
 def decode(step: int, is_draft: bool, *slots: int) -> StepCommand:
     """A step that waits for nothing."""
-    signals = (FenceName.DRAFT_DONE,) if is_draft else (FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH)
+    signals = (FenceName.DRAFT_PROPOSED,) if is_draft else (FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH)
     return StepCommand(
         epoch=1,
         step=step,
-        kind=StepKind.DECODE,
         slots=slots or (1, 3),
+        num_draft_tokens=(2,) * len(slots or (1, 3)),
         ops=FenceOps((), tuple(FencePoint(name, step) for name in signals)),
         wants_acknowledgement=True,
         attachment=0 if is_draft else ATTACHMENT,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.worker.step import FenceName
+from slipstream.common.worker.step import DRAFT_FENCES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,13 +99,14 @@ def host_writer(manifest: Manifest) -> Callable[[int, bytes], None]:
 
 
 class Holder(Vandal):
-    """Holds the fence of a draft at 0."""
+    """Holds the fences of a draft at 0."""
 
     def _run(self) -> None:
-        offsets = [word.offset for word in self._manifest.fences if word.fence is FenceName.DRAFT_DONE]
+        offsets = [word.offset for word in self._manifest.fences if word.fence in DRAFT_FENCES]
         self._report.touch()
         while offsets and not self._is_over.is_set():
-            self._write(offsets[0], _ZERO)
+            for offset in offsets:
+                self._write(offset, _ZERO)
 
 
 def gpu_writer(device: Any, memory: Any) -> Callable[[int, bytes], None]:

@@ -32,15 +32,15 @@ class Late(enum.IntEnum):
     NOTHING = 0
     STASH = 1
     """Verify's stream, behind the end stamp of a step and before the signal of its stash."""
-    DONE = 2
-    """Draft's stream, behind the end stamp of a step and before the signal of its done."""
+    PROPOSED = 2
+    """Draft's stream, after the end stamp of a decode part and before its signal."""
     DRAFT_COMMAND = 3
     """Draft's host, before it enqueues a command."""
     VERIFY_COMMAND = 4
     """Verify's host, before it enqueues a command."""
 
 
-_SIGNALS = {Late.STASH: FenceName.VERIFY_STASH, Late.DONE: FenceName.DRAFT_DONE}
+_SIGNALS = {Late.STASH: FenceName.VERIFY_STASH, Late.PROPOSED: FenceName.DRAFT_PROPOSED}
 _COMMANDS = {Late.DRAFT_COMMAND: Role.DRAFT, Late.VERIFY_COMMAND: Role.VERIFY}
 
 

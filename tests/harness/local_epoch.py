@@ -178,7 +178,7 @@ class LocalEpoch:
     def put(self, outgoing: Outgoing) -> None:
         """See `OutputSink.put`."""
         assert outgoing, "nothing is put without need"
-        for job, row in self.jobs.take(outgoing.deliveries()):
+        for job, row in self.jobs.take(outgoing):
             self.on_progress(job, row)
         if len(self.jobs.ends) + len(self.jobs.refused) == len(self.outputs):
             self._next_wave()

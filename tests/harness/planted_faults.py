@@ -99,8 +99,10 @@ POINTS: Mapping[str, tuple[Method, ...]] = {
     "draft.before_ready": (Method("slipstream.services.draft.drafters", "StandaloneDrafter.__init__"),),
     "draft.before_attach": (_engine("Engine._attach", "draft"),),
     "draft.before_step": (_engine("Engine._enqueue", "draft"),),
-    "draft.before_done": (_signal("DRAFT_DONE", is_after=False),),
-    "draft.after_done": (_signal("DRAFT_DONE", is_after=True),),
+    "draft.before_proposed": (_signal("DRAFT_PROPOSED", is_after=False),),
+    "draft.after_proposed": (_signal("DRAFT_PROPOSED", is_after=True),),
+    "draft.before_prefilled": (_signal("DRAFT_PREFILLED", is_after=False),),
+    "draft.after_prefilled": (_signal("DRAFT_PREFILLED", is_after=True),),
 }
 """All points, by process, then place."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from slipstream.common.worker.step import FenceName, Role, StepCommand
+from slipstream.common.worker.step import FenceName, Role, StepCommand, WaitPlace
 from slipstream.services.worker.role import Phase
 from tests.harness.workers import LocalWorker, SharedArenas, attach, describe
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.region import Region
 
-PUBLISH, STASH, DONE = FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH, FenceName.DRAFT_DONE
+PUBLISH, STASH, PROPOSED = FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH, FenceName.DRAFT_PROPOSED
 
 
 class Recorder:
@@ -39,8 +39,12 @@ class Recorder:
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """See `RoleEngine.phases`."""
-        names = (PUBLISH, STASH) if self.description.role is Role.VERIFY else (DONE,)
-        return [Phase(self._does(f"{command.step} {name.name}"), (name,)) for name in names]
+        names = (PUBLISH, STASH) if self.description.role is Role.VERIFY else (PROPOSED,)
+        places = (WaitPlace.START, None)
+        return [
+            Phase(self._does(f"{command.step} {name.name}"), (name,), place)
+            for name, place in zip(names, places, strict=False)
+        ]
 
     def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
         """See `RoleEngine.prepare`."""

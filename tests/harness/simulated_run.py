@@ -10,7 +10,6 @@ import numpy as np
 
 from slipstream.common.wire.job import FinishReason
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch import Batch
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.records import StepResult
@@ -102,18 +101,17 @@ class Device:
 
     def run(self, step: Step) -> StepResult:
         """Runs a step and returns its result."""
-        assert step.ordered.drafted == self.last_step + 1
+        assert step.number == self.last_step + 1
         self.last_step = step.number
         self._check_fields(step)
         for update in step.updates:
             self._update(update)
-        decoding = () if step.kind is StepKind.PREFILL else step.members.slots
-        most = step.num_draft_tokens
+        decoding, most = step.decoded.slots, step.most_draft_tokens
         for slot in decoding:
             self._check_room(self.slots[slot], most)
         bounds = {slot: self._most_accepted(slot, most) for slot in decoding}
         assert any(bounds.values()) == bool(most), "a step drafts for somebody, or it is plain"
-        assert step.is_mixed or not step.drafts_none, "where no prompts wait all draft tokens have room"
+        assert step.chunks or most or not step.is_kept, "where no prompts wait all draft tokens have room"
         outputs = [self._output(slot, self.random.randint(0, bound) + 1) for slot, bound in bounds.items()]
         if step.chunks:
             outputs += self._prefill(step)
@@ -123,9 +121,10 @@ class Device:
     @staticmethod
     def _check_fields(step: Step) -> None:
         """Checks the fields of a step that follow from its other fields."""
-        assert step.is_bounded == any(most <= step.num_draft_tokens for most in step.most_more.tolist())
+        assert step.is_bounded == any(most <= step.most_draft_tokens for most in step.most_more.tolist())
         assert step.num_prompt_tokens == sum(len(chunk.tokens) for chunk in step.chunks)
-        assert step.is_mixed == (bool(step.chunks) and step.kind is not StepKind.PREFILL)
+        most = step.most_draft_tokens
+        assert step.num_draft_tokens == ((most,) * len(step.decoded.slots) if most else ())
 
     def _update(self, update: SlotUpdate) -> None:
         if update.sampling is not None:
@@ -144,14 +143,11 @@ class Device:
         slot.max_draft_tokens = update.max_draft_tokens
 
     def _prefill(self, step: Step) -> list[list[int]]:
-        num_decoded = 0 if step.kind is StepKind.PREFILL else len(step.members.slots) * (step.num_draft_tokens + 1)
+        num_decoded = len(step.decoded.slots) * (step.most_draft_tokens + 1)
         assert 0 < step.num_prompt_tokens <= self.sizes.room_for_prompts(num_decoded)
         slots = [chunk.slot for chunk in step.chunks]
-        if step.is_mixed:
-            assert self.sizes.mixes
-            assert not set(slots) & set(step.members.slots)
-        else:
-            assert slots == list(step.members.slots)
+        assert self.sizes.mixes or not step.decoded.slots
+        assert not set(slots) & set(step.decoded.slots)
         for chunk in step.chunks:
             slot = self.slots[chunk.slot]
             assert chunk.start == len(slot.prompt) + slot.num_output, "chunks follow each other"
@@ -160,7 +156,7 @@ class Device:
             assert len(slot.prompt) + slot.num_output <= len(slot.pages) * self.sizes.page_tokens
             self._write(slot, chunk.start, chunk.tokens)
         ending = [chunk.slot for chunk in step.chunks if chunk.is_last]
-        assert list(step.yielding.slots) == [*(step.members.slots if step.is_mixed else ()), *ending]
+        assert list(step.yielding.slots) == [*step.decoded.slots, *ending]
         return [self._output(slot, 1, is_decode=False) for slot in ending]
 
     def _output(self, slot_number: int, count: int, *, is_decode: bool = True) -> list[int]:
@@ -237,13 +233,13 @@ class Run:
 
     def apply(self, step: Step, result: StepResult) -> None:
         """Takes a result in, and its output."""
-        taken_in = self.batch.apply(step, result)
-        self.num_accepted += taken_in.num_accepted[taken_in.is_speculating].tolist()
+        outcome = self.batch.apply(step, result)
+        self.num_accepted += outcome.num_accepted[outcome.is_speculating].tolist()
         self.take()
 
     def take(self) -> None:
         """Takes what a gateway would get."""
-        self.jobs.take(self.batch.outbox.take().deliveries())
+        self.jobs.take(self.batch.outbox.take())
 
     def _check_pages(self) -> None:
         held = Counter(page for request in self.batch._running.values() for page in request.pages)

@@ -22,11 +22,12 @@ from slipstream.common.worker.step import (
     FenceName,
     FenceOps,
     FencePoint,
+    FenceWait,
     PrefillChunk,
     Role,
     SlotUpdate,
     StepCommand,
-    StepKind,
+    WaitPlace,
 )
 
 UINT32, UINT64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
@@ -40,6 +41,9 @@ def _tuples(items: st.SearchStrategy[int], max_size: int = 6) -> st.SearchStrate
 
 
 POINTS = st.lists(st.builds(FencePoint, st.sampled_from(FenceName), UINT64), max_size=4).map(tuple)
+WAITS = st.lists(st.builds(FenceWait, st.sampled_from(FenceName), UINT64, st.sampled_from(WaitPlace)), max_size=4).map(
+    tuple
+)
 SAMPLING = st.builds(
     SamplingParams,
     temperature=st.just(0.0) | st.floats(2.0**-16, 100, width=32),
@@ -80,15 +84,15 @@ COMMANDS = st.builds(
     StepCommand,
     epoch=UINT64,
     step=UINT64,
-    kind=st.sampled_from(StepKind),
     slots=_tuples(UINT32),
-    ops=st.builds(FenceOps, POINTS, POINTS),
+    num_draft_tokens=_tuples(UINT32),
+    ops=st.builds(FenceOps, WAITS, POINTS),
     chunks=CHUNKS.map(tuple),
     updates=UPDATES.map(tuple),
     wants_acknowledgement=st.booleans(),
     top_logprobs=st.none() | st.integers(0, 20),
     attachment=UINT64,
-    drafts_none=st.booleans(),
+    catches_up=st.booleans(),
 )
 
 

@@ -199,7 +199,7 @@ class Client:
         self.lose(str(error))
 
     def _take_in(self, outgoing: Outgoing) -> None:
-        for job, row in self.jobs.take(outgoing.deliveries()):
+        for job, row in self.jobs.take(outgoing):
             if row.finish_reason is not None:
                 self._ends[job].set_result(None)
 

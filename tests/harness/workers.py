@@ -18,7 +18,7 @@ from slipstream.common.worker.layout import (
     DraftShape,
     EpochShape,
 )
-from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, Role, StepCommand, StepKind
+from slipstream.common.worker.step import DRAFT_FENCES, FenceName, FenceOps, FencePoint, FenceWait, Role, StepCommand
 from slipstream.common.worker.wire import (
     attachment_from_pb,
     attachment_to_pb,
@@ -203,7 +203,7 @@ class SharedArenas:
 
     def fence(self, name: FenceName) -> Fence:
         """A fence."""
-        holders = {FenceName.DRAFT_DONE: self.own, FenceName.VERIFY_STASH: self.given}
+        holders = dict.fromkeys(DRAFT_FENCES, self.own) | {FenceName.VERIFY_STASH: self.given}
         return holders.get(name, self.results).fence(name)
 
     def region(self, attachment: int = ATTACHMENT, *, epoch: int = 1, draft: DraftSizes | None = None) -> DraftRegion:
@@ -253,15 +253,15 @@ def attach(worker: LocalWorker, arenas: SharedArenas, epoch: int = 1, **changes:
 def decode(step: int, *slots: int, role: Role = Role.DRAFT, epoch: int = 1, waits: int = 0) -> StepCommand:
     """A decode step as the plan orders it; `waits` is the value to wait for, or 0."""
     is_draft = role is Role.DRAFT
-    fence = FenceName.VERIFY_STASH if is_draft else FenceName.DRAFT_DONE
-    signals = (FenceName.DRAFT_DONE,) if is_draft else (FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH)
+    fence = FenceName.VERIFY_STASH if is_draft else FenceName.DRAFT_PROPOSED
+    signals = (FenceName.DRAFT_PROPOSED,) if is_draft else (FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH)
     return StepCommand(
         epoch=epoch,
         step=step,
-        kind=StepKind.DECODE,
         slots=slots,
+        num_draft_tokens=(SHAPE.num_draft_tokens,) * len(slots),
         ops=FenceOps(
-            (FencePoint(fence, waits),) if waits else (), tuple(FencePoint(signal, step) for signal in signals)
+            (FenceWait(fence, waits),) if waits else (), tuple(FencePoint(signal, step) for signal in signals)
         ),
         attachment=0 if is_draft else ATTACHMENT,
     )

@@ -5,15 +5,43 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import OrderingError
 from slipstream.common.worker.access_log import StreamName
 from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import StepKind
+from slipstream.common.worker.step import FenceName, WaitPlace
 
 if TYPE_CHECKING:
     from slipstream.scheduler.records import DraftTraits
+
+
+class Command(NamedTuple):
+    """A step as the plan is given it."""
+
+    step: int
+    rows: int = 0
+    """Mask of the slots that decode."""
+    prompts: int = 0
+    """Mask of the slots that take in chunks."""
+    kept: int = 0
+    """Mask of those of `rows` that draft's decode part has."""
+    is_drafted: bool = False
+    """True if some of these have draft tokens."""
+
+    @property
+    def form(self) -> Form:
+        """What the accesses depend on."""
+        return Form(bool(self.prompts), bool(self.kept), self.is_drafted)
+
+
+class Form(NamedTuple):
+    """The parts of a step. Rows that decode without a draft access nothing that a step without rows does not."""
+
+    takes_prompts: bool = False
+    has_draft_rows: bool = False
+    """True if draft has a decode part."""
+    is_drafted: bool = False
 
 
 class BufferGroup(enum.IntEnum):
@@ -23,13 +51,16 @@ class BufferGroup(enum.IntEnum):
     STASH = 1
     PREFILL_HIDDEN = 2
     DRAFT_TOKENS = 3
-    DRAFT_STAMPS = 4
-    """In the draft's own memory, as verify reads them."""
-    LATE_STAMPS = 5
-    """The same buffer, as the scheduler reads it where verify has not copied it in time."""
-    VERIFY_STAMPS = 6
-    COPIED_STAMPS = 7
+    DECODE_STAMPS = 4
+    """Of draft's decode part, in its own memory, as verify reads them."""
+    PREFILL_STAMPS = 5
+    """The same of its prefill part."""
+    LATE_STAMPS = 6
+    """Those of the prefill part, as the scheduler reads them where verify has not copied them in time."""
+    VERIFY_STAMPS = 7
+    COPIED_DECODE_STAMPS = 8
     """In the results: verify's copy of the draft's stamps."""
+    COPIED_PREFILL_STAMPS = 9
 
     @property
     def writer(self) -> StreamName:
@@ -44,7 +75,7 @@ class BufferGroup(enum.IntEnum):
     @property
     def is_in_region(self) -> bool:
         """True if the buffers belong to the draft's attachment."""
-        return self not in (BufferGroup.RESULTS, BufferGroup.VERIFY_STAMPS, BufferGroup.COPIED_STAMPS)
+        return self not in _RESULTS
 
     def buffers(self, draft: DraftTraits) -> tuple[BufferName, ...]:
         """The buffers of the group that exist for this draft."""
@@ -55,18 +86,18 @@ class BufferGroup(enum.IntEnum):
 
 
 class Phase(enum.Enum):
-    """A part of a command, in the order of its stream. Each ends with a signal, except verify's first."""
+    """A part of a command, in the order of its stream; the waits of its place come before it, its signal after it."""
 
-    DRAFT = "draft"
-    """All of a draft command, in a mixed step of the first; ends with `draft.done`."""
-    TAKE_IN = "take in"
-    """In a mixed step: all of draft's second command, which takes in the prompts; ends with `draft.done`."""
+    DRAFT_DECODE = "draft's decode part"
+    DRAFT_PREFILL = "draft's prefill part"
     COPY_IN = "copy in"
     """Verify's first work: from here on it uses only its own copy of what draft wrote."""
+    LEAVE_STATES = "leave states"
+    """Verify writes the chunks' hidden states."""
     PUBLISH = "publish"
-    """Verify writes what the scheduler consumes; ends with `verify.publish`."""
+    """Verify samples, and writes what the scheduler consumes."""
     STASH = "stash"
-    """Verify writes what the next forward needs; ends with `verify.stash`."""
+    """Verify writes what the next forward needs."""
     CONSUME = "consume"
     """The scheduler reads the result of the step."""
     CONSUME_NEXT = "consume next"
@@ -75,26 +106,51 @@ class Phase(enum.Enum):
     @property
     def stream(self) -> StreamName:
         """The stream that the phase belongs to."""
-        return _STREAMS[self]
+        return _PHASES[self][0]
+
+    @property
+    def place(self) -> WaitPlace | None:
+        """The place of the waits before it; None if no wait stands there."""
+        return _PHASES[self][1]
+
+    @property
+    def signal(self) -> FenceName | None:
+        """The fence that is signalled after it."""
+        return _PHASES[self][2]
+
+
+_PHASES = {
+    Phase.DRAFT_DECODE: (StreamName.DRAFT, WaitPlace.START, FenceName.DRAFT_PROPOSED),
+    Phase.DRAFT_PREFILL: (StreamName.DRAFT, WaitPlace.PREFILL_HIDDEN, FenceName.DRAFT_PREFILLED),
+    Phase.COPY_IN: (StreamName.VERIFY, WaitPlace.START, None),
+    Phase.LEAVE_STATES: (StreamName.VERIFY, WaitPlace.PREFILL_HIDDEN, None),
+    Phase.PUBLISH: (StreamName.VERIFY, WaitPlace.SAMPLING, FenceName.VERIFY_PUBLISH),
+    Phase.STASH: (StreamName.VERIFY, None, FenceName.VERIFY_STASH),
+    Phase.CONSUME: (StreamName.SCHEDULER, WaitPlace.START, None),
+    Phase.CONSUME_NEXT: (StreamName.SCHEDULER, None, None),
+}
+"""The stream of each, its place, and its signal."""
 
 
 class Rows(enum.Enum):
     """Which rows of a buffer a step touches."""
 
     SLOTS = "slots"
-    """The rows of the step's slots, of those that take in prompts in a mixed step, too.
+    """The rows of the step's slots, of those that take in prompts, too.
 
-    A prefill declares a write of the stash for all its slots: where the prompt ends in it that is the
-    stash, where a request takes the slot the poison of debug mode.
+    A step declares a write of the stash for all its slots: where a prompt ends in it that is the stash, where a request
+    takes the slot the poison of debug mode.
     """
-    DECODING = "decoding"
-    """The rows of those that decode in the step."""
+    KEPT = "kept"
+    """The rows of draft's decode part."""
     RING = "ring"
     """The row `step % ring`."""
-    DRAFTED = "drafted"
-    """The row of the number under which draft drafts: of two numbers of a mixed step the first."""
-    LAST_TWO = "last two"
-    """That row and the one before."""
+    DECODE_PART = "decode part"
+    """The row of the step's decode part: each part of draft has a row of the stamps."""
+    PREFILL_PART = "prefill part"
+    """The row of the step's prefill part."""
+    PREFILL_PART_BEFORE = "prefill part before"
+    """The row of the prefill part of the step before."""
     SPARE = "spare"
     """The row of the next step, which the writer poisons in debug mode."""
     WHOLE = "whole"
@@ -103,7 +159,7 @@ class Rows(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One access that a kind of step declares."""
+    """One access that a form of step declares."""
 
     phase: Phase
     group: BufferGroup
@@ -115,76 +171,66 @@ class Access:
         return f"{self.phase.stream.value}'s {verb} of {self.group.name.lower()} [{self.rows.value}]"
 
 
-def has_draft_half(kind: StepKind, draft: DraftTraits) -> bool:
-    """True if a step of this kind has a command for draft."""
-    return draft.is_present and kind is not StepKind.PLAIN
-
-
 @cache
-def declared_accesses(kind: StepKind, draft: DraftTraits, *, is_mixed: bool = False) -> tuple[Access, ...]:
-    """Every access of a step of this kind.
-
-    In the step's own order: the half that feeds the other comes first (draft in a decode step, verify
-    in a prefill), then the scheduler's reads. `is_mixed`: a decode step that takes in prompts, too.
-    """
-    if kind is StepKind.DECODE and not draft.is_present:
-        raise OrderingError("a decode step needs a draft; without one the step is plain")
-    takes_prompts = kind is StepKind.PREFILL or is_mixed
-    verify = _verify_accesses(kind, draft, takes_prompts=takes_prompts)
-    drafting = _draft_accesses(kind, draft) if has_draft_half(kind, draft) else ()
-    if is_mixed:
-        taking_in = _taking_in(Phase.TAKE_IN, draft)
-        scheduler = _read(Phase.CONSUME, BufferGroup.COPIED_STAMPS, Rows.DRAFTED), *_scheduler_accesses()
-        return drafting + verify + taking_in + scheduler
-    halves = drafting + verify if kind is StepKind.DECODE else verify + drafting
-    return halves + _scheduler_accesses(has_stamps_of_draft=bool(drafting))
+def declared_accesses(form: Form, draft: DraftTraits) -> tuple[Access, ...]:
+    """Every access of a step, in an order that may be: draft decodes, verify, draft prefills, the scheduler."""
+    if form.has_draft_rows and not draft.is_present:
+        raise OrderingError("a step with a part for a draft needs one")
+    return (
+        *(_draft_decode() if form.has_draft_rows else ()),
+        *_verify(form, draft),
+        *(_draft_prefill(draft) if draft.is_present and form.takes_prompts else ()),
+        *_scheduler(form, draft),
+    )
 
 
-def _draft_accesses(kind: StepKind, draft: DraftTraits) -> tuple[Access, ...]:
-    if kind is StepKind.DECODE:
-        stamps = _stamps(Phase.DRAFT, Rows.DRAFTED)
-        gather = _read(Phase.DRAFT, BufferGroup.STASH, Rows.DECODING)
-        return *stamps, gather, _write(Phase.DRAFT, BufferGroup.DRAFT_TOKENS, Rows.DECODING), *stamps
-    if kind is StepKind.PREFILL:
-        return _taking_in(Phase.DRAFT, draft)
-    return *_stamps(Phase.DRAFT, Rows.RING), *_stamps(Phase.DRAFT, Rows.RING)
+def _draft_decode() -> tuple[Access, ...]:
+    stamps = _write(Phase.DRAFT_DECODE, BufferGroup.DECODE_STAMPS, Rows.DECODE_PART)
+    gather = _read(Phase.DRAFT_DECODE, BufferGroup.STASH, Rows.KEPT)
+    return stamps, gather, _write(Phase.DRAFT_DECODE, BufferGroup.DRAFT_TOKENS, Rows.KEPT), stamps
 
 
-def _taking_in(phase: Phase, draft: DraftTraits) -> tuple[Access, ...]:
-    stamps = _stamps(phase, Rows.RING)
-    hidden = (_read(phase, BufferGroup.PREFILL_HIDDEN, Rows.WHOLE),) if draft.reads_hidden else ()
-    return *stamps, *hidden, *stamps
+def _draft_prefill(draft: DraftTraits) -> tuple[Access, ...]:
+    groups = BufferGroup.PREFILL_STAMPS, BufferGroup.LATE_STAMPS
+    stamps = tuple(_write(Phase.DRAFT_PREFILL, group, Rows.PREFILL_PART) for group in groups)
+    hidden = _read(Phase.DRAFT_PREFILL, BufferGroup.PREFILL_HIDDEN, Rows.WHOLE)
+    return (*stamps, *((hidden,) if draft.reads_hidden else ()), *stamps)
 
 
-def _stamps(phase: Phase, ring: Rows) -> tuple[Access, ...]:
-    return _write(phase, BufferGroup.DRAFT_STAMPS, ring), _write(phase, BufferGroup.LATE_STAMPS, ring)
-
-
-def _verify_accesses(kind: StepKind, draft: DraftTraits, *, takes_prompts: bool) -> tuple[Access, ...]:
+def _verify(form: Form, draft: DraftTraits) -> tuple[Access, ...]:
+    # Draft's stamps are copied where verify has waited for its decode part.
+    phase = Phase.COPY_IN if form.is_drafted else Phase.PUBLISH
+    stamps = [
+        _read(phase, BufferGroup.DECODE_STAMPS, Rows.DECODE_PART),
+        _write(phase, BufferGroup.COPIED_DECODE_STAMPS, Rows.DECODE_PART),
+        _read(phase, BufferGroup.PREFILL_STAMPS, Rows.PREFILL_PART_BEFORE),
+        _write(phase, BufferGroup.COPIED_PREFILL_STAMPS, Rows.PREFILL_PART_BEFORE),
+    ]
     accesses = [_write(Phase.COPY_IN, BufferGroup.VERIFY_STAMPS, Rows.RING)]
-    if kind is StepKind.DECODE:
-        accesses.append(_read(Phase.COPY_IN, BufferGroup.DRAFT_TOKENS, Rows.DECODING))
-        accesses.append(_read(Phase.COPY_IN, BufferGroup.DRAFT_STAMPS, Rows.LAST_TWO))
-        accesses.append(_write(Phase.COPY_IN, BufferGroup.COPIED_STAMPS, Rows.LAST_TWO))
+    if form.is_drafted:
+        accesses += [_read(Phase.COPY_IN, BufferGroup.DRAFT_TOKENS, Rows.KEPT), *stamps]
+    if form.takes_prompts and draft.reads_hidden:
+        accesses.append(_write(Phase.LEAVE_STATES, BufferGroup.PREFILL_HIDDEN, Rows.WHOLE))
+    if form.has_draft_rows and not form.is_drafted:
+        accesses += stamps
     accesses.append(_write(Phase.PUBLISH, BufferGroup.RESULTS, Rows.RING))
     accesses.append(_write(Phase.PUBLISH, BufferGroup.RESULTS, Rows.SPARE))
     if draft.is_present:
-        if takes_prompts and draft.reads_hidden:
-            accesses.append(_write(Phase.STASH, BufferGroup.PREFILL_HIDDEN, Rows.WHOLE))
         accesses.append(_write(Phase.STASH, BufferGroup.STASH, Rows.SLOTS))
     accesses.append(_write(Phase.STASH, BufferGroup.VERIFY_STAMPS, Rows.RING))
     return tuple(accesses)
 
 
-def _scheduler_accesses(*, has_stamps_of_draft: bool = True) -> tuple[Access, ...]:
-    accesses = (
+def _scheduler(form: Form, draft: DraftTraits) -> tuple[Access, ...]:
+    accesses = [
         _read(Phase.CONSUME, BufferGroup.RESULTS, Rows.RING),
         _read(Phase.CONSUME_NEXT, BufferGroup.VERIFY_STAMPS, Rows.RING),
-        _read(Phase.CONSUME_NEXT, BufferGroup.COPIED_STAMPS, Rows.RING),
-    )
-    if not has_stamps_of_draft:
-        return accesses
-    return *accesses, _read(Phase.CONSUME_NEXT, BufferGroup.LATE_STAMPS, Rows.RING)
+        _read(Phase.CONSUME_NEXT, BufferGroup.COPIED_DECODE_STAMPS, Rows.DECODE_PART),
+        _read(Phase.CONSUME_NEXT, BufferGroup.COPIED_PREFILL_STAMPS, Rows.PREFILL_PART),
+    ]
+    if draft.is_present and form.takes_prompts:
+        accesses.append(_read(Phase.CONSUME_NEXT, BufferGroup.LATE_STAMPS, Rows.PREFILL_PART))
+    return tuple(accesses)
 
 
 def _read(phase: Phase, group: BufferGroup, rows: Rows) -> Access:
@@ -195,25 +241,17 @@ def _write(phase: Phase, group: BufferGroup, rows: Rows) -> Access:
     return Access(phase, group, rows, is_write=True)
 
 
-_STREAMS = {
-    Phase.DRAFT: StreamName.DRAFT,
-    Phase.TAKE_IN: StreamName.DRAFT,
-    Phase.COPY_IN: StreamName.VERIFY,
-    Phase.PUBLISH: StreamName.VERIFY,
-    Phase.STASH: StreamName.VERIFY,
-    Phase.CONSUME: StreamName.SCHEDULER,
-    Phase.CONSUME_NEXT: StreamName.SCHEDULER,
-}
-
 _WRITERS = {
     BufferGroup.RESULTS: StreamName.VERIFY,
     BufferGroup.STASH: StreamName.VERIFY,
     BufferGroup.PREFILL_HIDDEN: StreamName.VERIFY,
     BufferGroup.DRAFT_TOKENS: StreamName.DRAFT,
-    BufferGroup.DRAFT_STAMPS: StreamName.DRAFT,
+    BufferGroup.DECODE_STAMPS: StreamName.DRAFT,
+    BufferGroup.PREFILL_STAMPS: StreamName.DRAFT,
     BufferGroup.LATE_STAMPS: StreamName.DRAFT,
     BufferGroup.VERIFY_STAMPS: StreamName.VERIFY,
-    BufferGroup.COPIED_STAMPS: StreamName.VERIFY,
+    BufferGroup.COPIED_DECODE_STAMPS: StreamName.VERIFY,
+    BufferGroup.COPIED_PREFILL_STAMPS: StreamName.VERIFY,
 }
 
 _READERS = {
@@ -221,12 +259,16 @@ _READERS = {
     BufferGroup.STASH: StreamName.DRAFT,
     BufferGroup.PREFILL_HIDDEN: StreamName.DRAFT,
     BufferGroup.DRAFT_TOKENS: StreamName.VERIFY,
-    BufferGroup.DRAFT_STAMPS: StreamName.VERIFY,
+    BufferGroup.DECODE_STAMPS: StreamName.VERIFY,
+    BufferGroup.PREFILL_STAMPS: StreamName.VERIFY,
     BufferGroup.LATE_STAMPS: StreamName.SCHEDULER,
     BufferGroup.VERIFY_STAMPS: StreamName.SCHEDULER,
-    BufferGroup.COPIED_STAMPS: StreamName.SCHEDULER,
+    BufferGroup.COPIED_DECODE_STAMPS: StreamName.SCHEDULER,
+    BufferGroup.COPIED_PREFILL_STAMPS: StreamName.SCHEDULER,
 }
 
+COPIED = (BufferGroup.COPIED_DECODE_STAMPS, BufferGroup.COPIED_PREFILL_STAMPS)
+_RESULTS = (BufferGroup.RESULTS, BufferGroup.VERIFY_STAMPS, *COPIED)
 _FOR_HIDDEN_STATES = frozenset({BufferName.HIDDEN_STATES, BufferName.PREFILL_HIDDEN})
 
 _MEMBERS = {
@@ -246,9 +288,9 @@ _MEMBERS = {
         BufferName.HIDDEN_STATES,
     ),
     BufferGroup.PREFILL_HIDDEN: (BufferName.PREFILL_HIDDEN,),
-    BufferGroup.DRAFT_TOKENS: (BufferName.DRAFT_TOKENS,),
-    BufferGroup.DRAFT_STAMPS: (BufferName.DRAFT_STAMPS,),
-    BufferGroup.LATE_STAMPS: (BufferName.DRAFT_STAMPS,),
+    BufferGroup.DRAFT_TOKENS: (BufferName.DRAFT_TOKENS, BufferName.NUM_PROPOSED),
     BufferGroup.VERIFY_STAMPS: (BufferName.VERIFY_STAMPS,),
-    BufferGroup.COPIED_STAMPS: (BufferName.DRAFT_STAMPS,),
-}
+} | dict.fromkeys(
+    (BufferGroup.DECODE_STAMPS, BufferGroup.PREFILL_STAMPS, BufferGroup.LATE_STAMPS, *COPIED),
+    (BufferName.DRAFT_STAMPS,),
+)

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import OrderingError
 from slipstream.common.worker.layout import ring_rows
-from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepKind
-from slipstream.scheduler.records import PlannedStep
+from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, FenceWait
 from tests.ordering.accesses import BufferGroup
-from tests.ordering.halves import DRAFT, SCHEDULER, VERIFY, halves_by_kind, row_masks
 from tests.ordering.knowledge import (
     CONSUMED,
     NOTHING_KNOWN,
@@ -29,12 +27,12 @@ from tests.ordering.knowledge import (
     signal,
     without_implied,
 )
+from tests.ordering.parts import DRAFT, SCHEDULER, VERIFY, parts_of, row_masks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from slipstream.scheduler.records import DraftTraits, OrderedStep
-    from tests.ordering.halves import Half, Halves, PlannedAccess
+    from slipstream.scheduler.records import DraftTraits
+    from tests.ordering.accesses import Command
+    from tests.ordering.parts import PlannedAccess, StepPart
 
 
 class DerivedState(NamedTuple):
@@ -42,7 +40,6 @@ class DerivedState(NamedTuple):
 
     draft: DraftTraits
     run_ahead: int
-    halves: Mapping[tuple[StepKind, bool], Halves]
     step: int
     """The last step planned."""
     knows: tuple[Known, Known, Known]
@@ -61,7 +58,7 @@ def initial_state(draft: DraftTraits, run_ahead: int) -> DerivedState:
     """The state before the first step of an epoch."""
     knows = (NOTHING_KNOWN, NOTHING_KNOWN, NOTHING_KNOWN)
     nothing_done = (GroupHistory(),) * len(BufferGroup)
-    return DerivedState(draft, run_ahead, halves_by_kind(draft), 0, knows, nothing_done, ())
+    return DerivedState(draft, run_ahead, 0, knows, nothing_done, ())
 
 
 def with_draft(state: DerivedState, draft: DraftTraits) -> DerivedState:
@@ -72,33 +69,30 @@ def with_draft(state: DerivedState, draft: DraftTraits) -> DerivedState:
     )
     knows = (NOTHING_KNOWN, _of_results(state.knows[VERIFY]), _of_results(state.knows[SCHEDULER]))
     published = tuple(one._replace(known=_of_results(one.known)) for one in state.published)
-    return state._replace(
-        draft=draft, halves=halves_by_kind(draft), knows=knows, histories=histories, published=published, stashed=0
-    )
+    return state._replace(draft=draft, knows=knows, histories=histories, published=published, stashed=0)
 
 
 def _of_results(known: Known) -> Known:
     """What is known beside the fences of a draft's attachment."""
-    consumed, _, publish, _ = known
-    return consumed, 0, publish, 0
+    consumed, _, publish, _, _ = known
+    return consumed, 0, publish, 0, 0
 
 
-def plan_step(state: DerivedState, command: OrderedStep) -> tuple[PlannedStep, DerivedState]:
-    """Returns the waits and signals of the next step's commands, and the state after it.
+def plan_step(state: DerivedState, command: Command) -> tuple[FenceOps | None, FenceOps, DerivedState]:
+    """Returns the waits and signals of the next step's commands, draft's and verify's, and the state after it.
 
     Raises OrderingError when the step cannot be ordered now, naming the accesses that collide.
     """
-    if command.drafted != state.step + 1:
+    if command.step != state.step + 1:
         raise OrderingError(f"step {command.step} is planned after step {state.step}")
-    if (command.kind, bool(command.prompts)) not in state.halves:
-        raise OrderingError(f"step {command.step} is a {command.kind.name} step, and there is no draft")
-    if command.kind is StepKind.DECODE and command.rows & ~state.stashed:
+    if command.kept & ~command.rows or (command.is_drafted and not command.kept):
+        raise OrderingError(f"step {command.step}: draft has no part for rows with draft tokens")
+    if command.kept & ~state.stashed:
         raise OrderingError(f"step {command.step}: draft reads what was never stashed for it")
     planning = _Planning(state, command)
-    draft, (verify,), (reads_result,) = planning.fence_ops()
-    assert reads_result == FenceOps((FencePoint(FenceName.VERIFY_PUBLISH, command.step),)), "as the scheduler does"
-    first, second = (*draft, None, None)[:2]
-    return PlannedStep(first, verify, second), planning.state_after()
+    draft, verify, reads_result = planning.fence_ops()
+    assert reads_result == FenceOps((FenceWait(FenceName.VERIFY_PUBLISH, command.step),)), "as the scheduler does"
+    return draft if draft.signals else None, verify, planning.state_after()
 
 
 def consume(state: DerivedState, step: int) -> DerivedState:
@@ -116,34 +110,32 @@ def consume(state: DerivedState, step: int) -> DerivedState:
 class _Planning:
     """One step in the making."""
 
-    __slots__ = ("_command", "_histories", "_knows", "_masks", "_published", "_state")
+    __slots__ = ("_command", "_histories", "_knows", "_masks", "_published", "_state", "_unsignalled")
 
-    def __init__(self, state: DerivedState, command: OrderedStep) -> None:
+    def __init__(self, state: DerivedState, command: Command) -> None:
         self._state = state
         self._command = command
         self._masks = row_masks(command, ring_rows(state.run_ahead))
         self._knows = list(state.knows)
         self._histories = list(state.histories)
         self._published = state.published
+        # Accesses after which their stream has signalled nothing yet.
+        self._unsignalled: tuple[PlannedAccess, ...] = ()
 
-    def fence_ops(self) -> tuple[list[FenceOps], list[FenceOps], list[FenceOps]]:
-        """Plans the halves, each knowing what those before it do; by the number of the stream."""
-        ops: tuple[list[FenceOps], list[FenceOps], list[FenceOps]] = ([], [], [])
-        command = self._command
-        for half in self._state.halves[command.kind, bool(command.prompts)]:
-            known, waits = self._waits(half)
-            self._record(half, self._signals(half, known))
-            number = self._number(half)
-            ops[half.stream].append(
-                FenceOps(
-                    tuple([FencePoint(FenceName(wait.counter), wait.value) for wait in waits]),
-                    tuple([FencePoint(fence, number) for fence in half.signals]),
-                )
+    def fence_ops(self) -> tuple[FenceOps, FenceOps, FenceOps]:
+        """Plans the parts, each knowing what those before it do; by the number of the stream."""
+        ops = [FenceOps(), FenceOps(), FenceOps()]
+        for part in parts_of(self._command.form, self._state.draft):
+            known, waits = self._waits(part)
+            self._unsignalled += part.accesses
+            self._record(self._signals(part, known))
+            before = ops[part.stream]
+            ops[part.stream] = FenceOps(
+                (*before.waits, *(FenceWait(FenceName(wait.counter), wait.value, part.place) for wait in waits)),
+                (*before.signals, *(FencePoint(fence, self._command.step) for fence in part.signals)),
             )
-        return ops
-
-    def _number(self, half: Half) -> int:
-        return self._command.drafted if half.is_drafting else self._command.step
+        draft, verify, scheduler = ops
+        return draft, verify, scheduler
 
     def state_after(self) -> DerivedState:
         """The state when the step is planned."""
@@ -152,7 +144,6 @@ class _Planning:
         return DerivedState(
             state.draft,
             state.run_ahead,
-            state.halves,
             self._command.step,
             (draft, verify, scheduler),
             tuple(self._histories),
@@ -161,11 +152,11 @@ class _Planning:
             state.stashed | self._command.rows | self._command.prompts if state.draft.is_present else 0,
         )
 
-    def _waits(self, half: Half) -> tuple[Known, list[Signal]]:
-        # Everything is waited for at the start of the command, in one go. Returns what is known then, too.
-        known = join(self._knows[half.stream], self._knows[SCHEDULER])
+    def _waits(self, part: StepPart) -> tuple[Known, list[Signal]]:
+        # Everything is waited for at the start of the part, in one go. Returns what is known then, too.
+        known = join(self._knows[part.stream], self._knows[SCHEDULER])
         missing: list[Signal] = []
-        for access in half.accesses:
+        for access in part.accesses:
             if access.is_polled:
                 continue
             history = self._histories[access.group]
@@ -181,19 +172,23 @@ class _Planning:
             known = join(known, wait.known)
         return known, waits
 
-    def _signals(self, half: Half, known: Known) -> dict[int, Signal]:
+    def _signals(self, part: StepPart, known: Known) -> dict[int, Signal]:
         signals: dict[int, Signal] = {}
-        for fence in half.signals:
-            signals[fence] = signal(known, fence, self._number(half))
+        for fence in part.signals:
+            signals[fence] = signal(known, fence, self._command.step)
             known = signals[fence].known
-        if half.stream == VERIFY:
+        if FenceName.VERIFY_PUBLISH in signals:
             self._published = (*self._published, signals[FenceName.VERIFY_PUBLISH])
-        if half.stream != SCHEDULER:
-            self._knows[half.stream] = known
+        if part.stream != SCHEDULER:
+            self._knows[part.stream] = known
         return signals
 
-    def _record(self, half: Half, signals: dict[int, Signal]) -> None:
-        for access in half.accesses:
+    def _record(self, signals: dict[int, Signal]) -> None:
+        accesses, self._unsignalled = self._unsignalled, ()
+        for access in accesses:
+            if access.counter != CONSUMED and access.counter not in signals:
+                self._unsignalled += (access,)
+                continue
             after = signals.get(access.counter) or self._consumption(access)
             history = self._histories[access.group]
             rows = self._masks[access.rows]

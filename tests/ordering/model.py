@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.plan import consume, initial_state, plan_step, with_draft
+from tests.ordering.accesses import Command
 from tests.ordering.checker import Operation, run
 from tests.ordering.plan_checker import PlanChecker
 from tests.ordering.step_operations import ATTACHMENT, catch_up_operations, step_operations
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.records import DraftTraits, OrderedStep, PlannedStep
+    from slipstream.common.worker.step import FenceOps
+    from slipstream.scheduler.records import DraftTraits
     from tests.ordering.checker import Race, Stuck
     from tests.ordering.plan_checker import Unwritten
     from tests.ordering.step_operations import Lanes, StepOperations
 
 DRAFT, NUM_LANES = 0, 3
 
-Alteration = Callable[[StepKind, Operation], Operation | None]
-"""Returns the operation to carry out in place of one of a step of that kind; None for none."""
+Alteration = Callable[[Command, Operation], Operation | None]
+"""Returns the operation to carry out in place of one of a step; None for none."""
 
 
 class Model:
@@ -38,10 +39,10 @@ class Model:
         self.stuck: list[Stuck] = []
         self.attachment = ATTACHMENT
         """The draft's; each has memory and fences of its own."""
-        self.last_sent: OrderedStep | None = None
+        self.last_sent: Command | None = None
         self._alter = alter
         # Of the steps that are not consumed, and of the last that is.
-        self._steps: dict[int, tuple[StepKind, StepOperations]] = {}
+        self._steps: dict[int, tuple[Command, StepOperations]] = {}
 
     def copy(self, *, alter: Alteration | None = None) -> Model:
         """An independent model in the same state, altered from here on."""
@@ -70,25 +71,26 @@ class Model:
         """The steps that are sent and not consumed, oldest first."""
         return [step for step in sorted(self._steps) if step > self.state.consumed]
 
-    def send(self, command: OrderedStep) -> PlannedStep:
-        """Plans the step, sends its commands, and carries them out."""
-        planned, self.state = plan_step(self.state, command)
-        operations = step_operations(command, planned, self.state.draft, self.state.run_ahead, self.attachment)
-        self._steps[command.step] = command.kind, operations
-        self._carry_out(command.kind, operations.send_lanes)
+    def send(self, command: Command) -> tuple[FenceOps | None, FenceOps]:
+        """Plans the step, sends its commands, and carries them out. Returns what draft's and verify's were told."""
+        *planned, self.state = plan_step(self.state, *command[:4], is_drafted=command.is_drafted)
+        draft, verify = planned
+        operations = step_operations(command, (draft, verify), self.state.draft, self.state.run_ahead, self.attachment)
+        self._steps[command.step] = command, operations
+        self._carry_out(command, operations.send_lanes)
         self.last_sent = command
-        return planned
+        return draft, verify
 
     def consume(self) -> None:
         """The scheduler consumes the oldest step that it has not consumed."""
         step = self.unconsumed[0]
         before = self.state.consumed
         self.state = consume(self.state, step)
-        kind, operations = self._steps[step]
-        self._carry_out(kind, ((), (), operations.consume))
+        command, operations = self._steps[step]
+        self._carry_out(command, ((), (), operations.consume))
         if before in self._steps:
-            kind, operations = self._steps.pop(before)
-            self._carry_out(kind, ((), (), operations.consume_next))
+            command, operations = self._steps.pop(before)
+            self._carry_out(command, ((), (), operations.consume_next))
 
     def change_draft(self, draft: DraftTraits) -> None:
         """Draft is lost, or another one joins, which catches up with what it has missed."""
@@ -98,21 +100,21 @@ class Model:
         if draft.is_present and self.state.step:
             number = self.state.step
             lanes = catch_up_operations(number, draft, self.state.run_ahead, self.attachment)
-            self._carry_out(StepKind.CATCH_UP, lanes)
+            self._carry_out(Command(number), lanes)
 
     def operations(self, step: int) -> StepOperations:
         """The operations of a step that is not consumed."""
         _, operations = self._steps[step]
         return operations
 
-    def _carry_out(self, kind: StepKind, lanes: Lanes) -> None:
+    def _carry_out(self, command: Command, lanes: Lanes) -> None:
         if self._alter is not None:
-            lanes = _altered(kind, lanes, self._alter)
+            lanes = _altered(command, lanes, self._alter)
         self.stuck.extend(run(self.checker, lanes))
 
 
-def _altered(kind: StepKind, lanes: Lanes, alter: Alteration) -> Lanes:
+def _altered(command: Command, lanes: Lanes, alter: Alteration) -> Lanes:
     draft, verify, scheduler = (
-        tuple(altered for operation in lane if (altered := alter(kind, operation)) is not None) for lane in lanes
+        tuple(altered for operation in lane if (altered := alter(command, operation)) is not None) for lane in lanes
     )
     return draft, verify, scheduler

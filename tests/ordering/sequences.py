@@ -8,9 +8,8 @@ from functools import cache
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.plan import last_consumed
-from slipstream.scheduler.records import OrderedStep
+from tests.ordering.accesses import Command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,15 +27,15 @@ class Move:
     further step, which any subset of the ready slots includes.
     """
 
-    kind: StepKind
     rows: int
     ready: int
     prompts: int = 0
-    """Of a mixed step: the slots that are given chunks."""
+    kept: int = 0
+    is_drafted: bool = False
 
-    def as_step(self, last: int) -> OrderedStep:
-        """The move as the step behind `last`."""
-        return OrderedStep(last + (2 if self.prompts else 1), self.kind, self.rows, self.prompts)
+    def as_step(self, last: int) -> Command:
+        """The move as the step after `last`."""
+        return Command(last + 1, self.rows, self.prompts, self.kept, self.is_drafted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +64,22 @@ class Visit:
 
 
 @cache
-def moves(num_slots: int, ready: int, *, drafted: int) -> tuple[Move, ...]:
+def moves(num_slots: int, ready: int, *, stashed: int) -> tuple[Move, ...]:
     """Every valid next step when the slots of the mask `ready` have had their last chunk.
 
-    `drafted`: mask of the slots that verify has stashed for since the present draft is there.
+    `stashed`: mask of the slots that verify has stashed for since the present draft is there.
     """
-    ready_subsets = [rows for rows in range(1 << num_slots) if rows & ~ready == 0]
-    found = [Move(StepKind.PLAIN, rows, ready) for rows in ready_subsets]
-    found.extend(Move(StepKind.DECODE, rows, ready) for rows in ready_subsets if rows and not rows & ~drafted)
-    for prompts in range(1, 1 << num_slots):
-        # Any of the chunks may be the last one of its prompt. Others may decode beside them.
-        beside = [rows for rows in ready_subsets if rows and not rows & (~drafted | prompts)]
-        for ends in range(prompts + 1):
-            if ends & ~prompts == 0:
-                after = ready & ~prompts | ends
-                found.append(Move(StepKind.PREFILL, prompts, after))
-                found.extend(Move(StepKind.DECODE, rows, after, prompts) for rows in beside)
+    found = []
+    for prompts in range(1 << num_slots):
+        beside = [rows for rows in range(1 << num_slots) if rows & (~ready | prompts) == 0]
+        # Any of the chunks may be the last one of its prompt.
+        for ends in [ends for ends in range(1 << num_slots) if ends & ~prompts == 0]:
+            after = ready & ~prompts | ends
+            for rows in beside:
+                found.append(Move(rows, after, prompts))
+                for kept in range(1, 1 << num_slots):
+                    if kept & ~(rows & stashed) == 0:
+                        found += [Move(rows, after, prompts, kept, is_drafted) for is_drafted in (False, True)]
     return tuple(found)
 
 
@@ -117,9 +116,10 @@ class Walk:
         ready = sends[-1].move.ready if sends else 0
         for before in self._befores(model):
             after = before
-            for move in moves(self.num_slots, ready, drafted=before.state.stashed):
+            for move in moves(self.num_slots, ready, stashed=before.state.stashed):
+                masks = (move.rows, move.ready, move.prompts, move.kept)
                 present = tuple(
-                    move.rows >> slot & 1 | (move.ready >> slot & 1) << 1 | (move.prompts >> slot & 1) << 2
+                    sum((mask >> slot & 1) << place for place, mask in enumerate(masks))
                     for slot in range(self.num_slots)
                 )
                 if not _is_first_of_its_kind(pasts, present):
@@ -134,7 +134,7 @@ class Walk:
                 longer = (*sends, Send(move, before.state.consumed, before.state.draft))
                 yield Visit(longer, before, after, is_end=num_steps == 1, is_new=is_new)
                 if num_steps > 1:
-                    grown = tuple(past << 3 | now for past, now in zip(pasts, present, strict=True))
+                    grown = tuple(past << 4 | now for past, now in zip(pasts, present, strict=True))
                     yield from self._visits(after, num_steps - 1, sends=longer, pasts=grown)
 
     def _befores(self, model: Model) -> Iterator[Model]:

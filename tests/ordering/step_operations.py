@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.worker.access_log import LogOp, StreamName
 from slipstream.common.worker.layout import ring_rows
-from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, Role, StepKind
+from slipstream.common.worker.step import FenceName, FenceOps, FenceWait, Role
 from slipstream.scheduler.core.plan import catch_up
-from slipstream.scheduler.records import OrderedStep
-from tests.ordering.accesses import BufferGroup, Phase, Rows, declared_accesses
+from tests.ordering.accesses import BufferGroup, Command, Phase, declared_accesses
 from tests.ordering.checker import Operation
+from tests.ordering.parts import ROWS_ORDER, row_masks
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.records import DraftTraits, PlannedStep
+    from slipstream.common.worker.step import FencePoint
+    from slipstream.scheduler.records import DraftTraits
     from tests.ordering.accesses import Access
 
 
@@ -43,93 +45,72 @@ class StepOperations(NamedTuple):
 
 
 def catch_up_operations(number: int, draft: DraftTraits, run_ahead: int, attachment: int = ATTACHMENT) -> Lanes:
-    """Lays out what the streams do for a command that brings a draft known tokens."""
-    layout = _Layout(OrderedStep(number, StepKind.CATCH_UP, 0), draft, run_ahead, attachment)
-    draft_lane = layout.worker(StreamName.DRAFT, catch_up(number), _DRAFT_PHASES)
+    """Lays out what the streams do for a command that brings a draft known tokens: as a language model's prefill."""
+    layout = _Layout(Command(number, prompts=1), replace(draft, reads_hidden=False), run_ahead, attachment)
+    draft_lane = layout.worker(StreamName.DRAFT, catch_up(number), (Phase.DRAFT_PREFILL,))
     return draft_lane, (), (layout.send(Role.DRAFT),)
 
 
 @cache
 def step_operations(
-    command: OrderedStep, planned: PlannedStep, draft: DraftTraits, run_ahead: int, attachment: int = ATTACHMENT
+    command: Command,
+    planned: tuple[FenceOps | None, FenceOps],
+    draft: DraftTraits,
+    run_ahead: int,
+    attachment: int = ATTACHMENT,
 ) -> StepOperations:
     """Lays out everything that the streams do in a step, as the commands declare it.
 
-    `attachment`: the number of the draft's, whose memory and fences are apart from those of every other one.
+    `planned`: waits and signals of draft's command and of verify's. `attachment`: the number of the draft's, whose
+    memory and fences are apart from those of every other one.
     """
     layout = _Layout(command, draft, run_ahead, attachment)
-    reads_result = FenceOps((FencePoint(FenceName.VERIFY_PUBLISH, command.step),))
-    sends = [layout.send(Role.VERIFY)]
-    if planned.draft is not None:
-        sends.insert(0, layout.send(Role.DRAFT, command.drafted))
-    if planned.draft_prompts is not None:
-        sends.append(layout.send(Role.DRAFT))
+    reads_result = FenceOps((FenceWait(FenceName.VERIFY_PUBLISH, command.step),))
+    for_draft, for_verify = planned
     return StepOperations(
-        sends=tuple(sends),
-        draft=(
-            *(layout.worker(StreamName.DRAFT, planned.draft, _DRAFT_PHASES, command.drafted) if planned.draft else ()),
-            *(layout.worker(StreamName.DRAFT, prompts, _TAKE_IN_PHASES) if (prompts := planned.draft_prompts) else ()),
-        ),
-        verify=layout.worker(StreamName.VERIFY, planned.verify, _VERIFY_PHASES),
-        consume=(*layout.waits(StreamName.SCHEDULER, reads_result), *layout.accesses(Phase.CONSUME)),
+        sends=tuple(layout.send(role) for role in Role if role is Role.VERIFY or for_draft is not None),
+        draft=() if for_draft is None else layout.worker(StreamName.DRAFT, for_draft, _DRAFT_PHASES),
+        verify=layout.worker(StreamName.VERIFY, for_verify, _VERIFY_PHASES),
+        consume=(*layout.waits(Phase.CONSUME, reads_result), *layout.accesses(Phase.CONSUME)),
         consume_next=layout.stamps(),
     )
 
 
-_DRAFT_PHASES = ((Phase.DRAFT, FenceName.DRAFT_DONE),)
-_TAKE_IN_PHASES = ((Phase.TAKE_IN, FenceName.DRAFT_DONE),)
-_VERIFY_PHASES = (
-    (Phase.COPY_IN, None),
-    (Phase.PUBLISH, FenceName.VERIFY_PUBLISH),
-    (Phase.STASH, FenceName.VERIFY_STASH),
-)
+_DRAFT_PHASES = (Phase.DRAFT_DECODE, Phase.DRAFT_PREFILL)
+_VERIFY_PHASES = (Phase.COPY_IN, Phase.LEAVE_STATES, Phase.PUBLISH, Phase.STASH)
 
 
 class _Layout:
     """The operations of one step."""
 
-    def __init__(self, command: OrderedStep, draft: DraftTraits, run_ahead: int, attachment: int) -> None:
+    def __init__(self, command: Command, draft: DraftTraits, run_ahead: int, attachment: int) -> None:
         self._attachment = attachment
         self._step = command.step
         self._draft = draft
-        self._declared = declared_accesses(command.kind, draft, is_mixed=bool(command.prompts))
-        ring, drafted = ring_rows(run_ahead), command.drafted
-        self._rows = {
-            Rows.SLOTS: _slots(command.rows | command.prompts),
-            Rows.DECODING: _slots(command.rows),
-            Rows.RING: (command.step % ring,),
-            Rows.DRAFTED: (drafted % ring,),
-            Rows.LAST_TWO: tuple(sorted({(drafted - 1) % ring, drafted % ring})),
-            Rows.SPARE: ((command.step + 1) % ring,),
-            Rows.WHOLE: (0,),
-        }
+        self._declared = declared_accesses(command.form, draft)
+        masks = row_masks(command, ring_rows(run_ahead))
+        self._rows = {rows: _slots(mask) for rows, mask in zip(ROWS_ORDER, masks, strict=True)}
 
-    def worker(
-        self,
-        stream: StreamName,
-        ops: FenceOps,
-        phases: tuple[tuple[Phase, FenceName | None], ...],
-        number: int | None = None,
-    ) -> tuple[Operation, ...]:
-        """A worker's command: waits, then each phase and the signal that ends it. `number`: None is the step's."""
+    def worker(self, stream: StreamName, ops: FenceOps, phases: tuple[Phase, ...]) -> tuple[Operation, ...]:
+        """A worker's command: of each phase the waits, the accesses, and the signal that ends it."""
         epoch = self._attachment if stream is StreamName.DRAFT else 0
-        received = Operation(LogOp.RECV, stream, self._step if number is None else number, epoch)
-        laid_out = [received, *self.waits(stream, ops)]
-        values = {point.fence: point.value for point in ops.signals}
-        for phase, fence in phases:
-            laid_out.extend(self.accesses(phase))
-            if fence in values:
-                laid_out.append(self._fence_op(LogOp.SIGNAL, stream, fence, values[fence]))
+        laid_out = [Operation(LogOp.RECV, stream, self._step, epoch)]
+        for phase in phases:
+            laid_out += self.waits(phase, ops)
+            laid_out += self.accesses(phase)
+            laid_out += [
+                self._fence_op(LogOp.SIGNAL, stream, point) for point in ops.signals if point.fence is phase.signal
+            ]
         return tuple(laid_out)
 
-    def send(self, role: Role, number: int | None = None) -> Operation:
-        """The scheduler sends a command. `number`: None is the step's."""
+    def send(self, role: Role) -> Operation:
+        """The scheduler sends a command."""
         epoch = self._attachment if role is Role.DRAFT else 0
-        return Operation(LogOp.SEND, StreamName.SCHEDULER, self._step if number is None else number, epoch, role=role)
+        return Operation(LogOp.SEND, StreamName.SCHEDULER, self._step, epoch, role=role)
 
-    def waits(self, stream: StreamName, ops: FenceOps) -> list[Operation]:
-        """The waits at the beginning of a command."""
-        return [self._fence_op(LogOp.WAIT, stream, point.fence, point.value) for point in ops.waits]
+    def waits(self, phase: Phase, ops: FenceOps) -> list[Operation]:
+        """The waits before a phase."""
+        return [self._fence_op(LogOp.WAIT, phase.stream, wait) for wait in ops.waits if wait.place is phase.place]
 
     def accesses(self, phase: Phase) -> list[Operation]:
         """The accesses of a phase, buffer by buffer."""
@@ -141,13 +122,13 @@ class _Layout:
         ]
 
     def stamps(self) -> tuple[Operation, ...]:
-        """The reads of the stamps; in the draft's own memory behind a poll of its fence."""
+        """The reads of the stamps; in the draft's own memory after a poll of its fence."""
         laid_out: list[Operation] = []
         for access in self._declared:
             if access.phase is Phase.CONSUME_NEXT:
                 if access.group is BufferGroup.LATE_STAMPS:
-                    fence = FenceName.DRAFT_DONE
-                    laid_out.append(self._fence_op(LogOp.POLL, StreamName.SCHEDULER, fence, self._step))
+                    prefilled = FenceWait(FenceName.DRAFT_PREFILLED, self._step)
+                    laid_out.append(self._fence_op(LogOp.POLL, StreamName.SCHEDULER, prefilled))
                 laid_out.extend(self._buffer_by_buffer(access))
         return tuple(laid_out)
 
@@ -161,9 +142,9 @@ class _Layout:
         epoch = self._attachment if access.group.is_in_region else 0
         return [Operation(op, stream, self._step, epoch, buffer=buffer, rows=rows) for buffer in buffers]
 
-    def _fence_op(self, op: LogOp, stream: StreamName, fence: FenceName, value: int) -> Operation:
-        epoch = 0 if fence is FenceName.VERIFY_PUBLISH else self._attachment
-        return Operation(op, stream, self._step, epoch, fence=fence, value=value)
+    def _fence_op(self, op: LogOp, stream: StreamName, point: FencePoint | FenceWait) -> Operation:
+        epoch = 0 if point.fence is FenceName.VERIFY_PUBLISH else self._attachment
+        return Operation(op, stream, self._step, epoch, fence=point.fence, value=point.value)
 
 
 def _slots(mask: int) -> tuple[int, ...]:

@@ -21,8 +21,8 @@ def use(log: AccessLog) -> None:
     log.fence(LogOp.WAIT, FenceName.VERIFY_STASH, 6, step=7)
     log.access(BufferName.SEQ_LENS, [1, 3], is_write=False, step=7)
     log.access(BufferName.DRAFT_TOKENS, (1, 3), is_write=True, step=7)
-    log.fence(LogOp.SIGNAL, FenceName.DRAFT_DONE, 7, step=7)
-    log.fence(LogOp.POLL, FenceName.DRAFT_DONE, 7, step=8)
+    log.fence(LogOp.SIGNAL, FenceName.DRAFT_PROPOSED, 7, step=7)
+    log.fence(LogOp.POLL, FenceName.DRAFT_PROPOSED, 7, step=8)
     log.release(FenceName.VERIFY_PUBLISH, 5, epoch=1)
     log.recv(epoch=2, step=8)
     log.close()
@@ -38,8 +38,8 @@ def test_one_json_object_a_line(tmp_path: Path) -> None:
         {**every, "seq": 2, "op": "wait", "attachment": 0, "fence": "VERIFY_STASH", "value": 6},
         {**every, "seq": 3, "op": "read", "attachment": 0, "buffer": "seq_lens", "rows": [1, 3]},
         {**every, "seq": 4, "op": "write", "attachment": 0, "buffer": "draft_tokens", "rows": [1, 3]},
-        {**every, "seq": 5, "op": "signal", "attachment": 0, "fence": "DRAFT_DONE", "value": 7},
-        {**every, "seq": 6, "op": "poll", "attachment": 0, "fence": "DRAFT_DONE", "value": 7, "step": 8},
+        {**every, "seq": 5, "op": "signal", "attachment": 0, "fence": "DRAFT_PROPOSED", "value": 7},
+        {**every, "seq": 6, "op": "poll", "attachment": 0, "fence": "DRAFT_PROPOSED", "value": 7, "step": 8},
         {
             **every,
             "seq": 7,

@@ -7,14 +7,8 @@ import pytest
 from slipstream.common.errors import OrderingError
 from slipstream.common.worker.access_log import StreamName
 from slipstream.common.worker.layout import LENT_WEIGHTS, SLOT_BUFFERS, BufferName, DraftShape, EpochShape
-from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.records import DraftTraits
-from tests.ordering.accesses import (
-    BufferGroup,
-    Phase,
-    Rows,
-    declared_accesses,
-)
+from tests.ordering.accesses import BufferGroup, Form, Phase, Rows, declared_accesses
 
 NO_DRAFT = DraftTraits(is_present=False)
 LANGUAGE_MODEL = DraftTraits(is_present=True)
@@ -24,12 +18,13 @@ SIZES = {"num_slots": 2, "run_ahead": 1, "num_draft_tokens": 1, "chunk_tokens": 
 SHAPE = DraftShape(hidden_width=1, **SIZES)
 RESULTS, REGION = EpochShape(**SIZES).specs(), [*SHAPE.given_specs(), *SHAPE.own_specs()]
 COMMANDS = [
-    (kind, draft, is_mixed)
-    for kind in (StepKind.PREFILL, StepKind.DECODE, StepKind.PLAIN)
+    (Form(takes_prompts, has_draft_rows, is_drafted), draft)
     for draft in (NO_DRAFT, LANGUAGE_MODEL, HEAD)
-    for is_mixed in (False, True)
-    if (kind is not StepKind.DECODE or draft.is_present) and (kind is StepKind.DECODE or not is_mixed)
+    for takes_prompts in (False, True)
+    for has_draft_rows, is_drafted in ((False, False), (True, False), (True, True))
+    if draft.is_present or not has_draft_rows
 ]
+commands = pytest.mark.parametrize(("form", "draft"), COMMANDS)
 
 
 def test_every_buffer_is_in_one_group() -> None:
@@ -37,8 +32,8 @@ def test_every_buffer_is_in_one_group() -> None:
         (buffer, group.is_in_region)
         for group in BufferGroup
         for buffer in group.buffers(HEAD)
-        # The same buffer, by its other reader.
-        if group is not BufferGroup.LATE_STAMPS
+        # The same buffers: each of these has rows of its own, or is read by another.
+        if group not in (BufferGroup.PREFILL_STAMPS, BufferGroup.LATE_STAMPS, BufferGroup.COPIED_PREFILL_STAMPS)
     ]
     assert sorted(grouped) == sorted(
         [(BufferName(spec.name), False) for spec in RESULTS] + [(BufferName(spec.name), True) for spec in REGION]
@@ -51,42 +46,41 @@ def test_buffers_of_hidden_states_exist_only_for_drafts_that_read_them() -> None
     assert set(BufferName) - grouped - set(LENT_WEIGHTS) == of_hidden_states
 
 
-@pytest.mark.parametrize(("kind", "draft", "is_mixed"), COMMANDS)
-def test_a_group_has_one_writer_and_one_other_reader(kind: StepKind, draft: DraftTraits, is_mixed: bool) -> None:
-    for access in declared_accesses(kind, draft, is_mixed=is_mixed):
+@commands
+def test_a_group_has_one_writer_and_one_other_reader(form: Form, draft: DraftTraits) -> None:
+    for access in declared_accesses(form, draft):
         owners = (access.group.writer,) if access.is_write else (access.group.writer, access.group.reader)
         assert access.phase.stream in owners, access
 
 
-@pytest.mark.parametrize(("kind", "draft", "is_mixed"), COMMANDS)
-def test_rows_are_slots_where_the_buffers_have_slots(kind: StepKind, draft: DraftTraits, is_mixed: bool) -> None:
-    for access in declared_accesses(kind, draft, is_mixed=is_mixed):
+@commands
+def test_rows_are_slots_where_the_buffers_have_slots(form: Form, draft: DraftTraits) -> None:
+    for access in declared_accesses(form, draft):
         for buffer in access.group.buffers(draft):
-            assert (access.rows in (Rows.SLOTS, Rows.DECODING)) == (buffer in SLOT_BUFFERS)
+            assert (access.rows in (Rows.SLOTS, Rows.KEPT)) == (buffer in SLOT_BUFFERS)
 
 
-@pytest.mark.parametrize(("kind", "draft", "is_mixed"), COMMANDS)
-def test_every_kind_publishes_and_stashes_for_a_draft(kind: StepKind, draft: DraftTraits, is_mixed: bool) -> None:
-    written = {
-        (access.phase, access.group) for access in declared_accesses(kind, draft, is_mixed=is_mixed) if access.is_write
-    }
+@commands
+def test_every_step_publishes_and_stashes_for_a_draft(form: Form, draft: DraftTraits) -> None:
+    written = {(access.phase, access.group) for access in declared_accesses(form, draft) if access.is_write}
     assert (Phase.PUBLISH, BufferGroup.RESULTS) in written
     assert ((Phase.STASH, BufferGroup.STASH) in written) == draft.is_present
 
 
-@pytest.mark.parametrize(("kind", "draft", "is_mixed"), COMMANDS)
-def test_verify_reads_nothing_of_what_it_gives_to_a_draft(kind: StepKind, draft: DraftTraits, is_mixed: bool) -> None:
-    for access in declared_accesses(kind, draft, is_mixed=is_mixed):
+@commands
+def test_verify_reads_nothing_of_what_it_gives_to_a_draft(form: Form, draft: DraftTraits) -> None:
+    for access in declared_accesses(form, draft):
         if access.phase.stream is StreamName.VERIFY and not access.is_write:
-            assert access.group in (BufferGroup.DRAFT_TOKENS, BufferGroup.DRAFT_STAMPS)
+            assert access.group in (BufferGroup.DRAFT_TOKENS, BufferGroup.DECODE_STAMPS, BufferGroup.PREFILL_STAMPS)
 
 
-def test_a_prefill_of_draft_reads_neither_lengths_nor_bonus_tokens() -> None:
+def test_a_prefill_part_of_draft_reads_neither_lengths_nor_bonus_tokens() -> None:
     for draft in (LANGUAGE_MODEL, HEAD):
-        accesses = declared_accesses(StepKind.PREFILL, draft)
-        assert not [access for access in accesses if access.phase is Phase.DRAFT and access.group is BufferGroup.STASH]
+        accesses = declared_accesses(Form(takes_prompts=True), draft)
+        found = [access.group for access in accesses if access.phase is Phase.DRAFT_PREFILL and not access.is_write]
+        assert found == ([BufferGroup.PREFILL_HIDDEN] if draft.reads_hidden else [])
 
 
-def test_decoding_needs_a_draft() -> None:
-    with pytest.raises(OrderingError, match="needs a draft"):
-        declared_accesses(StepKind.DECODE, NO_DRAFT)
+def test_a_part_for_a_draft_needs_one() -> None:
+    with pytest.raises(OrderingError, match="needs one"):
+        declared_accesses(Form(has_draft_rows=True), NO_DRAFT)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
 from slipstream.common.errors import OrderingError
-from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core import plan
-from slipstream.scheduler.records import DraftTraits, OrderedStep
+from slipstream.scheduler.records import DraftTraits
 from tests.ordering import derivation
+from tests.ordering.accesses import Command
 from tests.ordering.sequences import num_consumable
 
+if TYPE_CHECKING:
+    from slipstream.common.worker.step import FenceOps
+
 DRAFTS = (DraftTraits(is_present=False), DraftTraits(is_present=True), DraftTraits(is_present=True, reads_hidden=True))
-KINDS = (StepKind.DECODE, StepKind.DECODE, StepKind.PREFILL, StepKind.PLAIN)
 STEPS_PER_RUN = 60
 
 
@@ -26,15 +29,15 @@ class Both:
         self.derived = derivation.initial_state(draft, run_ahead)
         self.unconsumed: list[int] = []
 
-    def plan(self, command: OrderedStep) -> None:
-        planned, self.table = plan.plan_step(self.table, command)
-        derived, self.derived = derivation.plan_step(self.derived, command)
+    def plan(self, command: Command) -> None:
+        *planned, self.table = plan_step(self.table, command)
+        *derived, self.derived = derivation.plan_step(self.derived, command)
         assert planned == derived, f"{command}: the table has {planned}, derived is {derived}"
         self.unconsumed.append(command.step)
 
-    def refuse(self, command: OrderedStep) -> None:
+    def refuse(self, command: Command) -> None:
         with pytest.raises(OrderingError):
-            plan.plan_step(self.table, command)
+            plan_step(self.table, command)
         with pytest.raises(OrderingError):
             derivation.plan_step(self.derived, command)
 
@@ -60,32 +63,34 @@ def compare(randomness: random.Random, draft: DraftTraits, run_ahead: int, num_s
         if randomness.random() < 0.1:
             both.change_draft(randomness.choice(DRAFTS))
         table = both.table
-        command, ready = random_step(randomness, table.step, ready, all_slots, drafted=table.stashed)
+        command, ready = random_step(randomness, table.step, ready, all_slots, stashed=table.stashed)
         fewest, *more = num_consumable(command.step, table.consumed, both.unconsumed, run_ahead)
         for num_consumed in range(randomness.choice((fewest, fewest, *more))):
             if num_consumed < fewest:
                 both.refuse(command)
             both.consume()
         if not both.table.draft.is_present or all_slots & ~both.table.stashed:
-            both.refuse(OrderedStep(both.table.step + 1, StepKind.DECODE, all_slots))
+            both.refuse(Command(both.table.step + 1, all_slots, kept=all_slots))
         both.refuse(command._replace(step=command.step + randomness.choice((-1, 1))))
         both.plan(command)
         both.refuse_consumption(randomness.choice((both.table.consumed, command.step + 1, command.step + 2)))
 
 
+def plan_step(state: plan.PlanState, command: Command) -> tuple[FenceOps | None, FenceOps, plan.PlanState]:
+    """The table's order of a command."""
+    return plan.plan_step(state, *command[:4], is_drafted=command.is_drafted)
+
+
 def random_step(
-    randomness: random.Random, last: int, ready: int, all_slots: int, *, drafted: int
-) -> tuple[OrderedStep, int]:
-    """A valid step behind `last`, and the slots that are ready to decode after it."""
-    step, kind, rows = last + 1, randomness.choice(KINDS), randomness.randint(0, all_slots)
-    if kind is StepKind.PREFILL and rows:
-        after = ready & ~rows | rows & randomness.randint(0, all_slots)
-        beside = drafted & ready & ~rows & randomness.randint(0, all_slots)
-        return OrderedStep(step + 1, StepKind.DECODE, beside, rows) if beside else OrderedStep(step, kind, rows), after
-    rows &= ready
-    if kind is StepKind.DECODE and rows & drafted:
-        return OrderedStep(step, kind, rows & drafted), ready
-    return OrderedStep(step, StepKind.PLAIN, rows), ready
+    randomness: random.Random, last: int, ready: int, all_slots: int, *, stashed: int
+) -> tuple[Command, int]:
+    """A valid step after `last`, and the slots that are ready to decode after it."""
+    prompts = randomness.randint(0, all_slots) if randomness.random() < 0.4 else 0
+    rows = ready & ~prompts & randomness.randint(0, all_slots)
+    kept = rows & stashed & randomness.choice((0, all_slots, all_slots, randomness.randint(0, all_slots)))
+    is_drafted = bool(kept) and randomness.random() < 0.6
+    after = ready & ~prompts | prompts & randomness.randint(0, all_slots)
+    return Command(last + 1, rows, prompts, kept, is_drafted), after
 
 
 @pytest.mark.parametrize("num_runs", [5, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slipstream.common.worker.access_log import LogOp, StreamName
 from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import FenceName, Role
+from slipstream.common.worker.step import DRAFT_FENCES, FenceName, Role
 from tests.harness.sampling import examples
 from tests.ordering.checker import Checker, Operation, run
 from tests.ordering.plan_checker import PlanChecker, needless_waits
@@ -91,35 +91,36 @@ class TestRaces:
         assert {race.first.stream for race in checker.races} == {StreamName.DRAFT, StreamName.VERIFY}
 
     def test_of_what_comes_after_the_signal(self) -> None:
-        done = FenceName.DRAFT_DONE
-        assert checked([write(DRAFT, 1), signal(DRAFT, done, 1)], [wait(VERIFY, done, 1), read(VERIFY, 1)]).races == []
-        late = checked([signal(DRAFT, done, 1), write(DRAFT, 1)], [wait(VERIFY, done, 1), read(VERIFY, 1)])
+        proposed = FenceName.DRAFT_PROPOSED
+        verify = [wait(VERIFY, proposed, 1), read(VERIFY, 1)]
+        assert checked([write(DRAFT, 1), signal(DRAFT, proposed, 1)], verify).races == []
+        late = checked([signal(DRAFT, proposed, 1), write(DRAFT, 1)], verify)
         assert len(late.races) == 1
 
 
 class TestOrder:
     def test_by_a_wait_for_a_later_value(self) -> None:
-        done = FenceName.DRAFT_DONE
+        proposed = FenceName.DRAFT_PROPOSED
         checker = checked(
-            [write(DRAFT, 1), signal(DRAFT, done, 3)],
-            [wait(VERIFY, done, 2), read(VERIFY, 1)],
+            [write(DRAFT, 1), signal(DRAFT, proposed, 3)],
+            [wait(VERIFY, proposed, 2), read(VERIFY, 1)],
         )
         assert checker.races == []
         assert checker.num_ordered == 1
 
     def test_is_only_that_of_the_first_signal_that_ends_the_wait(self) -> None:
-        done = FenceName.DRAFT_DONE
+        proposed = FenceName.DRAFT_PROPOSED
         checker = checked(
-            [signal(DRAFT, done, 2), write(DRAFT, 1), signal(DRAFT, done, 3)],
-            [wait(VERIFY, done, 1), read(VERIFY, 1)],
+            [signal(DRAFT, proposed, 2), write(DRAFT, 1), signal(DRAFT, proposed, 3)],
+            [wait(VERIFY, proposed, 1), read(VERIFY, 1)],
         )
         assert len(checker.races) == 1, "the wait may have ended with the first signal"
 
     def test_goes_over_a_third_stream(self) -> None:
-        done, publish = FenceName.DRAFT_DONE, FenceName.VERIFY_PUBLISH
+        proposed, publish = FenceName.DRAFT_PROPOSED, FenceName.VERIFY_PUBLISH
         checker = checked(
-            [write(DRAFT, 1), signal(DRAFT, done, 1)],
-            [wait(VERIFY, done, 1), signal(VERIFY, publish, 1)],
+            [write(DRAFT, 1), signal(DRAFT, proposed, 1)],
+            [wait(VERIFY, proposed, 1), signal(VERIFY, publish, 1)],
             [wait(SCHEDULER, publish, 1), write(SCHEDULER, 1)],
         )
         assert checker.races == []
@@ -133,18 +134,18 @@ class TestOrder:
         assert len(sent_to_other.races) == 1
 
     def test_by_a_poll(self) -> None:
-        done = FenceName.DRAFT_DONE
-        draft = [write(DRAFT, 1), signal(DRAFT, done, 1), recv(DRAFT, 2), write(DRAFT, 2)]
-        scheduler = [read(SCHEDULER, 2), poll(SCHEDULER, done, 1), read(SCHEDULER, 1), send(Role.DRAFT, 2)]
+        proposed = FenceName.DRAFT_PROPOSED
+        draft = [write(DRAFT, 1), signal(DRAFT, proposed, 1), recv(DRAFT, 2), write(DRAFT, 2)]
+        scheduler = [read(SCHEDULER, 2), poll(SCHEDULER, proposed, 1), read(SCHEDULER, 1), send(Role.DRAFT, 2)]
         assert checked(draft, [], scheduler).races == []
         assert checked(draft, [], scheduler, kind=PlanChecker).races == []
 
     def test_by_a_poll_that_may_have_been_false(self) -> None:
-        done = FenceName.DRAFT_DONE
+        proposed = FenceName.DRAFT_PROPOSED
         lanes = (
-            [read(DRAFT, 1), signal(DRAFT, done, 1)],
+            [read(DRAFT, 1), signal(DRAFT, proposed, 1)],
             [recv(VERIFY, 1), write(VERIFY, 1)],
-            [poll(SCHEDULER, done, 1), send(Role.VERIFY, 1)],
+            [poll(SCHEDULER, proposed, 1), send(Role.VERIFY, 1)],
         )
         assert checked(*lanes).races == []
         assert len(checked(*lanes, kind=PlanChecker).races) == 1, "the command may be sent without it"
@@ -152,17 +153,20 @@ class TestOrder:
 
 class TestStuck:
     def test_behind_a_signal_that_never_comes(self) -> None:
-        never = wait(VERIFY, FenceName.DRAFT_DONE, 2)
-        (stuck,) = run(Checker(2), [[signal(DRAFT, FenceName.DRAFT_DONE, 1)], [never, read(VERIFY, 1)]])
+        never = wait(VERIFY, FenceName.DRAFT_PROPOSED, 2)
+        (stuck,) = run(Checker(2), [[signal(DRAFT, FenceName.DRAFT_PROPOSED, 1)], [never, read(VERIFY, 1)]])
         assert stuck.operation == never
         assert stuck.lane == VERIFY
-        assert str(stuck) == "verify's wait of DRAFT_DONE 2 in step 2 never ends: it was never signalled or sent"
+        assert str(stuck) == "verify's wait of DRAFT_PROPOSED 2 in step 2 never ends: it was never signalled or sent"
 
     def test_behind_each_other(self) -> None:
-        done, stash = FenceName.DRAFT_DONE, FenceName.VERIFY_STASH
+        proposed, stash = FenceName.DRAFT_PROPOSED, FenceName.VERIFY_STASH
         stuck = run(
             Checker(2),
-            [[wait(DRAFT, stash, 1), signal(DRAFT, done, 1)], [wait(VERIFY, done, 1), signal(VERIFY, stash, 1)]],
+            [
+                [wait(DRAFT, stash, 1), signal(DRAFT, proposed, 1)],
+                [wait(VERIFY, proposed, 1), signal(VERIFY, stash, 1)],
+            ],
         )
         assert [one.lane for one in stuck] == [DRAFT, VERIFY]
 
@@ -172,8 +176,8 @@ class TestStuck:
 
 def test_a_restarted_lane_is_another_process() -> None:
     checker = Checker(2)
-    done = FenceName.DRAFT_DONE
-    run(checker, [[read(DRAFT, 1), signal(DRAFT, done, 1), write(DRAFT, 2)], [wait(VERIFY, done, 1)]])
+    proposed = FenceName.DRAFT_PROPOSED
+    run(checker, [[read(DRAFT, 1), signal(DRAFT, proposed, 1), write(DRAFT, 2)], [wait(VERIFY, proposed, 1)]])
     checker.restart(DRAFT)
     run(checker, [[], [write(VERIFY, 1), write(VERIFY, 2)]])
     assert checker.races == [], "what it did is forgotten"
@@ -192,15 +196,15 @@ def test_a_copy_is_independent() -> None:
 class TestNeedlessWaits:
     def test_a_wait_that_orders_something_is_needed(self) -> None:
         checker = PlanChecker(2)
-        done = FenceName.DRAFT_DONE
-        run(checker, [[signal(DRAFT, done, 1), write(DRAFT, 1), signal(DRAFT, done, 2)], []])
-        assert needless_waits(checker, [[], [wait(VERIFY, done, 2), read(VERIFY, 1)]]) == []
+        proposed = FenceName.DRAFT_PROPOSED
+        run(checker, [[signal(DRAFT, proposed, 1), write(DRAFT, 1), signal(DRAFT, proposed, 2)], []])
+        assert needless_waits(checker, [[], [wait(VERIFY, proposed, 2), read(VERIFY, 1)]]) == []
 
     def test_a_wait_for_a_later_signal_than_needed(self) -> None:
         checker = PlanChecker(2)
-        done = FenceName.DRAFT_DONE
-        run(checker, [[write(DRAFT, 1), signal(DRAFT, done, 1), signal(DRAFT, done, 2)], []])
-        late = wait(VERIFY, done, 2)
+        proposed = FenceName.DRAFT_PROPOSED
+        run(checker, [[write(DRAFT, 1), signal(DRAFT, proposed, 1), signal(DRAFT, proposed, 2)], []])
+        late = wait(VERIFY, proposed, 2)
         assert needless_waits(checker, [[], [late, read(VERIFY, 1)]]) == [late]
 
     def test_a_wait_that_another_one_implies(self) -> None:
@@ -212,7 +216,7 @@ class TestNeedlessWaits:
         assert needless_waits(checker, [[wait(DRAFT, stash, 1), implied, read(DRAFT, 1, 2)], []]) == [implied]
 
 
-SIGNALLERS = {FenceName.DRAFT_DONE: DRAFT, FenceName.VERIFY_PUBLISH: VERIFY, FenceName.VERIFY_STASH: VERIFY}
+SIGNALLERS = {fence: DRAFT if fence in DRAFT_FENCES else VERIFY for fence in FenceName}
 
 
 @st.composite

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, note, seed, settings
 from hypothesis import strategies as st
 
-from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.records import DraftTraits, OrderedStep
+from slipstream.scheduler.records import DraftTraits
+from tests.ordering.accesses import Command
 from tests.ordering.model import Model
 from tests.ordering.plan_checker import needless_waits
 from tests.ordering.sequences import num_consumable
@@ -26,20 +26,15 @@ def print_seed() -> None:
     print(f"@seed({RANDOM_SEED})")
 
 
-def draw_step(data: st.DataObject, last: int, ready: int, drafted: int) -> tuple[OrderedStep, int]:
-    """A valid step behind `last`, and the slots that are ready after it. `drafted`: those that draft can draft for."""
-    step = last + 1
+def draw_step(data: st.DataObject, last: int, ready: int, stashed: int) -> tuple[Command, int]:
+    """A valid step after `last`, and the slots that are ready after it. `stashed`: those that draft can have."""
     draw = data.draw
-    rows = draw(st.integers(0, ALL_SLOTS))
-    kind = draw(st.sampled_from((StepKind.DECODE, StepKind.DECODE, StepKind.PREFILL, StepKind.PLAIN)))
-    if kind is StepKind.PREFILL and rows:
-        after = ready & ~rows | rows & draw(st.integers(0, ALL_SLOTS))
-        beside = drafted & ready & ~rows & draw(st.integers(0, ALL_SLOTS))
-        return OrderedStep(step + 1, StepKind.DECODE, beside, rows) if beside else OrderedStep(step, kind, rows), after
-    rows &= ready
-    if kind is StepKind.DECODE and rows & drafted:
-        return OrderedStep(step, kind, rows & drafted), ready
-    return OrderedStep(step, StepKind.PLAIN, rows), ready
+    prompts = draw(st.integers(0, ALL_SLOTS)) if draw(st.booleans()) else 0
+    rows = ready & ~prompts & draw(st.integers(0, ALL_SLOTS))
+    kept = rows & stashed & draw(st.sampled_from((0, ALL_SLOTS)) | st.integers(0, ALL_SLOTS))
+    is_drafted = bool(kept) and draw(st.booleans())
+    after = ready & ~prompts | prompts & draw(st.integers(0, ALL_SLOTS))
+    return Command(last + 1, rows, prompts, kept, is_drafted), after
 
 
 @seed(RANDOM_SEED)

@@ -18,9 +18,10 @@ import pytest
 from slipstream.common.errors import ConfigError
 from slipstream.common.worker.access_log import JsonLinesAccessLog, LogOp, StreamName
 from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import FenceName, StepKind
+from slipstream.common.worker.step import FenceName
 from slipstream.scheduler.core.plan import consume, initial_state, last_consumed, plan_step
-from slipstream.scheduler.records import DraftTraits, OrderedStep
+from slipstream.scheduler.records import DraftTraits
+from tests.ordering.accesses import Command
 from tests.ordering.checker import Operation
 from tests.ordering.replay import Replay, main, read_log
 from tests.ordering.step_operations import StepOperations, step_operations
@@ -33,14 +34,16 @@ STAMPS = (BufferName.VERIFY_STAMPS, BufferName.DRAFT_STAMPS)
 RUN_AHEAD = 1
 EPOCH = 3
 """The draft's attachment has the number behind it."""
-PREFILL, DECODE, PLAIN = ((kind, 0b110) for kind in (StepKind.PREFILL, StepKind.DECODE, StepKind.PLAIN))
+SLOTS = 0b110
+PREFILL, DECODE, PLAIN = Command(0, prompts=SLOTS), Command(0, SLOTS, kept=SLOTS, is_drafted=True), Command(0, SLOTS)
+"""Steps of these slots, whose numbers are given when they are sent."""
 
 Filter = Callable[[Operation], bool]
 
 
 def write_run(
     folder: Path,
-    commands: list[tuple[StepKind, int]],
+    commands: list[Command],
     *,
     keeps: Filter = lambda _: True,
     is_hasty: bool = False,
@@ -63,12 +66,11 @@ def write_run(
         if step > 1:
             write(steps.pop(step - 1).consume_next)
 
-    for step, (kind, rows) in enumerate(commands, start=1):
-        consumed = last_consumed(step, RUN_AHEAD)
+    for step, each in enumerate(commands, start=1):
+        command, consumed = each._replace(step=step), last_consumed(step, RUN_AHEAD)
         state = consume(state, consumed) if consumed > 0 else state
-        command = OrderedStep(step, kind, rows)
-        planned, state = plan_step(state, command)
-        steps[step] = step_operations(command, planned, HEAD, RUN_AHEAD, epoch + 1)
+        draft, verify, state = plan_step(state, *command[:4], is_drafted=command.is_drafted)
+        steps[step] = step_operations(command, (draft, verify), HEAD, RUN_AHEAD, epoch + 1)
         if is_hasty:
             write(steps[step].sends)
         if consumed > 0:
@@ -101,14 +103,22 @@ def write_operation(log: JsonLinesAccessLog, operation: Operation, epoch: int = 
             log.fence(operation.op, operation.fence, operation.value, step=operation.step, attachment=operation.epoch)
 
 
-def random_commands(num_steps: int, num_slots: int) -> list[tuple[StepKind, int]]:
+def random_commands(num_steps: int, num_slots: int) -> list[Command]:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     randomness = random.Random(seed)
     slots = ((1 << num_slots) - 1) << 1
-    kinds = [StepKind.PREFILL, StepKind.PLAIN, *[StepKind.DECODE] * 8]
-    steps = [(randomness.choice(kinds), randomness.randrange(1, slots) & slots or 2) for _ in range(num_steps - 1)]
-    return [(StepKind.PREFILL, slots), *steps]
+
+    def some() -> int:
+        return randomness.randrange(1, slots) & slots or 2
+
+    def command() -> Command:
+        prompts = some() if randomness.random() < 0.2 else 0
+        rows = some() & ~prompts
+        kept = rows if randomness.random() < 0.9 else 0
+        return Command(0, rows, prompts, kept, is_drafted=bool(kept) and randomness.random() < 0.9)
+
+    return [Command(0, prompts=slots), *(command() for _ in range(num_steps - 1))]
 
 
 def test_a_run_without_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +137,7 @@ def test_the_log_says_what_was_written(tmp_path: Path) -> None:
         Operation(LogOp.WAIT, StreamName.DRAFT, 5, EPOCH, fence=FenceName.VERIFY_STASH, value=4),
         Operation(LogOp.READ, StreamName.DRAFT, 5, EPOCH, buffer=BufferName.PREFILL_HIDDEN, rows=(0,)),
         Operation(LogOp.WRITE, StreamName.DRAFT, 5, EPOCH, buffer=BufferName.DRAFT_TOKENS, rows=(1, 2)),
-        Operation(LogOp.SIGNAL, StreamName.DRAFT, 5, EPOCH, fence=FenceName.DRAFT_DONE, value=5),
+        Operation(LogOp.SIGNAL, StreamName.DRAFT, 5, EPOCH, fence=FenceName.DRAFT_PROPOSED, value=5),
     ]
     log = JsonLinesAccessLog(tmp_path / "draft.jsonl", StreamName.DRAFT)
     for operation in operations:
@@ -175,7 +185,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_a_wait_for_what_never_came_is_an_error(tmp_path: Path) -> None:
     write_run(tmp_path, [PREFILL, DECODE], keeps=lambda op: (op.op, op.stream) != (LogOp.SIGNAL, StreamName.DRAFT))
-    assert "verify's wait of DRAFT_DONE 2 in step 2 never ends" in replayed(tmp_path, status=1)
+    assert "verify's wait of DRAFT_PROPOSED 2 in step 2 never ends" in replayed(tmp_path, status=1)
 
 
 class TestFaults:
@@ -206,10 +216,10 @@ class TestFaults:
         write_run(
             tmp_path,
             [PREFILL, *[DECODE] * 3, *[PLAIN] * 3],
-            keeps=lambda op: (op.op, op.fence, op.value) != (LogOp.SIGNAL, FenceName.DRAFT_DONE, 4),
+            keeps=lambda op: (op.op, op.fence, op.value) != (LogOp.SIGNAL, FenceName.DRAFT_PROPOSED, 4),
         )
-        assert "verify's wait of DRAFT_DONE 4 in step 4 never ends" in replayed(tmp_path, status=1)
-        write_release(tmp_path, FenceName.DRAFT_DONE, 4)
+        assert "verify's wait of DRAFT_PROPOSED 4 in step 4 never ends" in replayed(tmp_path, status=1)
+        write_release(tmp_path, FenceName.DRAFT_PROPOSED, 4)
         report = Replay(tmp_path).report()
         assert (report.races, report.stuck) == ((), ())
         assert report.num_excused > 0

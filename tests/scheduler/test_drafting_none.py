@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.worker.layout import PADDING_SLOT
-from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.draft_policy import DraftPolicy
-from slipstream.services.verify.engine import VerifyEngine
 from tests.harness.inline_device import InlineDevice
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import local_workers
@@ -27,11 +23,8 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.common.device.interface import Device
-    from slipstream.common.worker.step import StepCommand
     from slipstream.services.draft.engine import Drafter
-    from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.region import NextStepState
-    from slipstream.services.worker.role import Phase
     from slipstream.services.worker.slots import SamplingMode
 
 __all__ = ["checkpoints"]
@@ -96,22 +89,6 @@ def test_guesses_behind_steps_that_draft_none_are_those_of_a_request_alone(
     report = Replay(tmp_path).report()
     assert not report.races
     assert not report.stuck
-
-
-def test_verify_drafts_none_only_beside_prompts(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused: set[StepKind] = set()
-    phases = VerifyEngine.phases
-
-    def watched(role: VerifyEngine, command: StepCommand, state: EpochState) -> list[Phase]:
-        if not command.is_mixed:
-            with pytest.raises(InvalidArgumentError, match="drafts_none: got True, accepted: false, but in a DECODE"):
-                phases(role, replace(command, drafts_none=True), state)
-            refused.add(command.kind)
-        return phases(role, command, state)
-
-    monkeypatch.setattr(VerifyEngine, "phases", watched)
-    _serve(checkpoints, "standalone", HostDevice())
-    assert refused == {StepKind.PREFILL, StepKind.DECODE}
 
 
 @pytest.mark.usefixtures("tiny_small_steps")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.wire.job import FinishReason
-from slipstream.common.worker.step import FenceName, StepKind
+from slipstream.common.worker.step import FenceName, WaitPlace
 from slipstream.scheduler.core.draft_policy import ALONE_STEPS
 from slipstream.services.verify.engine import VerifyEngine
 from tests.harness.eagle3_checkpoints import make_head
@@ -27,13 +27,18 @@ if TYPE_CHECKING:
     from slipstream.services.worker.role import Phase
 
 
+def is_mixed(command: StepCommand) -> bool:
+    """True if a step decodes and takes in prompts."""
+    return bool(command.slots and command.chunks)
+
+
 class _Watched(Served):
     """Counts the mixed steps of verify."""
 
     num_mixed = 0
 
     def _stripped(self, command: StepCommand) -> StepCommand:
-        self.num_mixed += command.is_mixed
+        self.num_mixed += is_mixed(command)
         return super()._stripped(command)
 
 
@@ -85,8 +90,8 @@ def test_beside_prompts_some_steps_decode_alone_only_where_a_policy_is_to_learn(
 
     def note(command: StepCommand) -> StepCommand:
         is_of_verify = any(point.fence is FenceName.VERIFY_PUBLISH for point in command.ops.signals)
-        if is_of_verify and command.kind is not StepKind.PREFILL:
-            mixed.append(command.is_mixed)
+        if is_of_verify and command.slots:
+            mixed.append(is_mixed(command))
         return command
 
     stream, prompts = make_job("stream", (1, 2, 3), 80), [make_job(str(n), (n,) * 90, 1) for n in range(5)]
@@ -94,7 +99,7 @@ def test_beside_prompts_some_steps_decode_alone_only_where_a_policy_is_to_learn(
         config = replace(Way(chunk_tokens=6).config(None), num_draft_tokens=num_draft_tokens)
         LocalEpoch(1, config, workers).run([stream, *prompts])
     first, last = mixed.index(True), len(mixed) - mixed[::-1].index(True)
-    alone = [len(list(steps)) for is_mixed, steps in groupby(mixed[first:last]) if not is_mixed]
+    alone = [len(list(steps)) for has_chunks, steps in groupby(mixed[first:last]) if not has_chunks]
     if num_draft_tokens is None:
         assert len(alone) > 2
         assert set(alone) == {ALONE_STEPS}
@@ -102,19 +107,40 @@ def test_beside_prompts_some_steps_decode_alone_only_where_a_policy_is_to_learn(
         assert alone == []
 
 
+@pytest.mark.parametrize("draft", ["model", "head"])
+def test_a_head_s_steps_are_not_mixed_where_waits_are_enqueued_after_their_signals(
+    models: Models, target: Path, tmp_path: Path, draft: str
+) -> None:
+    """Its command would come before verify's, and wait for the states that verify leaves in the same step."""
+    mixed: list[bool] = []
+
+    def note(command: StepCommand) -> StepCommand:
+        mixed.append(is_mixed(command))
+        return command
+
+    drafter = make_head(tmp_path / "head", target) if draft == "head" else models.draft
+    both = Models(models.verify, drafter, models.twin)
+    jobs, again = ([make_job("stream", (1, 2, 3), 60), make_job("prompt", (7,) * 50, 4)] for _ in range(2))
+    config = replace(Way(num_draft_tokens=3, chunk_tokens=9).config(None), dispatch="acknowledged")
+    with local_workers(both.verify, both.draft, before_send=note) as workers:
+        outputs = LocalEpoch(1, config, workers).run(jobs)
+    assert any(mixed) is (draft == "model")
+    assert [outputs[job] for job in jobs] == Served(models, Way(run_ahead=0, slots=1)).run(*([job] for job in again))
+
+
 @pytest.mark.parametrize("draft", ["model", "head", None])
 def test_on_a_cpu_prompts_come_behind_the_stash_while_a_model_drafts(
     models: Models, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: str | None
 ) -> None:
     """A head needs the states of the chunk with the stash, and a first token is published with its step."""
-    seen: set[tuple[bool, tuple[tuple[FenceName, ...], ...]]] = set()
+    seen: set[tuple[bool, tuple[tuple[WaitPlace | None, tuple[FenceName, ...]], ...]]] = set()
     phases = VerifyEngine.phases
 
     def watched(role: VerifyEngine, command: StepCommand, state: EpochState) -> list[Phase]:
         found = phases(role, command, state)
-        if command.is_mixed:
+        if is_mixed(command):
             has_end = any(chunk.is_last for chunk in command.chunks)
-            seen.add((has_end, tuple(phase.fences for phase in found)))
+            seen.add((has_end, tuple((phase.place, phase.fences) for phase in found)))
         return found
 
     monkeypatch.setattr(VerifyEngine, "phases", watched)
@@ -122,5 +148,7 @@ def test_on_a_cpu_prompts_come_behind_the_stash_while_a_model_drafts(
     way = Way(num_draft_tokens=0 if draft is None else 3, chunk_tokens=9)
     served = Served(Models(models.verify, drafter, models.twin), way)
     served.run([make_job("stream", (1, 2, 3), 60), make_job("prompt", (7,) * 50, 1)])
-    fences = ((FenceName.VERIFY_PUBLISH,), (FenceName.VERIFY_STASH,))
-    assert seen == {(True, fences), (False, (*fences, ()) if draft == "model" else fences)}
+    sampled = ((WaitPlace.SAMPLING, (FenceName.VERIFY_PUBLISH,)), (None, (FenceName.VERIFY_STASH,)))
+    states = ((WaitPlace.PREFILL_HIDDEN, ()),) if draft == "head" else ()
+    together = ((WaitPlace.START, ()), *states, *sampled)
+    assert seen == {(True, together), (False, (*together, (None, ())) if draft == "model" else together)}

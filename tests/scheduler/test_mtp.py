@@ -236,7 +236,7 @@ def test_each_step_waits_for_its_own_draft_when_drafts_follow_each_other_fast(
     A record that is made again before its waiter came would break the pair; a fence is a number that only grows.
     """
     reports = []
-    for strip in (None, FenceName.DRAFT_DONE):
+    for strip in (None, FenceName.DRAFT_PROPOSED):
         logs = tmp_path / str(strip)
         logs.mkdir()
         way = Way(num_draft_tokens=NUM_MODULES, run_ahead=run_ahead, slots=3, chunk_tokens=5, debug=False)

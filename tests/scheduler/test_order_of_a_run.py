@@ -110,7 +110,7 @@ class TestReplay:
         assert report.num_ordered > 100
 
     def test_without_the_wait_for_the_draft_its_tokens_collide(self, models: Models, tmp_path: Path) -> None:
-        report = self._report(models, tmp_path, Way(num_draft_tokens=2), strip=FenceName.DRAFT_DONE)
+        report = self._report(models, tmp_path, Way(num_draft_tokens=2), strip=FenceName.DRAFT_PROPOSED)
         texts = list(map(str, report.races))
         assert any(
             "draft's write of draft_tokens" in text and "verify's read of draft_tokens" in text for text in texts

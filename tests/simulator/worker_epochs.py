@@ -9,7 +9,7 @@ import torch
 
 from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.contract import DraftSizes
-from slipstream.common.worker.layout import BufferName, DraftShape, EpochShape
+from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, BufferName, DraftShape, EpochShape
 from slipstream.common.worker.step import FenceName
 from slipstream.services.worker.future_map import FutureMap
 from slipstream.services.worker.region import Region
@@ -45,10 +45,8 @@ class Piece:
         self.shared = own.shared, given.shared
         self.is_given_up = False
         """True once verify waits for the draft no more."""
-        self.fences = {
-            FenceName.DRAFT_DONE: own.fence(FenceName.DRAFT_DONE),
-            FenceName.VERIFY_STASH: given.fence(FenceName.VERIFY_STASH),
-        }
+        self.fences = {name: own.fence(name) for name in OWN_FENCES}
+        self.fences |= {name: given.fence(name) for name in GIVEN_FENCES}
 
     @property
     def is_undisturbed(self) -> bool:

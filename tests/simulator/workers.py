@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +14,9 @@ from slipstream.common.errors import (
     SlipstreamError,
     StaleEpochError,
 )
-from slipstream.common.worker.layout import DraftShape
-from slipstream.common.worker.step import FenceName, Role, StepKind
+from slipstream.common.worker.layout import DECODE_PART, PREFILL_PART, DraftShape
+from slipstream.common.worker.step import DRAFT_FENCES, FenceName, Role, WaitPlace
+from slipstream.services.worker.role import Phase
 from slipstream.services.worker.verify_result import VerifyResult
 from tests.simulator.memory import SimulatedDevice
 from tests.simulator.model import extend, token_of
@@ -159,21 +161,26 @@ class SimulatedWorker(Process):
         fences = epoch.fences | ({} if piece is None else piece.fences)
         for update in command.updates:
             self.stream.enqueue(lambda update=update: epoch.tokens.update(update))
-        for point in command.ops.waits:
-            if piece is not None and piece.is_given_up and point.fence is FenceName.DRAFT_DONE:
-                continue
-            fence = fences[point.fence]
-            epoch.waited[fence] = max(point.value, epoch.waited.get(fence, 0))
-            fence.wait(self.stream, point.value)
-        start, end = (epoch.map if self.role is Role.VERIFY else epoch.own.region).stamps(command.step)
-        self.stream.enqueue(lambda: self._stamp(start))
-        for number, (name, work) in enumerate(self._steps(epoch, command, piece)):
-            self.stream.enqueue(work)
-            if number == 0:
-                self.stream.enqueue(lambda: self._stamp(end))
-            for point in command.ops.signals:
-                if point.fence is name:
-                    fences[name].signal(self.stream, point.value)
+        memory = epoch.map if self.role is Role.VERIFY else epoch.own.region
+        phases = self._steps(epoch, command, piece)
+        for before, phase, after in zip((None, *phases), phases, (*phases[1:], None), strict=False):
+            for wait in command.ops.waits:
+                if wait.place is phase.place and not (
+                    piece is not None and piece.is_given_up and wait.fence in DRAFT_FENCES
+                ):
+                    fence = fences[wait.fence]
+                    epoch.waited[fence] = max(wait.value, epoch.waited.get(fence, 0))
+                    fence.wait(self.stream, wait.value)
+            start, end = memory.stamps(command.step, phase.part)
+            if before is None or before.part != phase.part:
+                self.stream.enqueue(lambda start=start: self._stamp(start))
+            self.stream.enqueue(phase.work)
+            if after is None or after.part != phase.part:
+                self.stream.enqueue(lambda end=end: self._stamp(end))
+            for name in phase.fences:
+                for point in command.ops.signals:
+                    if point.fence is name:
+                        fences[name].signal(self.stream, point.value)
         if command.wants_acknowledgement:
             link.acknowledge(command.step)
 
@@ -231,20 +238,31 @@ class SimulatedWorker(Process):
 
     # Verify's steps.
 
-    def _verify(
-        self, epoch: Epoch, command: StepCommand, piece: Piece | None
-    ) -> list[tuple[FenceName, Callable[[], None]]]:
+    def _verify(self, epoch: Epoch, command: StepCommand, piece: Piece | None) -> list[Phase]:
+        drafts: list[list[int]] = [[] for _ in command.slots]
         results: list[tuple[torch.Tensor, VerifyResult]] = []
+        copies_stamps = command.ops.waits_for(FenceName.DRAFT_PROPOSED, WaitPlace.SAMPLING) > 0
+
+        def copy_in() -> None:
+            if command.most_draft_tokens:
+                assert piece is not None, "a step with a draft names it"
+                piece.check(self)
+                copied = epoch.map.copy_in(command.step, piece.region, command.slots, torch.tensor(command.slots))
+                drafts[:] = copied.tolist()
+
+        def leave_states() -> None:
+            if piece is not None and piece.region.shape.hidden_width and command.chunks:
+                states = [state for chunk in command.chunks for state in self._states(epoch, chunk)]
+                piece.check(self)
+                piece.region.stash_prefill(command.step, _hidden([states])[0])
 
         def publish() -> None:
-            parts = [self._prefill] * bool(command.chunks)
-            if command.kind is not StepKind.PREFILL:
-                parts.append(self._decode)
-            for part in parts:
-                rows, result = part(epoch, command, piece)
-                if result is not None:
-                    results.append((rows, result))
-                    epoch.map.publish(command.step, rows, result)
+            if copies_stamps and piece is not None:
+                epoch.map.copy_stamps(command.step, piece.region)
+            if command.slots:
+                self._publish(epoch, command, results, self._decode(epoch, command, piece, drafts))
+            if command.chunks:
+                self._publish(epoch, command, results, self._prefill(epoch, command, piece))
 
         def stash() -> None:
             if piece is not None:
@@ -252,7 +270,24 @@ class SimulatedWorker(Process):
                 for rows, result in results:
                     piece.region.stash(command.step, rows.tolist(), rows, result)
 
-        return [(FenceName.VERIFY_PUBLISH, publish), (FenceName.VERIFY_STASH, stash)]
+        return [
+            Phase(copy_in, place=WaitPlace.START),
+            Phase(leave_states, place=WaitPlace.PREFILL_HIDDEN),
+            Phase(publish, (FenceName.VERIFY_PUBLISH,), WaitPlace.SAMPLING),
+            Phase(stash, (FenceName.VERIFY_STASH,)),
+        ]
+
+    @staticmethod
+    def _publish(
+        epoch: Epoch,
+        command: StepCommand,
+        results: list[tuple[torch.Tensor, VerifyResult]],
+        found: tuple[torch.Tensor, VerifyResult | None],
+    ) -> None:
+        rows, result = found
+        if result is not None:
+            results.append((rows, result))
+            epoch.map.publish(command.step, rows, result)
 
     def _prefill(
         self, epoch: Epoch, command: StepCommand, piece: Piece | None
@@ -264,9 +299,6 @@ class SimulatedWorker(Process):
                 piece.region.forget(command.step, new)
         for chunk in command.chunks:
             epoch.tokens.write(chunk.slot, chunk.start, chunk.tokens)
-        if piece is not None and piece.region.shape.hidden_width:
-            states = [state for chunk in command.chunks for state in self._states(epoch, chunk)]
-            piece.region.stash_prefill(command.step, _hidden([states])[0])
         ends = [chunk for chunk in command.chunks if chunk.is_last]
         rows = torch.tensor([chunk.slot for chunk in ends]).long()
         if not ends:
@@ -291,20 +323,11 @@ class SimulatedWorker(Process):
         return states
 
     def _decode(
-        self, epoch: Epoch, command: StepCommand, piece: Piece | None
-    ) -> tuple[torch.Tensor, VerifyResult | None]:
+        self, epoch: Epoch, command: StepCommand, piece: Piece | None, drafts: list[list[int]]
+    ) -> tuple[torch.Tensor, VerifyResult]:
         slots = command.slots
         rows = torch.tensor(slots)
-        if not slots:
-            return rows, None
         lengths, bonus = epoch.map.ends(command.step, rows, epoch.limits(slots))
-        drafts: list[list[int]] = [[] for _ in slots]
-        if command.kind is StepKind.DECODE:
-            assert piece is not None, "a step with a draft names it"
-            piece.check(self)
-            drafted = command.step - 1 if command.is_mixed else command.step
-            copied = epoch.map.copy_in(drafted, piece.region, slots, rows)
-            drafts = copied[:, : 0 if command.drafts_none else None].tolist()
         accepted, tokens, hidden = [], [], []
         for slot, length, last, draft in zip(slots, lengths.tolist(), bonus.tolist(), drafts, strict=True):
             epoch.tokens.write(slot, length, [last, *draft])
@@ -338,16 +361,23 @@ class SimulatedWorker(Process):
 
     # Draft's steps.
 
-    def _draft(self, epoch: Epoch, command: StepCommand, _: Piece | None) -> list[tuple[FenceName, Callable[[], None]]]:
-        work = self._propose if command.kind is StepKind.DECODE else self._take_in
-        return [(FenceName.DRAFT_DONE, lambda: work(epoch, command))]
+    def _draft(self, epoch: Epoch, command: StepCommand, _: Piece | None) -> list[Phase]:
+        parts = {
+            FenceName.DRAFT_PROPOSED: (self._propose, WaitPlace.START, DECODE_PART),
+            FenceName.DRAFT_PREFILLED: (self._take_in, WaitPlace.PREFILL_HIDDEN, PREFILL_PART),
+        }
+        return [
+            Phase(partial(work, epoch, command), (point.fence,), place, part)
+            for point in command.ops.signals
+            for work, place, part in [parts[point.fence]]
+        ]
 
     def _take_in(self, epoch: Epoch, command: StepCommand) -> None:
         """A draft's own prefill, or a part of its catching up."""
         for chunk in command.chunks:
             epoch.tokens.write(chunk.slot, chunk.start, chunk.tokens)
         piece = epoch.own
-        if piece.region.shape.hidden_width and command.kind is StepKind.PREFILL:
+        if piece.region.shape.hidden_width and not command.catches_up:
             piece.check(self)
             found = _states_of(
                 piece.region.gather_prefill(command.step, sum(len(one.tokens) for one in command.chunks))
@@ -374,7 +404,7 @@ class SimulatedWorker(Process):
                 state = extend(_states_of(stash.hidden_states[row])[num_new - 1], new[-1:])
             else:
                 state = extend(epoch.tokens.state(slot, length), new[-1:])
-            guess = self._guess(state, 1 if command.drafts_none else region.shape.num_draft_tokens)
+            guess = self._guess(state, command.most_draft_tokens or 1)
             has_room = length + 1 + len(guess) <= self.skill.context_tokens
             guesses.append(guess if has_room else [token + 1 for token in guess])
         region.propose(command.step, rows, torch.tensor(guesses))

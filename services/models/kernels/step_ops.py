@@ -157,6 +157,7 @@ def publish_kernel(
 @triton.jit(do_not_specialize=["stamp_stride", "width"])
 def propose_kernel(
     draft_tokens: tl.tensor,  # [slots, ROW] int64
+    num_proposed: tl.tensor,  # [slots] int64
     stamps: tl.tensor,  # [ring] int64, written if HAS_STAMP
     ring_row: tl.tensor,  # [1] int64
     stamp_stride: tl.tensor,
@@ -164,12 +165,14 @@ def propose_kernel(
     tokens: tl.tensor,  # [B, width] int64
     width: tl.tensor, ROW: tl.constexpr, BLOCK_W: tl.constexpr, HAS_STAMP: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes the draft's tokens of one slot; the last program stamps. Grid: (B,)."""
+    """Writes the draft's tokens of one slot and their number; the last program stamps. Grid: (B,)."""
     wait_for_previous(OVERLAPS)
     b = tl.program_id(0)
+    slot = tl.load(rows + b)
     w = tl.arange(0, BLOCK_W)
     token = tl.load(tokens + b * width + w, mask=w < width, other=0)
-    tl.store(draft_tokens + tl.load(rows + b) * ROW + w, token, mask=w < width)
+    tl.store(draft_tokens + slot * ROW + w, token, mask=w < width)
+    tl.store(num_proposed + slot, width)
     if HAS_STAMP:
         stamp(stamps, ring_row, stamp_stride, b == tl.num_programs(0) - 1)
 
@@ -234,16 +237,16 @@ def stash_kernel(
 )
 def copy_in_kernel(
     region: tl.tensor,  # [words of `RegionWord`] int64
-    result_stamps: tl.tensor,  # [ring, 2] int64, written
+    result_stamps: tl.tensor,  # [ring, 2, 2] int64, written
     rows: tl.tensor,  # [B] int64
     copied: tl.tensor,  # [B, width] int64, written
     ring_row: tl.tensor,  # [1] int64: the step's row, read if IS_CAPTURED
     row: tl.tensor,  # the same otherwise
     num_ring_rows: tl.tensor, vocab_size: tl.tensor, width: tl.tensor, BLOCK_W: tl.constexpr, IS_CAPTURED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copies one slot's draft tokens, clamped to the vocabulary, and two rows of the draft's stamps. Grid: (B,).
+    """Copies one slot's draft tokens, clamped to the vocabulary, and the draft's stamps. Grid: (B,).
 
-    Without a region, the tokens are 0.
+    The stamps are those of the step's decode part and of the prefill part before it. Without a region, tokens are 0.
     """
     b = tl.program_id(0)
     w = tl.arange(0, BLOCK_W)
@@ -255,8 +258,8 @@ def copy_in_kernel(
         tl.store(copied + b * width + w, tl.minimum(tl.maximum(token, 0), vocab_size - 1), mask=w < width)
         if b == 0:
             own = tl.load(ring_row) if IS_CAPTURED else row
-            i = tl.arange(0, 4)
-            place = tl.where(i < 2, (own + num_ring_rows - 1) % num_ring_rows, own) * 2 + i % 2
+            i = tl.arange(0, 4)  # the places of a row: the decode part's two, then the prefill part's
+            place = tl.where(i < 2, own, (own + num_ring_rows - 1) % num_ring_rows) * 4 + i
             tl.store(result_stamps + place, tl.load(region_buffer(region, DRAFT_STAMPS, tl.int64) + place))
 
 

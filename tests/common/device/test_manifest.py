@@ -56,7 +56,7 @@ def _placed(name: str = "a", *, offset: int = 0, shape: tuple[int, ...] = (4,)) 
     return Placed(BufferSpec(name, shape, torch.int64, "verify"), offset)
 
 
-def _word(offset: int, fence: FenceName = FenceName.DRAFT_DONE) -> FenceWord:
+def _word(offset: int, fence: FenceName = FenceName.DRAFT_PROPOSED) -> FenceWord:
     return FenceWord(fence, "host", offset)
 
 

@@ -154,26 +154,18 @@ def test_attachments_that_make_no_sense_are_refused(
 def _taken(**changes: object) -> pb.StepCommand:
     """A request takes a slot, with these changes to its sampling."""
     sampling = pb.SlotSampling(**{"top_p": 1.0, "repetition_penalty": 1.0, **changes})  # type: ignore[arg-type]
-    return pb.StepCommand(kind=pb.STEP_KIND_PLAIN, updates=[pb.SlotUpdate(sampling=sampling)])
+    return pb.StepCommand(updates=[pb.SlotUpdate(sampling=sampling)])
 
 
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (pb.StepCommand(), "kind"),
-        (pb.StepCommand(kind=17), "kind"),  # type: ignore[arg-type]
-        (pb.StepCommand(kind=pb.STEP_KIND_PLAIN, waits=[pb.FencePoint(value=3)]), "fence"),
-        (pb.StepCommand(kind=pb.STEP_KIND_PLAIN, signals=[pb.FencePoint(fence=8)]), "fence"),  # type: ignore[arg-type]
-        (
-            pb.StepCommand(
-                kind=pb.STEP_KIND_PLAIN, updates=[pb.SlotUpdate(sampling=pb.SlotSampling(temperature=float("nan")))]
-            ),
-            "sampling_params.temperature",
-        ),
-        (
-            pb.StepCommand(kind=pb.STEP_KIND_PLAIN, updates=[pb.SlotUpdate(sampling=pb.SlotSampling(top_p=0.0))]),
-            "sampling_params.top_p",
-        ),
+        (pb.StepCommand(waits=[pb.FenceWait(value=3, place=pb.WAIT_PLACE_START)]), "fence"),
+        (pb.StepCommand(waits=[pb.FenceWait(value=3, fence=pb.FENCE_VERIFY_STASH)]), "place"),
+        (pb.StepCommand(waits=[pb.FenceWait(fence=pb.FENCE_VERIFY_STASH, place=4)]), "place"),  # type: ignore[arg-type]
+        (pb.StepCommand(signals=[pb.FencePoint(fence=8)]), "fence"),  # type: ignore[arg-type]
+        (_taken(temperature=float("nan")), "sampling_params.temperature"),
+        (_taken(top_p=0.0), "sampling_params.top_p"),
         (_taken(repetition_penalty=0.0), "sampling_params.repetition_penalty"),
         (_taken(repetition_penalty=2.5), "sampling_params.repetition_penalty"),
         (_taken(frequency_penalty=-2.5), "sampling_params.frequency_penalty"),
@@ -185,7 +177,7 @@ def _taken(**changes: object) -> pb.StepCommand:
         (_taken(masked_before=2**31), "sampling_params.masked_before"),
         (_taken(masked_token_ids=[4, 3]), "sampling_params.masked_token_ids"),
         (_taken(masked_token_ids=list(range(257))), "sampling_params.masked_token_ids"),
-        (pb.StepCommand(kind=pb.STEP_KIND_PLAIN, top_logprobs=21), "top_logprobs"),
+        (pb.StepCommand(top_logprobs=21), "top_logprobs"),
     ],
 )
 def test_commands_that_make_no_sense_are_refused(message: pb.StepCommand, field: str) -> None:
@@ -203,7 +195,7 @@ def test_a_peer_that_does_not_fit_is_told_in_everything_that_differs() -> None:
 
 
 def test_an_unknown_fence_word_is_a_manifest_error() -> None:
-    words = (FenceWord(FenceName.DRAFT_DONE, "host", 0),)
+    words = (FenceWord(FenceName.DRAFT_PROPOSED, "host", 0),)
     message = manifest_to_pb(Manifest("file", "p", 64, (), words))
     message.fences[0].fence = 0  # type: ignore[assignment]
     with pytest.raises(ManifestError, match="fence 0"):

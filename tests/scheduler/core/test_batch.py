@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from slipstream.common.errors import InternalError, PendingLengthError
 from slipstream.common.wire.job import FinishReason, TokenLogprobs
 from slipstream.common.wire.sequence import StepOutput
-from slipstream.common.worker.step import FenceOps, StepKind
+from slipstream.common.worker.step import FenceOps
 from slipstream.scheduler.core.batch_sizes import BatchSizes
 from slipstream.scheduler.records import NO_DRAFT, DraftKV
 from tests.harness.counted_jobs import Job
 from tests.harness.simulated_run import Run, make_job, reference, result_of, token_of
+from tests.harness.step_kinds import Kind, kind_of_step
 
 if TYPE_CHECKING:
     from random import Random
@@ -150,7 +151,8 @@ def test_workers_are_told_of_a_request_with_the_first_chunk_of_its_prompt() -> N
     while run.turn():
         if run.device.last_step > len(told):
             step, _ = run.in_flight[-1]
-            told.append((step.members.slots, [(update.slot, update.generation) for update in step.updates]))
+            slots = (*step.decoded.slots, *(chunk.slot for chunk in step.chunks))
+            told.append((slots, [(update.slot, update.generation) for update in step.updates]))
         if len(told) == 1:
             # It has the slot that the last waits for, and nobody was told.
             run.jobs.cancel(cancelled)
@@ -210,9 +212,9 @@ def test_requests_that_do_not_speculate_are_decoded_along_and_plainly_when_nobod
     for job in (off, one, full):
         run.jobs.add(job)
     while run.turn():
-        if run.in_flight and (not kinds or kinds[-1] is not run.in_flight[-1][0].kind):
-            kinds.append(run.in_flight[-1][0].kind)
-    assert kinds == [StepKind.PREFILL, StepKind.DECODE, StepKind.PLAIN]
+        if run.in_flight and (not kinds or kinds[-1] is not kind_of_step(run.in_flight[-1][0])):
+            kinds.append(kind_of_step(run.in_flight[-1][0]))
+    assert kinds == [Kind.PREFILL, Kind.DECODE, Kind.PLAIN]
     for job in (off, one, full):
         assert run.jobs.outputs[job] == reference(job)[0]
     counts = [(job.stats.num_verify_steps, job.stats.total_draft_tokens) for job in (off, one, full)]
@@ -283,14 +285,14 @@ def test_a_step_goes_out_as_one_message_for_each_stream() -> None:
     assert step is not None
     run.batch.apply(step, run.device.run(step), published_ns=77)
     one, other = run.batch.outbox.take().deliveries()
-    assert [delivery.stream for delivery in (one, other)] == [0, 1]
-    for delivery, job in ((one, jobs[0]), (other, jobs[1])):
-        assert delivery.output is not None
-        output = StepOutput.from_pb(delivery.output.to_pb())
+    for (stream, packed, refusals), job in ((one, jobs[0]), (other, jobs[1])):
+        assert (stream, refusals) == (job.stream, ())
+        assert packed is not None
+        output = StepOutput.from_pb(packed.to_pb())
         assert output.published_ns == 77
         assert (output.sequences, output.admitted) == ([job.id], [job.id])
         assert output.tokens == reference(job)[0][:1]
-    assert run.batch.outbox.take().deliveries() == []
+    assert not list(run.batch.outbox.take().deliveries())
 
 
 def test_an_admission_is_told_before_there_are_tokens() -> None:
@@ -298,9 +300,9 @@ def test_an_admission_is_told_before_there_are_tokens() -> None:
     job = make_job("job", (1,), 3)
     run.jobs.add(job)
     run.batch.admit(run.queue)
-    [delivery] = run.batch.outbox.take().deliveries()
-    assert isinstance(delivery.output, StepOutput)
-    assert (delivery.output.admitted, delivery.output.published_ns > 0) == ([job.id], True)
+    [(_, output, _)] = run.batch.outbox.take().deliveries()
+    assert isinstance(output, StepOutput)
+    assert (output.admitted, output.published_ns > 0) == ([job.id], True)
 
 
 def test_a_cancel_that_comes_too_late_changes_nothing() -> None:
@@ -313,7 +315,7 @@ def test_a_cancel_that_comes_too_late_changes_nothing() -> None:
     assert run.jobs.ends == {running: FinishReason.ABORT}
     run.jobs.add(waiting)
     run.batch.cancel([running])
-    assert run.batch.outbox.take().deliveries() == []
+    assert not list(run.batch.outbox.take().deliveries())
 
 
 def test_a_result_that_no_step_was_to_bring_is_an_error() -> None:

@@ -32,7 +32,7 @@ class Server:
     """For each token of the output, of the prompts that are taken in: without a draft, and with one."""
     chunk_s: tuple[float, float] | None = None
     """Of the chunk in each step that decodes, if the policy wants none without: in verify, and in a draft behind it."""
-    drafts_none: bool = False
+    skips_drafting: bool = False
     """Whether nothing is drafted in mixed steps."""
     policy: DraftPolicy = field(init=False)
     causes: list[RestCause] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Server:
             self._left = self._left - 1 if self.policy.drafts and not was_drafted else self.way_back
             is_drafted = self.policy.drafts and (was_drafted or self._left <= 0)
             num_prompt_tokens = self._take_chunk()
-            has_guesses = is_drafted and not (self.drafts_none and num_prompt_tokens)
+            has_guesses = is_drafted and not (self.skips_drafting and num_prompt_tokens)
             seconds = (self.drafted_s() if has_guesses else self.plain_s()) * self.slowness
             seconds *= self.rng.lognormvariate(0, self.noise)
             num_tokens = self.num_rows + has_guesses * self._num_accepted()
@@ -221,11 +221,11 @@ def test_prompts_count_where_they_take_longer_with_a_draft(with_draft: int) -> N
     assert server.policy.drafts is (with_draft == 1)
 
 
-@pytest.mark.parametrize("drafts_none", [False, True])
+@pytest.mark.parametrize("skips_drafting", [False, True])
 @pytest.mark.parametrize("accepted", [0.0, 4.0])
-def test_it_learns_where_every_step_would_be_mixed(accepted: float, drafts_none: bool) -> None:
+def test_it_learns_where_every_step_would_be_mixed(accepted: float, skips_drafting: bool) -> None:
     """With chunks that take ten times as long as a decode step, which says nothing of decoding."""
-    server = make_server(accepted, noise=0.1, drafts_none=drafts_none)
+    server = make_server(accepted, noise=0.1, skips_drafting=skips_drafting)
     server.chunk_s = 10 * server.drafted_s(), 0.0
     server.run(1000)
     is_better = (1 + accepted) / server.drafted_s() > 1 / server.plain_s()
@@ -258,7 +258,7 @@ def test_the_drafts_part_of_a_chunk_counts_though_it_comes_in_the_step_behind(dr
 
 
 def test_steps_that_draft_none_say_what_their_prompts_cost_and_nothing_of_guesses() -> None:
-    server = make_server(3.0, drafts_none=True)
+    server = make_server(3.0, skips_drafting=True)
     server.chunk_s = 0.02, 0.0
     server.run(3000)
     assert server.policy.drafts

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.records import NO_DRAFT, DraftKV
 from tests.harness.drafted_run import SIZES, DraftedRun, check
 from tests.harness.fake_drafts import FakeDraft
 from tests.harness.simulated_run import Run, make_job
+from tests.harness.step_kinds import Kind
 
 CONTEXT = 64
 SLACK = (SIZES.run_ahead + 2) * SIZES.most_step_tokens
@@ -30,8 +30,8 @@ def test_a_sequence_is_drafted_for_up_to_the_drafts_context_and_decodes_plainly_
     run.jobs.add(job)
     run.finish()
     check(run, [job])
-    first_plain = run.kinds.index(StepKind.PLAIN)
-    assert set(run.kinds[first_plain:]) == {StepKind.PLAIN}, "steps for no sequence have no draft"
+    first_plain = run.kinds.index(Kind.PLAIN)
+    assert set(run.kinds[first_plain:]) == {Kind.PLAIN}, "steps for no sequence have no draft"
     beyond, stats = job.stats.tokens_beyond_draft, job.stats
     assert 154 - CONTEXT <= beyond <= 154 - CONTEXT + SLACK
     assert stats.num_output_tokens == 1 + stats.num_verify_steps + stats.total_accepted_tokens + beyond
@@ -78,7 +78,7 @@ def test_another_draft_has_room_again_and_takes_in_nothing_that_it_has_no_room_f
     run.jobs.add(job)
     for _ in range(30):
         run.turn()
-    assert StepKind.DECODE not in run.kinds
+    assert Kind.DECODE not in run.kinds
     small, large = FakeDraft(3, 3, context_tokens=30), FakeDraft(4, 3, context_tokens=100)
     run.offer(small)
     for _ in range(10):
@@ -89,8 +89,8 @@ def test_another_draft_has_room_again_and_takes_in_nothing_that_it_has_no_room_f
     run.finish()
     check(run, [job])
     assert ("joined", 4) in run.listener.events
-    assert StepKind.DECODE in run.kinds
-    assert run.kinds[-1] is StepKind.PLAIN
+    assert Kind.DECODE in run.kinds
+    assert run.kinds[-1] is Kind.PLAIN
     assert job.stats.num_verify_steps > 0
     assert job.stats.tokens_beyond_draft >= 170 - 100
 

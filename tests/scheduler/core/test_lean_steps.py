@@ -6,11 +6,11 @@ import gc
 import sys
 from typing import TYPE_CHECKING, Any
 
-from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch_sizes import BatchSizes
 from slipstream.scheduler.core.plan import initial_state, plan_step
-from slipstream.scheduler.records import DraftTraits, OrderedStep
+from slipstream.scheduler.records import DraftTraits
 from tests.harness.simulated_run import Run, make_job
+from tests.harness.step_kinds import Kind, kind_of_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,23 +66,22 @@ def operations_of_a_step(num_rows: int, streams: int) -> int:
         run.turn()
     run.take()
     before, result_before = run.in_flight.popleft()
-    kinds: list[StepKind] = []
+    kinds: list[Kind] = []
 
     def turn() -> None:
         run.batch.cancel(run.queue.take_cancelled())
         run.batch.admit(run.queue)
         step = run.batch.next_step(3)
         assert step is not None
-        kinds.append(step.kind)
-        ordered = OrderedStep(1, step.kind, step.members.mask)
-        state = initial_state(DraftTraits(is_present=True), run_ahead=1)
-        plan_step(state._replace(stashed=ordered.rows), ordered)
-        run.batch.outbox.take().deliveries()
+        kinds.append(kind_of_step(step))
+        state = initial_state(DraftTraits(is_present=True), run_ahead=1)._replace(stashed=step.decoded.mask)
+        plan_step(state, 1, step.decoded.mask, kept=step.kept, is_drafted=step.most_draft_tokens > 0)
+        list(run.batch.outbox.take().deliveries())
         run.batch.apply(before, result_before)
-        run.batch.outbox.take().deliveries()
+        list(run.batch.outbox.take().deliveries())
 
     operations = count_operations(turn)
-    assert kinds == [StepKind.DECODE]
+    assert kinds == [Kind.DECODE]
     return operations
 
 

@@ -13,16 +13,17 @@ from slipstream.benchmarks import dummy_model
 from slipstream.common.device.cpu.device import HostFence
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.worker.layout import ring_rows
-from slipstream.common.worker.step import StepCommand, StepKind
 from slipstream.scheduler.core.draft_work import DraftWork
 from slipstream.scheduler.core.results import ResultReader
 from slipstream.scheduler.core.speculation import FIRST_STEP_TIMEOUT_S
 from slipstream.scheduler.telemetry.observer import TIDY_STEPS
+from slipstream.scheduler.telemetry.step_metrics import DECODE
 from tests.harness.dummy_epoch import make_epoch, make_job, workers
 from tests.harness.leaks import nothing_left
 from tests.harness.workers import VOCAB_SIZE
 
 if TYPE_CHECKING:
+    from slipstream.common.worker.step import StepCommand
     from slipstream.scheduler.records import StepOutcome
     from tests.harness.counted_jobs import Job
     from tests.harness.local_epoch import LocalEpoch
@@ -167,8 +168,8 @@ def test_a_slow_draft_is_never_a_whole_ring_behind(run_ahead: int) -> None:
     go_on = threading.Event()
 
     def look(command: StepCommand) -> StepCommand:
-        if command.kind is StepKind.PREFILL:
-            behind.append(command.step - epoch.attachments[0].done.poll())
+        if command.chunks and not command.slots:
+            behind.append(command.step - epoch.attachments[0].prefilled.poll())
             if behind[-1] >= ring_rows(run_ahead):
                 threading.Timer(0.05, go_on.set).start()
         return command
@@ -301,7 +302,7 @@ def test_time_is_counted_where_it_went() -> None:
         assert len(timings) >= 20
         # Behind the prefill, draft may still be at the prompt when verify's step begins to count.
         for timing in timings[1:]:
-            assert timing.kind is StepKind.DECODE
+            assert timing.phase == DECODE
             assert timing.wall_ns is not None
             parts = timing.draft_ns + timing.verify_ns + sum(timing.bubbles_ns.values())
             assert parts == timing.wall_ns

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.common.device.interface import ANY_TIME
-from slipstream.common.worker.step import PrefillChunk, StepKind
+from slipstream.common.worker.step import FenceOps, PrefillChunk
 from slipstream.scheduler.core.pace import (
     CPU_LEAD_S,
     EARLY_S,
@@ -19,7 +19,7 @@ from slipstream.scheduler.core.pace import (
     UNSURE_PART,
     Pace,
 )
-from slipstream.scheduler.records import SlotLease, Step, StepSlots
+from slipstream.scheduler.records import SentStep, SlotLease, Step, StepSlots
 
 OFFSET_NS = -7 * 10**18
 """From the device's clock to the host's."""
@@ -34,14 +34,17 @@ def step_of(number: int, num_slots: int = 4, num_prompt_tokens: int = 0) -> Step
     chunks = (chunk,) if num_prompt_tokens else ()
     return Step(
         number=number,
-        kind=StepKind.PLAIN,
-        members=slots,
+        decoded=slots,
         yielding=slots,
         most_more=np.ones(num_slots, np.int32),
         chunks=chunks,
         num_prompt_tokens=num_prompt_tokens,
-        is_mixed=num_prompt_tokens > 0,
     )
+
+
+def sent_step(step: Step, sent_ns: int) -> SentStep:
+    """The same, sent at this time."""
+    return SentStep(step, None, None, FenceOps(), None, decided_ns=sent_ns, sent_ns=sent_ns)
 
 
 class Run:
@@ -52,9 +55,11 @@ class Run:
         """By step, of the device."""
         self.pace = Pace(lambda number: self.ends_ns.get(number, 0), lead_s)
         self.number = 0
+        self.hold_s = 0.0
+        """Of the last step, when it was sent."""
         self.end_ns = 10**9
         """When the last step ended, by the host's clock."""
-        self.landed_ns = self.end_ns
+        self.arrived_ns = self.end_ns
         self.late_ns: list[int] = []
         """For each step, how late its result was seen."""
         self.looks: list[tuple[float, float]] = []
@@ -64,19 +69,27 @@ class Run:
         self, length_ns: int, late_ns: int | None = 0, *, num_prompt_tokens: int = 0, has_stamp: bool = True
     ) -> None:
         """A step of this length, whose result is seen late. None: when it is looked for, and then polled."""
-        self.number += 1
-        size, sent_ns = self.pace.of(step_of(self.number, num_prompt_tokens=num_prompt_tokens)), self.landed_ns - 1
-        look = self.pace.look(size, sent_ns, self.landed_ns)
+        sent = self.send(self.arrived_ns - 1, num_prompt_tokens=num_prompt_tokens)
+        self.hold_s = self.pace.hold_s
+        look = self.pace.look(sent, self.arrived_ns)
         self.end_ns += length_ns
         self.looks.append((look.first_s - self.end_ns / 1e9, look.usual_s))
         if late_ns is None:
             late_ns = round(1e9 * self.looks[-1][0]) - SIGHT_NS
             late_ns = late_ns if late_ns >= 0 else min(1_000_000, length_ns // 30)
         self.late_ns.append(late_ns)
-        before_ns, self.landed_ns = self.landed_ns, self.end_ns + SIGHT_NS + late_ns
-        self.pace.landed(self.number, size, sent_ns, before_ns, self.landed_ns)
+        before_ns, self.arrived_ns = self.arrived_ns, self.end_ns + SIGHT_NS + late_ns
+        sent.arrived_ns = self.arrived_ns
+        self.pace.arrived(sent, before_ns)
         if has_stamp:
             self.ends_ns[self.number] = self.end_ns - OFFSET_NS
+
+    def send(self, sent_ns: int, *, num_slots: int = 4, num_prompt_tokens: int = 0) -> SentStep:
+        """The next step is under way."""
+        self.number += 1
+        step = step_of(self.number, num_slots, num_prompt_tokens)
+        self.pace.sent(step)
+        return sent_step(step, sent_ns)
 
 
 @pytest.mark.parametrize("length_ns", [800_000, 12_000_000, 40_000_000])
@@ -134,25 +147,25 @@ def test_steps_with_prompts_are_looked_for_by_the_shortest() -> None:
 def test_nothing_is_known_of_a_new_size() -> None:
     run = Run()
     run.do(12_000_000)
-    pace = run.pace
-    assert pace.look(pace.of(step_of(2, num_slots=20)), 0, run.landed_ns) == ANY_TIME
+    assert run.pace.look(run.send(0, num_slots=20), run.arrived_ns) == ANY_TIME
 
 
 def test_a_step_that_was_sent_late_is_looked_for_from_its_sending() -> None:
     run = Run()
     for _ in range(20):
         run.do(12_000_000)
-    size, sent_ns = run.pace.of(step_of(21)), run.landed_ns + 5_000_000
-    look = run.pace.look(size, sent_ns, run.landed_ns)
+    sent_ns = run.arrived_ns + 5_000_000
+    look = run.pace.look(run.send(sent_ns), run.arrived_ns)
     assert look.first_s == pytest.approx(sent_ns / 1e9 + 0.012 * (1 - UNSURE_PART), abs=2e-6)
 
 
 def test_the_next_step_is_held_back_by_the_shortest_of_many() -> None:
     run = Run()
     for number in range(PACE_STEPS):
-        assert run.pace.of(step_of(number)).hold_s == 0
         run.do(40_000_000 + 1_000_000 * number)
-    assert run.pace.of(step_of(9)).hold_s == pytest.approx(0.75 * 0.040, rel=0.01)
+        assert run.hold_s == 0
+    run.send(0)
+    assert run.pace.hold_s == pytest.approx(0.75 * 0.040, rel=0.01)
     assert LAST_STEPS < PACE_STEPS
 
 
@@ -161,4 +174,5 @@ def test_commands_of_a_short_step_have_the_lead_at_least(lead_s: float) -> None:
     run = Run(lead_s)
     for _ in range(PACE_STEPS):
         run.do(8_000_000)
-    assert run.pace.of(step_of(9)).hold_s == pytest.approx(0.008 - lead_s, abs=1e-4)
+    run.send(0)
+    assert run.pace.hold_s == pytest.approx(0.008 - lead_s, abs=1e-4)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.core.plan import catch_up
 from slipstream.scheduler.core.speculation import CATCH_UP_TIMEOUT_S
 from slipstream.scheduler.records import LossCause
 from tests.harness.drafted_run import SIZES, DraftedRun, check, make_jobs
 from tests.harness.fake_drafts import FakeDraft
 from tests.harness.random_policy import RandomPolicy
 from tests.harness.simulated_run import make_job
+from tests.harness.step_kinds import Kind
 
 if TYPE_CHECKING:
     from slipstream.scheduler.core.draft_policy import DraftPolicy
@@ -32,7 +33,7 @@ def test_drafts_rest_and_come_back_at_any_time(reads_hidden: bool, run_ahead: in
     """The same beside drafts that come and are lost: a draft that rests is told nothing, and then what it missed."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    num_rests, kinds = 0, list[StepKind]()
+    num_rests, kinds = 0, list[Kind]()
     for number in range(NUM_RUNS):
         rng = random.Random(seed + number)
         policy = RandomPolicy(rng)
@@ -56,7 +57,7 @@ def test_drafts_rest_and_come_back_at_any_time(reads_hidden: bool, run_ahead: in
         joined = [number for event, number in run.listener.events if event == "joined"]
         assert len(joined) <= 2 * len(drafts), "coming back from a rest is not another beginning"
     assert num_rests > 10
-    assert StepKind.DECODE in kinds
+    assert Kind.DECODE in kinds
 
 
 def resting_run(*, reads_hidden: bool = False) -> tuple[DraftedRun, FakeDraft, Job, DraftPolicy]:
@@ -72,7 +73,7 @@ def resting_run(*, reads_hidden: bool = False) -> tuple[DraftedRun, FakeDraft, J
         policy.drafts = False
         for _ in range(5):
             run.turn()
-        assert run.kinds[-1] is StepKind.DECODE, "it is judged"
+        assert run.kinds[-1] is Kind.DECODE, "it is judged"
     for _ in range(5):
         run.turn()
     return run, draft, job, policy
@@ -82,7 +83,7 @@ def test_a_draft_that_rests_takes_part_in_no_step_and_is_told_nothing() -> None:
     run, draft, job, _ = resting_run()
     assert run.speculation.active is None
     assert run.speculation.resting is cast("DraftAttachment", draft)
-    assert run.kinds[-4:] == [StepKind.PLAIN] * 4
+    assert run.kinds[-4:] == [Kind.PLAIN] * 4
     num_commands = len(draft.kinds)
     run.jobs.add(other := make_job("other", tuple(range(30)), 20))
     run.finish()
@@ -96,9 +97,9 @@ def test_a_draft_comes_back_as_one_that_catches_up(reads_hidden: bool) -> None:
     run, draft, job, policy = resting_run(reads_hidden=reads_hidden)
     policy.drafts = True
     run.turn()
-    while run.kinds[-1] is not StepKind.DECODE:
+    while run.kinds[-1] is not Kind.DECODE:
         run.turn()
-    assert StepKind.CATCH_UP in draft.kinds
+    assert Kind.CATCH_UP in draft.kinds
     run.finish()
     assert run.listener.events == [("joined", 2)]
     check(run, [job])
@@ -110,11 +111,11 @@ def test_a_draft_comes_back_at_no_cost_while_nothing_runs() -> None:
     policy.drafts = True
     run.turn()
     assert run.speculation.active is cast("DraftAttachment", draft)
-    assert StepKind.CATCH_UP not in draft.kinds
+    assert Kind.CATCH_UP not in draft.kinds
     num_before = len(run.kinds)
     run.jobs.add(other := make_job("other", (1, 2), 20))
     run.finish()
-    assert run.kinds[num_before : num_before + 2] == [StepKind.PREFILL, StepKind.DECODE]
+    assert run.kinds[num_before : num_before + 2] == [Kind.PREFILL, Kind.DECODE]
     check(run, [job, other])
 
 
@@ -137,7 +138,7 @@ def test_a_draft_that_hangs_while_it_rests_is_lost_when_it_is_to_come_back() -> 
     run, _, job, policy = resting_run()
     resting = run.speculation._resting
     assert resting is not None
-    resting.add(10**6, brings_tokens=True)
+    resting.add(10**6, catch_up(10**6))
     policy.drafts = True
     run.turn()
     assert run.listener.causes == []
@@ -160,5 +161,5 @@ def test_a_draft_on_its_way_back_rests_on_if_another_comes_and_is_lost() -> None
     assert run.speculation.resting is cast("DraftAttachment", draft)
     run.finish()
     assert ("left", 2) not in run.listener.events
-    assert run.kinds[-1] is StepKind.DECODE
+    assert run.kinds[-1] is Kind.DECODE
     check(run, [job])

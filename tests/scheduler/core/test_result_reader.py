@@ -13,7 +13,7 @@ from slipstream.common.errors import FutureMapError
 from slipstream.common.wire.job import TokenLogprobs
 from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.layout import NOT_FINITE, RESULT_FENCES, BufferName, EpochShape
-from slipstream.common.worker.step import FenceName, StepKind
+from slipstream.common.worker.step import FenceName
 from slipstream.scheduler.core.results import ResultReader
 from slipstream.scheduler.records import SlotLease, Step, StepResult, StepSlots
 from slipstream.services.models.sampler import Logprobs
@@ -56,19 +56,20 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Shared]:
     made.arena.close()
 
 
-def step_of(number: int, *slots: int, kind: StepKind = StepKind.DECODE, bounds: tuple[int, ...] = ()) -> Step:
-    """A step that yields tokens for these slots. `bounds`: the most draft tokens that each may accept; none is K."""
-    members = StepSlots.of([SlotLease(slot, 1) for slot in slots])
-    num_draft_tokens = SHAPE.num_draft_tokens if kind is StepKind.DECODE else 0
+def step_of(
+    number: int, *slots: int, num_draft_tokens: int = SHAPE.num_draft_tokens, bounds: tuple[int, ...] = ()
+) -> Step:
+    """A step that decodes these slots. `bounds`: the most draft tokens that each may accept; none is K."""
+    decoded = StepSlots.of([SlotLease(slot, 1) for slot in slots])
     most_more = np.array(bounds or [num_draft_tokens] * len(slots), np.int32) + 1
     return Step(
         number=number,
-        kind=kind,
-        members=members,
-        yielding=members,
+        decoded=decoded,
+        yielding=decoded,
         most_more=most_more,
         is_bounded=bool(bounds),
-        num_draft_tokens=num_draft_tokens,
+        num_draft_tokens=(num_draft_tokens,) * len(slots),
+        most_draft_tokens=num_draft_tokens,
     )
 
 
@@ -133,14 +134,12 @@ def test_a_row_that_the_step_did_not_publish_is_noticed(shared: Shared) -> None:
         shared.reader.resolve(step_of(1, 1, 3), 5.0)
 
 
-@pytest.mark.parametrize(
-    ("accepted", "kind"), [(-2, StepKind.DECODE), (3, StepKind.DECODE), (1, StepKind.PLAIN), (1, StepKind.PREFILL)]
-)
-def test_more_accepted_than_can_be_is_refused(shared: Shared, accepted: int, kind: StepKind) -> None:
+@pytest.mark.parametrize(("accepted", "num_draft_tokens"), [(-2, 2), (3, 2), (1, 0)])
+def test_more_accepted_than_can_be_is_refused(shared: Shared, accepted: int, num_draft_tokens: int) -> None:
     shared.publish(1, [1], [0])
     shared.arena.tensor(BufferName.NUM_ACCEPTED)[1, 1] = accepted
     with pytest.raises(FutureMapError, match="cannot be its result"):
-        shared.reader.resolve(step_of(1, 1, kind=kind), 5.0)
+        shared.reader.resolve(step_of(1, 1, num_draft_tokens=num_draft_tokens), 5.0)
 
 
 def test_what_a_sequence_may_not_accept_is_refused(shared: Shared) -> None:
@@ -179,6 +178,6 @@ def test_the_stamp_of_the_end_is_told_once_it_is_there(shared: Shared) -> None:
 
 def test_a_step_that_yields_nothing_brings_nothing(shared: Shared) -> None:
     shared.arena.fence(FenceName.VERIFY_PUBLISH).release(1)
-    result = shared.reader.resolve(step_of(1, kind=StepKind.PREFILL), 5.0)
+    result = shared.reader.resolve(step_of(1), 5.0)
     assert result is not None
     assert tokens_of(result) == []

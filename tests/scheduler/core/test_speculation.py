@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
-from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepKind
+from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, FenceWait
 from slipstream.scheduler.core.catch_up import CatchUp
-from slipstream.scheduler.records import NO_LIMIT, LossCause, PlannedStep
+from slipstream.scheduler.records import NO_LIMIT, LossCause
 from tests.harness.drafted_run import SIZES, DraftedRun, check, lost_run, make_jobs
 from tests.harness.fake_drafts import FakeDraft, FakeFence
 from tests.harness.simulated_run import make_job
+from tests.harness.step_kinds import Kind
 
 if TYPE_CHECKING:
     from slipstream.scheduler.workers.attachment import DraftAttachment
@@ -71,10 +72,15 @@ def test_drafts_come_and_go_at_any_time(reads_hidden: bool, run_ahead: int, chun
             assert len(set(numbers)) == len(numbers) or event == "joined", "each attachment has one end"
 
 
-def waits_for_stash(stash: int) -> PlannedStep:
-    """A step whose draft waits for a stash; 0 for none."""
-    draft = FenceOps((FencePoint(FenceName.VERIFY_STASH, stash),) if stash else ())
-    return PlannedStep(draft, FenceOps())
+def draft_ops(step: int, stash: int = 0) -> FenceOps:
+    """Of a draft's command with a decode part that waits for a stash; 0 for none."""
+    waits = (FenceWait(FenceName.VERIFY_STASH, stash),) if stash else ()
+    return FenceOps(waits, (proposed(step),))
+
+
+def proposed(step: int) -> FencePoint:
+    """The end of draft's decode part of a step."""
+    return FencePoint(FenceName.DRAFT_PROPOSED, step)
 
 
 def test_a_draft_that_is_there_before_the_first_step_takes_part_in_it() -> None:
@@ -86,8 +92,8 @@ def test_a_draft_that_is_there_before_the_first_step_takes_part_in_it() -> None:
     job = make_job("job", (1, 2, 3), 30)
     run.jobs.add(job)
     run.finish()
-    assert run.kinds[0] is StepKind.PREFILL
-    assert set(run.kinds[1:]) == {StepKind.DECODE}
+    assert run.kinds[0] is Kind.PREFILL
+    assert set(run.kinds[1:]) == {Kind.DECODE}
     assert draft.kinds[: len(run.kinds)] == run.kinds
     check(run, [job])
 
@@ -98,13 +104,13 @@ def test_a_language_model_takes_in_what_it_missed_and_costs_one_plain_step() -> 
     run.jobs.add(*jobs)
     for _ in range(20):
         run.turn()
-    assert StepKind.DECODE not in run.kinds
+    assert Kind.DECODE not in run.kinds
     draft = FakeDraft(2, 3)
     run.offer(draft)
     run.finish()
     assert run.listener.events[0] == ("joined", 2)
-    assert draft.kinds.count(StepKind.CATCH_UP) >= 120 // SIZES.chunk_tokens
-    assert StepKind.PLAIN not in run.kinds[run.kinds.index(StepKind.DECODE) :], "one change, and no way back"
+    assert draft.kinds.count(Kind.CATCH_UP) >= 120 // SIZES.chunk_tokens
+    assert Kind.PLAIN not in run.kinds[run.kinds.index(Kind.DECODE) :], "one change, and no way back"
     check(run, jobs)
 
 
@@ -118,8 +124,8 @@ def test_a_head_joins_within_two_steps_without_tokens() -> None:
     draft = FakeDraft(2, 3, reads_hidden=True)
     run.offer(draft)
     run.finish()
-    assert run.kinds[num_before : num_before + 2] == [StepKind.PLAIN, StepKind.DECODE]
-    assert draft.kinds[0] is StepKind.CATCH_UP
+    assert run.kinds[num_before : num_before + 2] == [Kind.PLAIN, Kind.DECODE]
+    assert draft.kinds[0] is Kind.CATCH_UP
     assert draft.slots[1].history_from > 40
     check(run, [job])
 
@@ -127,16 +133,16 @@ def test_a_head_joins_within_two_steps_without_tokens() -> None:
 def test_a_lost_draft_is_released_up_to_the_last_step_until_that_is_consumed() -> None:
     run, draft, job = lost_run()
     last = run.plan.step
-    draft.done.value = last - 1
+    draft.proposed.value = last - 1
     draft.fail()
     run.speculation.check()
-    assert draft.done.releases == [last]
-    draft.done.value = last - 1  # a late write
-    run.speculation.watch(None, 0, time.monotonic())
-    assert draft.done.value == last
+    assert draft.proposed.releases == [last]
+    draft.proposed.value = last - 1  # a late write
+    run.speculation.watch(None, None, time.monotonic())
+    assert draft.proposed.value == last
     assert run.listener.events[1:] == [("left", 2)]
     run.turn()
-    assert run.kinds[-1] is StepKind.PLAIN
+    assert run.kinds[-1] is Kind.PLAIN
     run.turn()
     assert run.listener.events[1:] == [("left", 2), ("let go", 2)]
     assert run.listener.causes == [LossCause.DIED]
@@ -156,20 +162,20 @@ def test_the_watchdog_loses_a_draft_that_holds_a_step_up() -> None:
     run, draft, _ = lost_run(timeout_s=0.2)
     step = run.plan.step
     attachment = cast("DraftAttachment", draft)
-    draft.done.value = step - 1
-    run.speculation.watch(attachment, step, time.monotonic())
+    draft.proposed.value = step - 1
+    run.speculation.watch(attachment, proposed(step), time.monotonic())
     assert run.speculation.active is attachment
-    draft.done.value = step
-    run.speculation.watch(attachment, step, time.monotonic() - 1.0)
+    draft.proposed.value = step
+    run.speculation.watch(attachment, proposed(step), time.monotonic() - 1.0)
     assert run.speculation.active is attachment, "it is verify that the step waits for"
     next_step = step + 1
-    run.speculation.sending(next_step, attachment, waits_for_stash(0), brings_tokens=False)
+    run.speculation.sending(next_step, attachment, draft_ops(next_step))
     deadline = time.monotonic() + 5.0
     while run.speculation.active is attachment:
         assert time.monotonic() < deadline
-        run.speculation.watch(attachment, next_step, time.monotonic() - 1.0)
+        run.speculation.watch(attachment, proposed(next_step), time.monotonic() - 1.0)
     assert run.listener.causes == [LossCause.TIMEOUT]
-    assert draft.done.value == next_step
+    assert draft.proposed.value == next_step
 
 
 def test_a_draft_is_not_blamed_for_a_stash_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,20 +184,20 @@ def test_a_draft_is_not_blamed_for_a_stash_that_comes_late(monkeypatch: pytest.M
     monkeypatch.setattr("slipstream.scheduler.core.speculation.time.monotonic", lambda: now)
     step, attachment = run.plan.step + 1, cast("DraftAttachment", draft)
     sent_at = now
-    run.speculation.sending(step, attachment, waits_for_stash(step - 1), brings_tokens=False)
+    run.speculation.sending(step, attachment, draft_ops(step, step - 1))
     draft.stash.value = step - 2
-    run.speculation.watch(attachment, step, sent_at)
+    run.speculation.watch(attachment, proposed(step), sent_at)
     now += 0.9
-    run.speculation.watch(attachment, step, sent_at)
+    run.speculation.watch(attachment, proposed(step), sent_at)
     assert run.speculation.active is attachment, "verify has not stashed"
     draft.stash.value = step - 1
-    run.speculation.watch(attachment, step, sent_at)
+    run.speculation.watch(attachment, proposed(step), sent_at)
     now += 0.09
-    run.speculation.watch(attachment, step, sent_at)
+    run.speculation.watch(attachment, proposed(step), sent_at)
     assert run.speculation.active is attachment, "its time counts from the stash on"
     draft.stash.value = 0  # as a hostile draft writes it
     now += 0.02
-    run.speculation.watch(attachment, step, sent_at)
+    run.speculation.watch(attachment, proposed(step), sent_at)
     assert run.listener.causes == [LossCause.TIMEOUT]
 
 
@@ -201,28 +207,28 @@ def test_a_stash_that_never_comes_does_not_excuse_a_draft_for_ever(monkeypatch: 
     monkeypatch.setattr("slipstream.scheduler.core.speculation.time.monotonic", lambda: now)
     step, attachment = run.plan.step + 1, cast("DraftAttachment", draft)
     sent_at = now
-    run.speculation.sending(step, attachment, waits_for_stash(step - 1), brings_tokens=False)
+    run.speculation.sending(step, attachment, draft_ops(step, step - 1))
     draft.stash.value = step - 2
-    run.speculation.watch(attachment, step, sent_at)
+    run.speculation.watch(attachment, proposed(step), sent_at)
     now += 1.1
-    run.speculation.watch(attachment, step, sent_at)
+    run.speculation.watch(attachment, proposed(step), sent_at)
     assert run.listener.causes == [LossCause.TIMEOUT]
 
 
 def test_a_draft_whose_fence_falls_back_is_lost_as_one_that_never_came_so_far() -> None:
     run, draft, _ = lost_run(timeout_s=0.1)
     step, attachment = run.plan.step + 1, cast("DraftAttachment", draft)
-    run.speculation.sending(step, attachment, waits_for_stash(0), brings_tokens=False)
-    draft.done.value = 2**63
-    run.speculation.watch(attachment, step, time.monotonic() - 1.0)
+    run.speculation.sending(step, attachment, draft_ops(step))
+    draft.proposed.value = 2**63
+    run.speculation.watch(attachment, proposed(step), time.monotonic() - 1.0)
     assert run.speculation.active is attachment
-    draft.done.value = 0
+    draft.proposed.value = 0
     deadline = time.monotonic() + 5.0
     while run.speculation.active is attachment:
         assert time.monotonic() < deadline
-        run.speculation.watch(attachment, step, time.monotonic() - 1.0)
+        run.speculation.watch(attachment, proposed(step), time.monotonic() - 1.0)
     assert run.listener.causes == [LossCause.TIMEOUT]
-    assert draft.done.value == step
+    assert draft.proposed.value == step
 
 
 def test_a_step_waits_two_steps_for_its_draft_unless_a_time_is_set() -> None:
@@ -245,21 +251,21 @@ def test_a_step_waits_as_long_for_its_draft_where_all_steps_are_mixed() -> None:
 
 def test_a_draft_that_verify_cannot_be_released_from_ends_the_epoch() -> None:
     run, draft, _ = lost_run()
-    draft.done = FakeFence(is_releasable=False)
+    draft.proposed = FakeFence(is_releasable=False)
     draft.fail()
     draft_step = run.plan.step
     attachment = cast("DraftAttachment", draft)
-    sent = run.speculation.sending(draft_step, attachment, waits_for_stash(0), brings_tokens=False)
-    sent.awaited = draft_step
+    sent = run.speculation.sending(draft_step, attachment, draft_ops(draft_step))
+    sent.awaited[FenceName.DRAFT_PROPOSED] = draft_step
     with pytest.raises(UnavailableError, match="cannot be released"):
         run.speculation.check()
 
 
 def test_a_step_that_verify_was_not_sent_yet_is_no_reason_to_end_the_epoch() -> None:
     run, draft, _ = lost_run()
-    draft.done = FakeFence(is_releasable=False)
+    draft.proposed = FakeFence(is_releasable=False)
     attachment, step = cast("DraftAttachment", draft), run.plan.step + 1
-    run.speculation.sending(step, attachment, waits_for_stash(0), brings_tokens=False)
+    run.speculation.sending(step, attachment, draft_ops(step))
     run.speculation.lose(attachment, DeadlineExceededError("the draft service did not acknowledge the step"))
     assert run.listener.causes == [LossCause.TIMEOUT]
 
@@ -270,7 +276,7 @@ def test_a_draft_that_is_withdrawn_finishes_its_steps() -> None:
     run.finish()
     assert run.listener.events[1:] == [("left", 2), ("let go", 2)]
     assert run.listener.causes == [LossCause.LEFT]
-    assert draft.done.releases == []
+    assert draft.proposed.releases == []
     check(run, [job])
 
 
@@ -281,7 +287,7 @@ def test_another_draft_takes_over_from_one_step_to_the_next() -> None:
     run.finish()
     assert run.listener.events[1:] == [("left", 2), ("let go", 2), ("joined", 3)]
     assert run.listener.causes == [LossCause.SWAPPED]
-    assert run.kinds.count(StepKind.PLAIN) == 1
+    assert run.kinds.count(Kind.PLAIN) == 1
     check(run, [job])
 
 
@@ -289,13 +295,13 @@ def test_the_draft_before_catches_up_again_if_the_other_is_lost_on_its_way_in() 
     run, first, job = lost_run()
     second = FakeDraft(3, 2)
     run.offer(second)
-    while run.kinds[-1] is not StepKind.PLAIN:
+    while run.kinds[-1] is not Kind.PLAIN:
         run.turn()
     second.fail()
     run.finish()
     assert [event for event in run.listener.events if event[0] == "joined"] == [("joined", 2), ("joined", 2)]
-    assert run.kinds[-1] is StepKind.DECODE
-    assert first.kinds.count(StepKind.CATCH_UP) >= 1
+    assert run.kinds[-1] is Kind.DECODE
+    assert first.kinds.count(Kind.CATCH_UP) >= 1
     check(run, [job])
 
 
@@ -316,7 +322,8 @@ def test_a_pause_and_steps_that_say_nothing_hardly_change_how_long_a_step_waits(
 def test_the_end_of_an_epoch_releases_what_verify_waits_for(release_up_to: int | None, released: list[int]) -> None:
     run, draft, _ = lost_run()
     run.speculation.end(release_up_to)
-    assert (draft.done.releases, run.speculation.active) == (released, None)
+    assert run.speculation.active is None
+    assert draft.proposed.releases == draft.prefilled.releases == released
 
 
 def catching_up(num_missing: int, num_commands: int) -> CatchUp:
@@ -354,7 +361,7 @@ def begun_run(seed: int) -> DraftedRun:
     run = DraftedRun(replace(SIZES, run_ahead=0), random.Random(seed))
     run.offer(FakeDraft(2, 3))
     run.jobs.add(make_job("job", (1, 2, 3, 4), 60))
-    while not run.kinds or run.kinds[-1] is not StepKind.DECODE:
+    while not run.kinds or run.kinds[-1] is not Kind.DECODE:
         run.turn()
     return run
 
@@ -383,7 +390,7 @@ def test_a_token_that_has_no_page_yet_is_brought_with_its_page(is_too_slow: bool
 def test_an_offer_waits_until_the_draft_that_is_stashed_for_has_joined() -> None:
     run, _, job = lost_run()
     run.offer(FakeDraft(3, 2))
-    while run.kinds[-1] is not StepKind.PLAIN:
+    while run.kinds[-1] is not Kind.PLAIN:
         run.turn()
     run.offer(FakeDraft(4, 2))
     run.finish()
@@ -394,9 +401,8 @@ def test_an_offer_waits_until_the_draft_that_is_stashed_for_has_joined() -> None
 def test_a_draft_that_comes_back_may_take_as_long_as_before_its_rest() -> None:
     run, draft, _ = lost_run()
     for step in range(20):
-        run.speculation.consumed(
-            step, 1.0, decodes=True, takes_prompts=False, attachment=cast("DraftAttachment", draft), waited_for=step + 1
-        )
+        awaited, attachment = proposed(step + 1), cast("DraftAttachment", draft)
+        run.speculation.consumed(step, 1.0, decodes=True, takes_prompts=False, draft=attachment, awaited=awaited)
     assert run.speculation.timeout_s > 1.5
     for step in range(100):
         run.speculation.consumed(step, 0.1, decodes=True, takes_prompts=False)

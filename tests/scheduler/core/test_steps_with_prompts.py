@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch_sizes import MOST_WITHOUT
 from tests.harness.simulated_run import make_job, reference
+from tests.harness.step_kinds import Kind, kind_of_step
 from tests.scheduler.core.test_batch import SMALL, run_of
 
 if TYPE_CHECKING:
@@ -35,22 +35,22 @@ def _beside_a_stream(sizes: BatchSizes, *prompt_tokens: int) -> list[Step]:
     return steps
 
 
-def _steps_beside_a_stream(sizes: BatchSizes, *prompt_tokens: int) -> list[tuple[StepKind, int]]:
+def _steps_beside_a_stream(sizes: BatchSizes, *prompt_tokens: int) -> list[tuple[Kind, int]]:
     """Their kinds and prompt tokens."""
-    return [(step.kind, step.num_prompt_tokens) for step in _beside_a_stream(sizes, *prompt_tokens)]
+    return [(kind_of_step(step), step.num_prompt_tokens) for step in _beside_a_stream(sizes, *prompt_tokens)]
 
 
 def test_prompts_and_decoding_take_turns_where_steps_are_not_mixed() -> None:
     steps = _steps_beside_a_stream(replace(SMALL, mixes=False), 24)
-    assert steps == [(StepKind.PREFILL, 8), (StepKind.DECODE, 0)] * 2 + [(StepKind.PREFILL, 8)]
+    assert steps == [(Kind.PREFILL, 8), (Kind.DECODE, 0)] * 2 + [(Kind.PREFILL, 8)]
 
 
 def test_steps_decode_and_take_in_prompts_up_to_a_number_of_tokens() -> None:
     """Of 8 tokens the sequence that decodes has 3; one that joins it has 3 more, and prompts have 2 at least."""
     sizes = replace(SMALL, num_slots=5, num_pages=200)
-    assert _steps_beside_a_stream(sizes, 7, 6) == [(StepKind.DECODE, count) for count in (5, 5, 2, 1)]
+    assert _steps_beside_a_stream(sizes, 7, 6) == [(Kind.DECODE, count) for count in (5, 5, 2, 1)]
     numbers = replace(sizes, shared_chunk_tokens=4)
-    assert _steps_beside_a_stream(numbers, 4) == [(StepKind.DECODE, count) for count in (2, 2)]
+    assert _steps_beside_a_stream(numbers, 4) == [(Kind.DECODE, count) for count in (2, 2)]
     run = run_of(sizes)
     run.batch.bound_shared_steps(4, 1000)
     assert run.batch.sizes == replace(numbers, doubling_context=1000)
@@ -94,8 +94,8 @@ def test_steps_draft_none_while_many_prompts_wait() -> None:
 
     def drafted(sizes: BatchSizes, *prompt_tokens: int) -> list[tuple[int, int]]:
         steps = _beside_a_stream(sizes, *prompt_tokens)
-        assert {step.kind for step in steps} == {StepKind.DECODE}
-        return [(step.num_draft_tokens, step.num_prompt_tokens) for step in steps]
+        assert {kind_of_step(step) for step in steps} == {Kind.DECODE}
+        return [(step.most_draft_tokens, step.num_prompt_tokens) for step in steps]
 
     sizes = replace(SMALL, num_slots=8, num_pages=3000, chunk_tokens=64)
     assert drafted(sizes, 250, 250) == [(0, 63)] * 4 + [(2, 58)] * 3 + [(2, 26)] * 2 + [(2, 22)]
@@ -108,12 +108,12 @@ def test_steps_draft_none_while_many_prompts_wait() -> None:
 
 def test_those_that_decode_are_drafted_for_while_few_wait_beside_them() -> None:
     sizes = replace(SMALL, chunk_tokens=2048)
-    assert sizes.drafts_none(4, 16, 4)
-    assert not sizes.drafts_none(4, 16, 3)
-    assert not sizes.drafts_none(4, 15, 4), "60 tokens are less than one of 32"
-    assert not sizes.drafts_none(0, 300, 300), "there is no draft"
+    assert sizes.skips_drafting(4, 16, 4)
+    assert not sizes.skips_drafting(4, 16, 3)
+    assert not sizes.skips_drafting(4, 15, 4), "60 tokens are less than one of 32"
+    assert not sizes.skips_drafting(0, 300, 300), "there is no draft"
     for other in (replace(sizes, mixes=False), replace(sizes, chunk_tokens=1024)):
-        assert not other.drafts_none(4, 64, 64)
+        assert not other.skips_drafting(4, 64, 64)
 
 
 def test_where_nothing_decodes_a_context_takes_no_tokens_from_a_step() -> None:
@@ -141,7 +141,7 @@ def test_prompts_come_beside_sequences_that_do_not_speculate() -> None:
     run.jobs.add(second)
     run.turn()
     step, _ = run.in_flight[-1]
-    assert (step.kind, step.is_mixed, step.num_prompt_tokens) == (StepKind.PLAIN, True, 7)
+    assert (kind_of_step(step), step.num_prompt_tokens) == (Kind.PLAIN, 7)
     while run.turn():
         pass
     for job in (first, second):

@@ -50,7 +50,7 @@ class Delay(NamedTuple):
 
 DELAYS = (
     Delay(Late.STASH, VERIFY_TO_DRAFT, run_ahead=1, has_draft=True),
-    Delay(Late.DONE, DRAFT_TO_VERIFY, run_ahead=1, has_draft=True),
+    Delay(Late.PROPOSED, DRAFT_TO_VERIFY, run_ahead=1, has_draft=True),
     Delay(Late.STASH, VERIFY_TO_VERIFY, run_ahead=1, has_draft=False),
     Delay(Late.DRAFT_COMMAND, VERIFY_TO_DRAFT, run_ahead=0, has_draft=True),
     Delay(Late.VERIFY_COMMAND, VERIFY_TO_VERIFY, run_ahead=0, has_draft=False),

@@ -7,25 +7,39 @@ import pytest
 
 from slipstream.common.errors import UnavailableError
 from slipstream.common.worker.recorder import FlightRecorder, Record, Site
-from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, PrefillChunk, Role, StepKind
+from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, FenceWait, PrefillChunk, Role, WaitPlace
 from slipstream.common.worker.trace import MAX_STEPS, TracedStep
-from slipstream.scheduler.records import PlannedStep, SlotLease, Step, StepSlots
+from slipstream.scheduler.records import SentStep, SlotLease, Step, StepSlots
 from slipstream.scheduler.telemetry.timings import StepRecorder
 
-WAITS = FenceOps((FencePoint(FenceName.DRAFT_DONE, 1),), ())
+WAITS = FenceOps((FenceWait(FenceName.DRAFT_PROPOSED, 1),), ())
 NOTHING = FenceOps()
 
 
-def send(recorder: StepRecorder, number: int, draft: FenceOps | None = NOTHING) -> None:
+def sent_step(step: Step, draft_ops: FenceOps | None, verify_ops: FenceOps = WAITS) -> SentStep:
+    """The step, sent with these waits and signals."""
+    decided_ns = 10 * step.number
+    return SentStep(step, None, draft_ops, verify_ops, None, decided_ns=decided_ns, sent_ns=decided_ns + 1)
+
+
+def send(recorder: StepRecorder, number: int, draft_ops: FenceOps | None = NOTHING) -> SentStep:
     """A step of two requests is sent."""
-    members = StepSlots.of([SlotLease(1, 1), SlotLease(2, 1)])
-    step = Step(number, StepKind.DECODE, members=members, yielding=members, most_more=np.ones(2, np.int32))
-    recorder.sent(step, PlannedStep(draft, WAITS), 10 * number, 10 * number + 1)
+    decoded = StepSlots.of([SlotLease(1, 1), SlotLease(2, 1)])
+    step = Step(number, decoded, yielding=decoded, most_more=np.ones(2, np.int32), most_draft_tokens=3)
+    sent = sent_step(step, draft_ops)
+    recorder.sent(sent)
+    return sent
+
+
+def consume(recorder: StepRecorder, sent: SentStep) -> None:
+    """Its result arrives and is applied, with one nanosecond and more between what the loop does."""
+    sent.wait_ns, sent.arrived_ns, sent.applied_ns = sent.sent_ns + 1, sent.sent_ns + 4, sent.sent_ns + 6
+    recorder.consumed(sent)
 
 
 def complete(recorder: StepRecorder, number: int) -> None:
     """Its stamps are there."""
-    recorder.stamped(number, (number, number + 2), (number, number + 1))
+    recorder.stamped(number, (number, number + 2), (number, number + 1), None)
 
 
 class TestFlightRecorder:
@@ -50,11 +64,13 @@ class TestStepRecorder:
 
     def test_steps_are_told_once_they_are_complete(self) -> None:
         recorder = StepRecorder()
-        send(recorder, 1, draft=None)
+        send(recorder, 1, draft_ops=None)
         send(recorder, 2)
         assert recorder.steps(1, 2) == []
         complete(recorder, 1)
-        expected = TracedStep(step=1, kind=StepKind.DECODE, num_slots=2, has_draft=False, verify_waits=WAITS.waits)
+        expected = TracedStep(
+            step=1, num_slots=2, num_decoding=2, num_draft_tokens=3, has_draft=False, verify_waits=WAITS.waits
+        )
         assert recorder.steps(1, 2) == [expected]
         complete(recorder, 2)
         assert [(step.step, step.has_draft) for step in recorder.steps(2, 9)] == [(2, True)]
@@ -62,36 +78,28 @@ class TestStepRecorder:
         assert recorder.stream_records(Role.VERIFY, 2) == [Record(Site.STREAM, 2, 2, 4)]
         assert recorder.stream_records(Role.DRAFT, 2) == [Record(Site.STREAM, 2, 2, 3)]
 
-    def test_a_mixed_step_that_is_drafted_is_told_as_two(self) -> None:
-        """Draft's first command has a number of its own."""
-        recorder, members = StepRecorder(), StepSlots.of([SlotLease(1, 1)])
+    def test_a_mixed_step_has_the_stamps_of_both_parts_of_its_draft(self) -> None:
+        recorder = StepRecorder()
+        decoded = StepSlots.of([SlotLease(1, 1)])
         chunk = PrefillChunk(slot=2, start=0, tokens=(1, 2, 3), is_last=False)
-        step = Step(
-            number=5,
-            kind=StepKind.DECODE,
-            members=members,
-            yielding=members,
-            most_more=np.ones(1, np.int32),
-            chunks=(chunk,),
-            num_prompt_tokens=3,
-            is_mixed=True,
-        )
-        recorder.sent(step, PlannedStep(NOTHING, WAITS, NOTHING), 50, 51)
+        ones = np.ones(1, np.int32)
+        step = Step(5, decoded, yielding=decoded, most_more=ones, chunks=(chunk,), num_prompt_tokens=3, is_kept=True)
+        signals = tuple(FencePoint(fence, 5) for fence in (FenceName.DRAFT_PROPOSED, FenceName.DRAFT_PREFILLED))
+        waits = (FenceWait(FenceName.DRAFT_PROPOSED, 5, WaitPlace.SAMPLING),)
+        recorder.sent(sent_step(step, FenceOps((), signals), FenceOps(waits)))
         recorder.stamped(5, (20, 30), (10, 20), (30, 35))
-        drafting, mixed = recorder.steps(4, 5)
-        assert (drafting.step, drafting.label, drafting.has_draft) == (4, "decode", True)
-        assert (mixed.step, mixed.label, mixed.drafted, mixed.num_prompt_tokens) == (5, "mixed", 4, 3)
-        assert mixed.verify_waits == WAITS.waits
+        [traced] = recorder.steps(4, 5)
+        assert (traced.step, traced.label, traced.has_draft, traced.num_prompt_tokens) == (5, "mixed", True, 3)
+        assert traced.verify_waits == waits
         stamps = recorder.stream_records(Role.DRAFT, 0)
-        assert [(record.step, record.begin_ns) for record in stamps] == [(4, 10), (5, 30)]
+        assert stamps == [Record(Site.STREAM, 5, 10, 20), Record(Site.PREFILL, 5, 30, 35)]
 
     def test_tells_what_the_loop_did_in_the_order_in_which_it_ended(self) -> None:
         recorder = StepRecorder()
         recorder.add(Site.IDLE, 0, 5, 19)
         send(recorder, 1)
-        send(recorder, 2)
+        consume(recorder, send(recorder, 2))
         send(recorder, 3)
-        recorder.consumed(2, sent_ns=21, wait_ns=22, landed_ns=25, end_ns=27)
         assert recorder.host_records(2) == [
             Record(Site.SEND, 2, 20, 21),
             Record(Site.WAIT, 2, 22, 25),
@@ -103,8 +111,7 @@ class TestStepRecorder:
     def test_keeps_as_many_steps_as_a_trace_may_have(self) -> None:
         recorder = StepRecorder()
         for number in range(1, 2 * MAX_STEPS):
-            send(recorder, number)
-            recorder.consumed(number, 1, 2, 3, 4)
+            consume(recorder, send(recorder, number))
             recorder.add(Site.IDLE, number, 1, 2)
             complete(recorder, number)
         first = 2 * MAX_STEPS - MAX_STEPS

@@ -12,10 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch_sizes import BatchCounts
 from slipstream.scheduler.telemetry.step_metrics import (
+    DECODE,
     DRAFT_TO_VERIFY,
+    PHASES,
     RESULT,
     VERIFY_TO_DRAFT,
     VERIFY_TO_VERIFY,
@@ -74,7 +75,7 @@ def measured() -> Measured:
 
 def test_a_decode_step_is_the_sum_of_its_parts(measured: Measured) -> None:
     bubbles = {VERIFY_TO_DRAFT: MS, DRAFT_TO_VERIFY: 2 * MS}
-    timing = StepTiming(kind=StepKind.DECODE, draft_ns=3 * MS, verify_ns=10 * MS, wall_ns=16 * MS, bubbles_ns=bubbles)
+    timing = StepTiming(phase=DECODE, draft_ns=3 * MS, verify_ns=10 * MS, wall_ns=16 * MS, bubbles_ns=bubbles)
     measured.metrics.observe(lambda: timing)
     assert measured.value("step_seconds_sum", phase="decode") == pytest.approx(0.016)
     assert measured.value("busy_seconds_total", service="draft", phase="decode") == pytest.approx(0.003)
@@ -86,12 +87,11 @@ def test_a_decode_step_is_the_sum_of_its_parts(measured: Measured) -> None:
 
 
 def test_phases_are_apart(measured: Measured) -> None:
-    kinds = {StepKind.PREFILL: "prefill", StepKind.PLAIN: "decode"}
-    for kind in kinds:
+    for phase in PHASES:
         bubbles = {VERIFY_TO_VERIFY: MS}
-        measure = partial(StepTiming, kind=kind, draft_ns=0, verify_ns=MS, wall_ns=2 * MS, bubbles_ns=bubbles)
+        measure = partial(StepTiming, phase=phase, draft_ns=0, verify_ns=MS, wall_ns=2 * MS, bubbles_ns=bubbles)
         measured.metrics.observe(measure)
-    for phase in kinds.values():
+    for phase in PHASES:
         assert measured.value("bubble_seconds_total", edge=VERIFY_TO_VERIFY, phase=phase) == pytest.approx(0.001)
         assert measured.value("step_seconds_count", phase=phase) == 1
 
@@ -110,7 +110,7 @@ def test_drafts_by_position(measured: Measured) -> None:
 
 @pytest.mark.parametrize(("num_steps", "tidied_after"), [(1, 0), (1, 1), (5, 3)])
 def test_a_scrape_has_every_step_whenever_it_comes(measured: Measured, num_steps: int, tidied_after: int) -> None:
-    timing = StepTiming(kind=StepKind.PLAIN, draft_ns=0, verify_ns=MS, wall_ns=MS, bubbles_ns={})
+    timing = StepTiming(phase=DECODE, draft_ns=0, verify_ns=MS, wall_ns=MS, bubbles_ns={})
     for step in range(1, num_steps + 1):
         measured.metrics.observe(lambda: timing)
         measured.metrics.drafted(*drafts(2, 0, 1), 3)
@@ -142,7 +142,7 @@ def test_stalls_add_up(measured: Measured) -> None:
 def test_a_scrape_is_a_snapshot(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that is counted while a scrape is under way is in none of its metrics: the next scrape has it in all."""
     bubbles = {VERIFY_TO_DRAFT: MS, DRAFT_TO_VERIFY: 2 * MS}
-    timing = StepTiming(kind=StepKind.DECODE, draft_ns=3 * MS, verify_ns=10 * MS, wall_ns=16 * MS, bubbles_ns=bubbles)
+    timing = StepTiming(phase=DECODE, draft_ns=3 * MS, verify_ns=10 * MS, wall_ns=16 * MS, bubbles_ns=bubbles)
     counting = threading.Thread(target=measured.metrics.observe, args=(lambda: timing,))
     busy_seconds = measured.metrics._busy_seconds
     collect = busy_seconds.collect
@@ -173,7 +173,7 @@ def test_a_scrape_is_a_snapshot(measured: Measured, monkeypatch: pytest.MonkeyPa
 
 def test_the_loop_does_not_wait_for_a_scrape(measured: Measured) -> None:
     """It tidies up when a scrape is under way, which has the lock for longer than a step may take."""
-    timing = StepTiming(kind=StepKind.PLAIN, draft_ns=0, verify_ns=MS, wall_ns=MS, bubbles_ns={})
+    timing = StepTiming(phase=DECODE, draft_ns=0, verify_ns=MS, wall_ns=MS, bubbles_ns={})
     counted: list[int] = []
     for _ in range(3):
         measured.metrics.observe(lambda: counted.append(1) or timing)

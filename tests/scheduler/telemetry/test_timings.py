@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
+import torch
 
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.device.cpu.device import HostArena, HostDevice
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.layout import RESULT_FENCES, BufferName, DraftShape, EpochShape
-from slipstream.common.worker.step import Role, StepKind
+from slipstream.common.worker.layout import DECODE_PART, PREFILL_PART, RESULT_FENCES, BufferName, DraftShape, EpochShape
+from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, PrefillChunk, Role
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.records import SlotLease, Step, StepSlots
+from slipstream.scheduler.records import NO_SLOTS, SentStep, SlotLease, Step, StepSlots
 from slipstream.scheduler.telemetry.step_metrics import (
     DRAFT_TO_VERIFY,
     VERIFY_TO_DRAFT,
@@ -27,6 +28,7 @@ from slipstream.scheduler.workers.attachment import DraftAttachment
 from tests.harness.counted_jobs import Job
 from tests.harness.counted_time import CountedDevice
 from tests.harness.local_epoch import LocalEpoch
+from tests.harness.step_kinds import Kind
 from tests.harness.workers import LocalWorker, describe
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from slipstream.services.worker.role import Phase
     from tests.harness.counted_time import CountedTime
 
-DECODE, PREFILL, PLAIN = StepKind.DECODE, StepKind.PREFILL, StepKind.PLAIN
+DECODE, PREFILL, PLAIN = Kind.DECODE, Kind.PREFILL, Kind.PLAIN
 
 
 SIZES = {"num_slots": 3, "run_ahead": 1, "num_draft_tokens": 2, "chunk_tokens": 8}
@@ -46,10 +48,19 @@ SHAPE = EpochShape(**SIZES)
 LEASE = SlotLease(1, 1)
 
 
-def made_step(number: int, kind: StepKind = DECODE) -> Step:
-    """A step of one slot."""
-    slots = StepSlots.of([LEASE])
-    return Step(number, kind, members=slots, yielding=slots, most_more=np.ones(1, np.int32))
+def made_step(number: int, kind: Kind = DECODE, *, takes_prompts: bool = False) -> Step:
+    """A step of one slot, or of two that is mixed."""
+    decoded = NO_SLOTS if kind is PREFILL else StepSlots.of([LEASE])
+    chunk = PrefillChunk(slot=2, start=0, tokens=(1,), is_last=False)
+    return Step(
+        number,
+        decoded,
+        yielding=decoded,
+        most_more=np.ones(len(decoded.slots), np.int32),
+        most_draft_tokens=2 if kind is DECODE else 0,
+        is_kept=kind is DECODE,
+        chunks=(chunk,) if takes_prompts or kind is PREFILL else (),
+    )
 
 
 class Stamps:
@@ -58,6 +69,7 @@ class Stamps:
     def __init__(self) -> None:
         self.timings: list[StepTiming] = []
         """The times of the steps whose stamps came in so far."""
+        self.sent: dict[int, SentStep] = {}
         self.arena = HostArena.create(SHAPE.specs(), RESULT_FENCES)
         link = cast("Link", LocalWorker(DummyDraft(describe(Role.DRAFT), 0)))
         self.draft = DraftAttachment(
@@ -67,22 +79,30 @@ class Stamps:
             HostDevice(), self.arena, SHAPE, AccessLog(), lambda timed: self.timings.append(timed()), StepRecorder()
         )
 
-    def send(self, number: int, kind: StepKind = DECODE) -> None:
+    def send(self, number: int, kind: Kind = DECODE, *, takes_prompts: bool = False) -> None:
         """A step is sent."""
-        self.collector.sent(made_step(number, kind), None if kind is PLAIN else self.draft)
+        step, draft = made_step(number, kind, takes_prompts=takes_prompts), None if kind is PLAIN else self.draft
+        fences = [FenceName.DRAFT_PROPOSED] * step.is_kept + [FenceName.DRAFT_PREFILLED] * bool(step.chunks)
+        draft_ops = None if draft is None else FenceOps((), tuple(FencePoint(fence, number) for fence in fences))
+        self.sent[number] = SentStep(step, draft, draft_ops, FenceOps(), None, decided_ns=0, sent_ns=0)
+        self.collector.sent(self.sent[number])
 
-    def work(self, role: Role, number: int, start: int, end: int) -> None:
-        """A worker does its part."""
-        is_draft = role is Role.DRAFT
-        stamps = self.draft.stamps if is_draft else self.arena.tensor(BufferName.VERIFY_STAMPS)
-        stamps[number % SHAPE.ring, 0] = start
-        stamps[number % SHAPE.ring, 1] = end
-        if is_draft:
-            self.draft.done.release(number)
+    def verify(self, number: int, start: int, end: int) -> None:
+        """Verify does its part."""
+        self.arena.tensor(BufferName.VERIFY_STAMPS)[number % SHAPE.ring] = torch.tensor([start, end])
 
-    def come(self, number: int, *before: tuple[int, int], kind: StepKind = DECODE) -> None:
-        """The result of a step comes, with the stamps of the one before."""
-        self.collector.came(made_step(number, kind), before or ((0, 0), (0, 0)))
+    def prefill(self, number: int, start: int, end: int) -> None:
+        """Draft does its prefill part."""
+        self.draft.stamps[number % SHAPE.ring, PREFILL_PART] = torch.tensor([start, end])
+        self.draft.prefilled.release(number)
+
+    def come(self, number: int, *before: tuple[int, int]) -> None:
+        """The result of a step comes, with the stamps of the one before: verify's, and the same of draft's parts.
+
+        If three are given, they are its decode part's and its prefill part's.
+        """
+        verify, *parts = before or ((0, 0), (0, 0))
+        self.collector.came(self.sent[number], (verify, parts[0], parts[-1]))
 
 
 @pytest.fixture
@@ -109,25 +129,41 @@ class TestStepTimings:
     def test_a_draft_that_no_step_waited_for_is_polled(self, stamps: Stamps) -> None:
         stamps.send(1, PREFILL)
         stamps.send(2, PREFILL)
-        stamps.work(Role.VERIFY, 1, 30, 60)
-        stamps.come(2, (30, 60), (10, 0), kind=PREFILL)
+        stamps.verify(1, 30, 60)
+        stamps.come(2, (30, 60), (10, 0))
         assert stamps.timings == []
-        stamps.work(Role.DRAFT, 1, 10, 20)
+        stamps.prefill(1, 10, 20)
         stamps.send(3)
         stamps.come(3, (70, 80), (21, 30))
         assert [(timing.draft_ns, timing.verify_ns) for timing in stamps.timings] == [(10, 30), (9, 10)]
+
+    def test_each_part_of_a_draft_is_read_when_it_is_sure_to_be_done(self, stamps: Stamps) -> None:
+        """Verify has waited for the decode part of its own step, and for the prefill part before a later part."""
+        stamps.send(1, takes_prompts=True)
+        stamps.come(1)
+        stamps.send(2, takes_prompts=True)
+        stamps.come(2, (30, 60), (10, 20), (40, 45))
+        assert [(timing.phase, timing.draft_ns) for timing in stamps.timings] == [("mixed", 15)]
+        stamps.verify(2, 70, 80)
+        stamps.arena.tensor(BufferName.DRAFT_STAMPS)[2 % SHAPE.ring, DECODE_PART] = torch.tensor([61, 64])
+        stamps.send(3, PLAIN)
+        stamps.come(3, (70, 80), (61, 64), (40, 45))
+        assert len(stamps.timings) == 1
+        stamps.prefill(2, 81, 88)
+        stamps.collector.collect(2)
+        assert [timing.draft_ns for timing in stamps.timings] == [15, 10]
 
     def test_a_step_waits_for_those_before_it(self, stamps: Stamps) -> None:
         stamps.send(1, PREFILL)
         stamps.send(2, PLAIN)
         stamps.send(3, PLAIN)
-        stamps.work(Role.VERIFY, 1, 10, 20)
-        stamps.work(Role.VERIFY, 2, 25, 40)
-        stamps.come(3, (25, 40), (0, 0), kind=PLAIN)
+        stamps.verify(1, 10, 20)
+        stamps.verify(2, 25, 40)
+        stamps.come(3, (25, 40), (0, 0))
         assert stamps.timings == []
-        stamps.work(Role.DRAFT, 1, 11, 22)
+        stamps.prefill(1, 11, 22)
         stamps.collector.collect(2)
-        assert [(timing.kind, timing.wall_ns) for timing in stamps.timings] == [(PREFILL, None), (PLAIN, 20)]
+        assert [(timing.phase, timing.wall_ns) for timing in stamps.timings] == [("prefill", None), ("decode", 20)]
         assert stamps.timings[1].bubbles_ns == {VERIFY_TO_VERIFY: 3}
 
     def test_a_draft_that_rests_while_it_is_behind_holds_no_stamps_of_verify_up(self, stamps: Stamps) -> None:
@@ -135,20 +171,20 @@ class TestStepTimings:
         for number in range(2, SHAPE.ring + 1):
             stamps.send(number, PLAIN)
         for number in range(1, SHAPE.ring):
-            stamps.work(Role.VERIFY, number, 20 * number, 20 * number + 10)
-        stamps.come(SHAPE.ring, (20 * SHAPE.ring - 20, 20 * SHAPE.ring - 10), (0, 0), kind=PLAIN)
+            stamps.verify(number, 20 * number, 20 * number + 10)
+        stamps.come(SHAPE.ring, (20 * SHAPE.ring - 20, 20 * SHAPE.ring - 10), (0, 0))
         stamps.collector.collect(1)
         assert stamps.timings == []
         stamps.collector.collect(1, is_last_chance=True)
         assert [(timing.draft_ns, timing.verify_ns) for timing in stamps.timings] == [(0, 10)]
-        stamps.work(Role.VERIFY, SHAPE.ring, 500, 510)
+        stamps.verify(SHAPE.ring, 500, 510)
         stamps.send(SHAPE.ring + 1, PLAIN)
-        stamps.come(SHAPE.ring + 1, (500, 510), (0, 0), kind=PLAIN)
+        stamps.come(SHAPE.ring + 1, (500, 510), (0, 0))
         assert [timing.verify_ns for timing in stamps.timings] == [10] * SHAPE.ring
 
     def test_verifys_stamps_are_not_read_before_the_next_result(self, stamps: Stamps) -> None:
         stamps.send(1, PLAIN)
-        stamps.come(1, kind=PLAIN)
+        stamps.come(1)
         stamps.collector.collect(1)
         assert stamps.timings == []
 
@@ -157,7 +193,7 @@ class TestStepTimings:
         stamps.draft.release(1)
         stamps.come(1)
         stamps.send(2, PLAIN)
-        stamps.come(2, (30, 60), (10, 20), kind=PLAIN)
+        stamps.come(2, (30, 60), (10, 20))
         assert [(timing.draft_ns, timing.verify_ns) for timing in stamps.timings] == [(0, 30)]
 
     @pytest.mark.parametrize(
@@ -229,7 +265,7 @@ def measured(late_role: Role, *, run_ahead: int = 0, has_draft: bool = True) -> 
     device = CountedDevice()
 
     def late(command: StepCommand) -> StepCommand:
-        if command.kind is not PREFILL and command.step % 2 == 0:
+        if command.slots and command.step % 2 == 0:
             device.time.spend(DELAY_NS)
         return command
 
@@ -259,7 +295,7 @@ def measured(late_role: Role, *, run_ahead: int = 0, has_draft: bool = True) -> 
         worker.close()
     # Step 1 is the prefill; the last step's stamps are not read any more.
     prefill, *timings = epoch.metrics.timings
-    assert prefill.kind is PREFILL
+    assert prefill.phase == "prefill"
     assert len(timings) >= NUM_STEPS - 1
     return timings
 

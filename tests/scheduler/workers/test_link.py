@@ -24,11 +24,10 @@ from slipstream.common.worker.command_socket import SHORT_STEP_S, CommandReceive
 from slipstream.common.worker.step import (
     FenceName,
     FenceOps,
-    FencePoint,
+    FenceWait,
     PrefillChunk,
     Role,
     StepCommand,
-    StepKind,
 )
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
@@ -139,7 +138,7 @@ async def test_commands_go_out_and_the_worker_drains(
             link.detach(drain=True)
 
         await asyncio.to_thread(use)
-        assert arena.fence(FenceName.DRAFT_DONE).poll() == 20
+        assert arena.fence(FenceName.DRAFT_PROPOSED).poll() == 20
         assert draft.worker.engine.epoch is None
         assert by_socket == (list(range(1, 21)) if has_socket else [])
 
@@ -176,7 +175,7 @@ async def test_a_worker_that_reads_no_commands_is_lost(
             longest_s = 0.0
             with suppress(UnavailableError):
                 for step in range(1, 1000):
-                    link.send(replace(decode(step, 1, epoch=1), kind=StepKind.PREFILL, chunks=(chunk,)))
+                    link.send(replace(decode(step, epoch=1), chunks=(chunk,)))
                     begun = time.monotonic()
                     thread.call(_tasks())
                     longest_s = max(longest_s, time.monotonic() - begun)
@@ -374,8 +373,8 @@ async def test_acknowledged_dispatch_sends_what_depends_on_a_step_after_its_ackn
                 dispatch.send(to_draft, first, to_draft)
                 dispatch.send(to_verify, second, to_draft)
                 if acknowledge_done:
-                    # Verify's half is sent when draft's is done.
-                    assert arena.fence(FenceName.DRAFT_DONE).poll() >= step
+                    # Verify's command is sent when draft's is done.
+                    assert arena.fence(FenceName.DRAFT_PROPOSED).poll() >= step
             for link in links.values():
                 link.detach(drain=True)
 
@@ -393,7 +392,7 @@ async def test_acknowledged_dispatch_gives_up_when_no_acknowledgement_comes(
         await asyncio.to_thread(link.attach, attachment_to(arena))
         metrics = RecordingStalls()
         dispatch = DispatchAcknowledged(link, AccessLog(), metrics, 10.0, lambda: 0.02)  # type: ignore[arg-type]
-        late = replace(decode(2, 1), ops=FenceOps((FencePoint(FenceName.DRAFT_DONE, 1),)))
+        late = replace(decode(2, 1), ops=FenceOps((FenceWait(FenceName.DRAFT_PROPOSED, 1),)))
         with pytest.raises(DeadlineExceededError, match="the draft service did not acknowledge step 1 in time"):
             await asyncio.to_thread(dispatch.send, link, late, link)
         await asyncio.to_thread(link.detach, drain=False)

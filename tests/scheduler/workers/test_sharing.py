@@ -11,6 +11,7 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.device.manifest import EVENT, TIMELINE
 from slipstream.common.errors import MismatchError
 from slipstream.common.host import pid_namespace, shm_device
+from slipstream.common.worker.contract import PROTOCOL_VERSION
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.workers.sharing import check_sharing
 from tests.harness.checkpoints import write_checkpoint
@@ -57,6 +58,14 @@ def test_this_kernel_says_both() -> None:
 def test_workers_beside_the_scheduler_fit(fence_kind: str) -> None:
     check_sharing(gpu(fence_kind), workers())
     check_sharing(gpu(fence_kind), workers()[:1])
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_worker_of_another_version_of_the_contract_is_refused(role: Role) -> None:
+    version = {"protocol_version": PROTOCOL_VERSION - 1}
+    spoken = f"{role.value} speaks {PROTOCOL_VERSION - 1}, this scheduler {PROTOCOL_VERSION}"
+    expected = f"protocol version: {spoken} (run the same release of both)"
+    assert said(HostDevice(), workers(**{role.value: version})) == (expected,)
 
 
 def test_another_gpu_is_told_apart_by_its_uuid() -> None:

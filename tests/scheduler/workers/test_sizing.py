@@ -42,12 +42,11 @@ def test_no_more_pages_than_the_slots_can_use() -> None:
     assert sizes.batch.num_slots == 5
 
 
-def test_fences_have_events_for_the_longest_run_ahead_of_mixed_steps() -> None:
+def test_fences_have_events_for_the_longest_run_ahead() -> None:
     with pytest.raises(ConfigError, match="run_ahead"):
         replace(CONFIG, run_ahead=9)
-    verify = replace(VERIFY, takes_mixed_steps=True)
-    sizes = EpochSizes.decide(replace(CONFIG, run_ahead=8), Workers(verify=verify, draft=DRAFT))
-    assert ring_rows(sizes.batch.numbers_ahead) <= EVENTS
+    sizes = EpochSizes.decide(replace(CONFIG, run_ahead=8), BOTH)
+    assert ring_rows(sizes.batch.run_ahead) <= EVENTS
 
 
 def test_no_more_pages_than_the_memory_holds() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from slipstream.common.wire.server import DraftSwap, SwapOutcome, SwapTerms
-from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.draft_policy import DraftPolicy
 from slipstream.scheduler.telemetry.decode_record import DecodeRecord
 from slipstream.scheduler.telemetry.decode_record import figures as figures_of
@@ -51,32 +50,27 @@ class FakeDrafts:
         step_ms: int = 1,
         num_ending: int = 0,
         num_steps: int = NUM_STEPS + 1,
-        drafts_none: bool = False,
+        takes_in_only: bool = False,
     ) -> None:
         """Steps of sequences of which so many draft tokens were accepted, and of prompts that end in them.
 
         The first step of all has no time, as it follows on none.
         """
-        members = SimpleNamespace(rows=np.arange(len(accepted)))
-        chunks = (None,) * num_ending
-        step: Any = SimpleNamespace(
-            kind=StepKind.DECODE,
-            num_draft_tokens=0 if drafts_none else 4,
-            drafts_none=drafts_none,
-            is_mixed=num_ending > 0,
-            members=members,
-            chunks=chunks,
-        )
+        decoded, chunks = SimpleNamespace(rows=np.arange(len(accepted))), (None,) * num_ending
+        most = 0 if takes_in_only else 4
+        step = SimpleNamespace(most_draft_tokens=most, is_kept=True, decoded=decoded, chunks=chunks)
         accepted = accepted + [0] * num_ending
         for _ in range(num_steps):
             self._now_ns += step_ms * 1_000_000
-            taken_in: Any = SimpleNamespace(
+            outcome = SimpleNamespace(
                 rows=np.arange(len(accepted)),
                 num_accepted=np.array(accepted),
                 num_tokens=np.array(accepted) + 1,
                 is_speculating=np.full(len(accepted), fill_value=True),
             )
-            self.record.add(step, taken_in, cast("DraftAttachment", SimpleNamespace(number=number)), self._now_ns)
+            draft = SimpleNamespace(number=number)
+            sent: Any = SimpleNamespace(step=step, outcome=outcome, draft=draft, arrived_ns=self._now_ns)
+            self.record.add(sent)
 
     def attach(self, epoch: Epoch, target: DraftTarget) -> Held:
         """See `Drafts.attach`."""
@@ -120,7 +114,7 @@ class BusyDrafts(FakeDrafts):
             self.now += 0.9 * IDLE_S
             self._num_looks += 1
             is_busy = self._num_looks < 5
-            self.decode(NEW, [0, 0] if is_busy else self._accepted, drafts_none=is_busy)
+            self.decode(NEW, [0, 0] if is_busy else self._accepted, takes_in_only=is_busy)
         return super().wait_for(epoch, is_so, timeout_s)
 
 

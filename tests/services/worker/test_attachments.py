@@ -20,7 +20,7 @@ from slipstream.common.errors import (
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.worker.contract import DraftSizes
 from slipstream.common.worker.layout import BufferName, DraftShape
-from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, PrefillChunk, StepCommand, StepKind
+from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, FenceWait, PrefillChunk, StepCommand
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker import epoch, fused_future_map
 from slipstream.services.worker.config import WorkerConfig
@@ -107,9 +107,9 @@ def undrafted(driven: Driven, draft: Draft) -> StepCommand:
     return StepCommand(
         epoch=EPOCH,
         step=driven.step,
-        kind=StepKind.DECODE,
         slots=tuple(driven.tokens),
-        ops=FenceOps((FencePoint(FenceName.DRAFT_DONE, driven.step),), points),
+        num_draft_tokens=(draft.sizes.num_draft_tokens,) * len(driven.tokens),
+        ops=FenceOps((FenceWait(FenceName.DRAFT_PROPOSED, driven.step),), points),
         attachment=draft.number,
     )
 
@@ -289,7 +289,7 @@ def test_a_lost_draft_that_holds_its_word_at_zero_holds_no_step(target: Path, re
     draft = driven.make_draft(_twin(target, device), number=2)
     driven.prefill(PROMPTS, SAMPLED, draft)
     driven.decode(draft)
-    word = cast("HostFence", draft.memory.fence(FenceName.DRAFT_DONE))._word
+    word = cast("HostFence", draft.memory.fence(FenceName.DRAFT_PROPOSED))._word
 
     def hold() -> None:
         while not stop.is_set():
@@ -392,18 +392,18 @@ def test_drafting_needs_an_attachment_and_catching_up_a_draft(target: Path, head
     device = HostDevice()
     driven = Driven(_verify(target, device), device)
     driven.prefill(PROMPTS)
-    command = StepCommand(epoch=EPOCH, step=50, kind=StepKind.DECODE, slots=(1,))
-    for kind in (StepKind.DECODE, StepKind.CATCH_UP):
-        with pytest.raises(InvalidArgumentError, match=r"kind|chunks"):
-            driven.verify.send(replace(command, kind=kind))
+    command = StepCommand(epoch=EPOCH, step=50, slots=(1,))
+    for changes in ({"num_draft_tokens": (2,)}, {"catches_up": True}):
+        with pytest.raises(InvalidArgumentError, match=r"num_draft_tokens|catches_up"):
+            driven.verify.send(replace(command, **changes))  # type: ignore[arg-type]
     draft = driven.make_draft(_head(head, target, device), number=2)
     chunk = PrefillChunk(slot=1, start=0, tokens=(1, 2), is_last=False)
     with pytest.raises(InvalidArgumentError, match="for a draft that reads hidden states"):
-        draft.worker.send(replace(command, epoch=2, kind=StepKind.CATCH_UP, chunks=(chunk,)))
+        draft.worker.send(replace(command, epoch=2, slots=(), catches_up=True, chunks=(chunk,)))
     # Slots that it is told of, and nothing to take in.
-    draft.worker.send(replace(command, epoch=2, kind=StepKind.CATCH_UP, slots=()))
+    draft.worker.send(replace(command, epoch=2, slots=(), catches_up=True))
     stash = FencePoint(FenceName.VERIFY_STASH, 50)
     with pytest.raises(InvalidArgumentError, match="fence: got 'VERIFY_STASH', accepted: one without an attachment"):
-        driven.verify.send(replace(command, kind=StepKind.PLAIN, ops=FenceOps((), (stash,))))
+        driven.verify.send(replace(command, ops=FenceOps((), (stash,))))
     assert draft.memory.tensor(BufferName.NUM_NEW).sum() == 0
     driven.close()

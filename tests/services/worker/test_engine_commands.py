@@ -15,8 +15,17 @@ from slipstream.common.errors import (
     StaleEpochError,
 )
 from slipstream.common.worker.layout import RESULT_FENCES
-from slipstream.common.worker.step import FenceOps, FencePoint, PrefillChunk, Role, SlotUpdate, StepCommand, StepKind
-from tests.harness.recording_role import DONE, STASH, Recorder, attached
+from slipstream.common.worker.step import (
+    FenceOps,
+    FencePoint,
+    FenceWait,
+    PrefillChunk,
+    Role,
+    SlotUpdate,
+    StepCommand,
+    WaitPlace,
+)
+from tests.harness.recording_role import PROPOSED, STASH, Recorder, attached
 from tests.harness.workers import SHAPE, LocalWorker, SharedArenas, attachment_to, decode, epoch_shape
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -40,7 +49,7 @@ def test_what_does_not_exist(draft: Recorder, command: StepCommand, error: type[
         assert draft.done == []
         worker.send(decode(1, 1))
         worker.stream.synchronize(5.0)
-        assert draft.done == ["1 DRAFT_DONE"]
+        assert draft.done == ["1 DRAFT_PROPOSED"]
 
 
 @pytest.mark.parametrize(
@@ -68,8 +77,8 @@ def test_updates_out_of_range(draft: Recorder, changes: dict[str, int], message:
 @pytest.mark.parametrize(
     ("chunks", "message"),
     [
-        ((), "one for each of slots"),
-        ((PrefillChunk(slot=2, start=0, tokens=(1,), is_last=True),), "one for each of slots"),
+        ((PrefillChunk(slot=0, start=0, tokens=(1,), is_last=True),), r"chunks\.slot: got 0, accepted: 1 to 3"),
+        ((PrefillChunk(slot=1, start=0, tokens=(1,), is_last=True),) * 2, "each slot once"),
         ((PrefillChunk(slot=1, start=0, tokens=(), is_last=True),), "at least one token"),
         ((PrefillChunk(slot=1, start=64, tokens=(1,), is_last=True),), r"chunks\.start: got 64, accepted: 0 to 63"),
         (
@@ -79,7 +88,7 @@ def test_updates_out_of_range(draft: Recorder, changes: dict[str, int], message:
     ],
 )
 def test_chunks_that_do_not_fit(draft: Recorder, chunks: tuple[PrefillChunk, ...], message: str) -> None:
-    command = replace(decode(1, 1), kind=StepKind.PREFILL, chunks=chunks)
+    command = replace(decode(1), chunks=chunks)
     with attached(draft) as (worker, _), pytest.raises(InvalidArgumentError, match=message):
         worker.send(command)
 
@@ -88,17 +97,24 @@ def test_chunks_in_a_step_that_decodes(draft: Recorder) -> None:
     chunk = PrefillChunk(slot=1, start=0, tokens=(1,), is_last=True)
     with attached(draft) as (worker, _), pytest.raises(InvalidArgumentError, match="none of those that decode"):
         worker.send(replace(decode(1, 1), chunks=(chunk,)))
-    with attached(draft) as (worker, _), pytest.raises(InvalidArgumentError, match=r"slots: got \(\), accepted: one"):
-        worker.send(replace(decode(1), chunks=(chunk,)))
 
 
 def test_a_fence_of_the_other_worker(draft: Recorder) -> None:
     with attached(draft) as (worker, arena):
-        with pytest.raises(InvalidArgumentError, match="signals: got 'VERIFY_STASH', accepted: DRAFT_DONE"):
+        with pytest.raises(InvalidArgumentError, match="signals: got 'VERIFY_STASH', accepted: DRAFT_PROPOSED"):
             worker.send(replace(decode(1, 1), ops=FenceOps((), (FencePoint(STASH, 1),))))
         assert arena.fence(STASH).poll() == 0
-        with pytest.raises(InvalidArgumentError, match="waits: got 'DRAFT_DONE', accepted: a fence that"):
-            worker.send(replace(decode(1, 1), ops=FenceOps((FencePoint(DONE, 1),), ())))
+        with pytest.raises(InvalidArgumentError, match="waits: got 'DRAFT_PROPOSED', accepted: a fence that"):
+            worker.send(replace(decode(1, 1), ops=FenceOps((FenceWait(PROPOSED, 1),), ())))
+
+
+def test_a_wait_at_a_place_that_the_step_does_not_have(draft: Recorder) -> None:
+    ops = FenceOps((FenceWait(STASH, 1, WaitPlace.PREFILL_HIDDEN),), ())
+    with attached(draft) as (worker, _):
+        with pytest.raises(InvalidArgumentError, match=r"waits\.place: got 'PREFILL_HIDDEN', accepted: .*: START"):
+            worker.send(replace(decode(1, 1), ops=ops))
+        worker.stream.synchronize(5.0)
+        assert draft.done == []
 
 
 def test_a_draft_where_nothing_drafts() -> None:
@@ -125,4 +141,4 @@ def test_steps_grow(draft: Recorder) -> None:
                 worker.send(decode(step, 1))
         worker.send(decode(7, 1))
         worker.stream.synchronize(5.0)
-        assert draft.done == ["3 DRAFT_DONE", "7 DRAFT_DONE"]
+        assert draft.done == ["3 DRAFT_PROPOSED", "7 DRAFT_PROPOSED"]

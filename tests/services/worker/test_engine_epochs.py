@@ -21,12 +21,12 @@ from slipstream.common.errors import (
 )
 from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.contract import PROTOCOL_VERSION
-from slipstream.common.worker.step import Role, StepCommand
+from slipstream.common.worker.step import Role, StepCommand, WaitPlace
 from slipstream.services.worker import epoch
 from slipstream.services.worker.engine import ATTACH, DRAIN, Engine
 from slipstream.services.worker.role import Phase
 from tests.harness.leaks import nothing_left
-from tests.harness.recording_role import DONE, STASH, Recorder, attached
+from tests.harness.recording_role import PROPOSED, STASH, Recorder, attached
 from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, decode, describe
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def test_only_one_is_open_and_only_newer_ones_are_taken(draft: Recorder) -> None
         worker.attach(attachment_to(arena, 2))
         worker.send(decode(1, 1, epoch=2))
         worker.stream.synchronize(5.0)
-        assert draft.done == ["1 DRAFT_DONE"]
+        assert draft.done == ["1 DRAFT_PROPOSED"]
 
 
 def test_the_answer_comes_when_the_device_has_warmed_up(draft: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_drain_finishes_what_is_enqueued(draft: Recorder) -> None:
             worker.send(decode(step, 1))
         worker.engine.drain(1)
         assert len(draft.done) == 5
-        assert arena.fence(DONE).poll() == 5
+        assert arena.fence(PROPOSED).poll() == 5
         assert not draft.is_open
         worker.engine.drain(1)
         stalls = worker.engine.stalls.seconds()
@@ -162,7 +162,7 @@ def test_abandon_repeats_the_release_against_a_late_producer(draft: Recorder) ->
         stop.set()
         late.join()
         producer.close()
-        assert draft.done == ["1 DRAFT_DONE"]
+        assert draft.done == ["1 DRAFT_PROPOSED"]
 
 
 def test_a_stream_that_cannot_be_released_is_given_up(draft: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ class Broken(Recorder):
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """See `RoleEngine.phases`."""
-        return [Phase(self._break, (DONE,))]
+        return [Phase(self._break, (PROPOSED,), WaitPlace.START)]
 
     def _break(self) -> None:
         raise ValueError("no such kernel")

@@ -13,10 +13,10 @@ from slipstream.common.errors import (
 )
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.worker.access_log import JsonLinesAccessLog, LogOp, StreamName
-from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import Role, SlotUpdate, StepCommand
+from slipstream.common.worker.layout import DECODE_PART, BufferName
+from slipstream.common.worker.step import FenceOps, FenceWait, Role, SlotUpdate, StepCommand, WaitPlace
 from slipstream.services.worker.role import Phase
-from tests.harness.recording_role import DONE, PUBLISH, STASH, Recorder, attached
+from tests.harness.recording_role import PROPOSED, PUBLISH, STASH, Recorder, attached
 from tests.harness.workers import LocalWorker, SharedArenas, attach, decode
 from tests.ordering.replay import read_log
 
@@ -37,21 +37,42 @@ def test_waits_come_first_and_every_signal_behind_its_phase(tmp_path: Path) -> N
     with pytest.raises(DeadlineExceededError):
         worker.stream.synchronize(0.02)
     assert role.done == []
-    arena.fence(DONE).release(1)
+    arena.fence(PROPOSED).release(1)
     worker.stream.synchronize(5.0)
     worker.close()
     log.close()
     lines = [(line.op.value, (line.fence or line.buffer or line.op).name) for line in read_log(log_path(tmp_path))]
     assert lines == [
         ("recv", "RECV"),
-        ("wait", "DRAFT_DONE"),
+        ("wait", "DRAFT_PROPOSED"),
         ("signal", "VERIFY_PUBLISH"),
         ("write", "VERIFY_STAMPS"),
         ("signal", "VERIFY_STASH"),
     ]
     assert role.done == ["1 VERIFY_PUBLISH", "1 VERIFY_STASH"]
-    assert [arena.fence(name).poll() for name in (DONE, PUBLISH, STASH)] == [1, 1, 1]
+    assert [arena.fence(name).poll() for name in (PROPOSED, PUBLISH, STASH)] == [1, 1, 1]
     arena.close()
+
+
+def test_a_wait_stands_before_the_phase_at_its_place(tmp_path: Path) -> None:
+    class Phased(Recorder):
+        def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+            return [
+                Phase(self._does("forward"), place=WaitPlace.START),
+                Phase(self._does("sample"), (PUBLISH, STASH), WaitPlace.SAMPLING),
+            ]
+
+    role = Phased(Role.VERIFY)
+    with attached(role) as (worker, arena):
+        command = decode(1, 1, role=Role.VERIFY)
+        waits = (FenceWait(PROPOSED, 1, WaitPlace.SAMPLING),)
+        worker.send(replace(command, num_draft_tokens=(), ops=FenceOps(waits, command.ops.signals)))
+        with pytest.raises(DeadlineExceededError):
+            worker.stream.synchronize(0.1)
+        assert role.done == ["forward"]
+        arena.fence(PROPOSED).release(1)
+        worker.stream.synchronize(5.0)
+    assert role.done == ["forward", "sample"]
 
 
 def test_a_phase_signals_in_its_own_order(tmp_path: Path) -> None:
@@ -83,7 +104,7 @@ def test_the_stamps_do_not_count_the_wait(draft: Recorder) -> None:
         released_ns = time.monotonic_ns()
         arena.fence(STASH).release(1)
         worker.stream.synchronize(5.0)
-        start_ns, end_ns = arena.tensor(BufferName.DRAFT_STAMPS)[2].tolist()
+        start_ns, end_ns = arena.tensor(BufferName.DRAFT_STAMPS)[2, DECODE_PART].tolist()
         assert released_ns <= start_ns <= end_ns <= time.monotonic_ns()
 
 
@@ -97,7 +118,7 @@ def test_updates_are_taken_over_in_the_order_of_the_stream() -> None:
                 pages = state.slots.page_table[1].tolist()
                 seen.append((command.step, pages, int(state.slots.limits[1])))
 
-            return [Phase(look, (DONE,))]
+            return [Phase(look, (PROPOSED,), WaitPlace.START)]
 
     with attached(Reader()) as (worker, arena):
         first = SlotUpdate(slot=1, generation=1, pages=(3, 4), limit_tokens=20, sampling=SamplingParams())

@@ -41,7 +41,7 @@ def test_abandon_gives_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert worker.engine.epoch is None
         assert not role.is_open
         # The stream's thread still waits; on a GPU that is gone with the process.
-        for name in (FenceName.VERIFY_STASH, FenceName.DRAFT_DONE):
+        for name in (FenceName.VERIFY_STASH, FenceName.DRAFT_PROPOSED):
             arena.fence(name).release(1)
 
 

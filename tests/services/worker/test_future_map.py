@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.contract import DraftSizes
-from slipstream.common.worker.layout import LENT_WEIGHTS, BufferName, DraftShape
+from slipstream.common.worker.layout import DECODE_PART, LENT_WEIGHTS, PREFILL_PART, BufferName, DraftShape
 from slipstream.services.models.sampler import Logprobs
 from slipstream.services.worker.future_map import FutureMap
 from slipstream.services.worker.region import POISON, Region
@@ -249,27 +249,41 @@ def test_every_access_to_shared_memory_is_logged_with_its_rows() -> None:
             [(name, (1,), True, 4, 0) for name in ("new_seq_lens", "num_accepted", "output_tokens")]
             + [(name, (2, 5), True, 4, ATTACHMENT) for name in stashed]
             + [(name, (2, 5), False, 5, ATTACHMENT) for name in (*stashed, "draft_tokens")]
-            + [("draft_tokens", (2, 5), True, 5, ATTACHMENT), ("prefill_hidden", (0,), True, 6, ATTACHMENT)]
-            + [("draft_stamps", (1, 2), True, 5, 0), ("draft_stamps", (1, 2), False, 5, ATTACHMENT)]
+            + [(name, (2, 5), True, 5, ATTACHMENT) for name in ("draft_tokens", "num_proposed")]
+            + [("prefill_hidden", (0,), True, 6, ATTACHMENT)]
+            # By parts: the decode part of the step in row 2, the prefill part of the step in row 1.
+            + [("draft_stamps", (4, 3), True, 5, 0), ("draft_stamps", (4, 3), False, 5, ATTACHMENT)]
         )
 
 
 def test_stamps_of_a_step_are_where_the_scheduler_reads_them() -> None:
     with shared() as both:
-        for memory, name in ((both.region, BufferName.DRAFT_STAMPS), (both.map, BufferName.VERIFY_STAMPS)):
-            start, end = memory.stamps(5)
-            start.fill_(10)
-            end.fill_(20)
-            assert both.row(name, 5 % 3).tolist() == [10, 20]
+        for number, stamps in enumerate(
+            (both.region.stamps(5), both.region.stamps(5, PREFILL_PART), both.map.stamps(5))
+        ):
+            for stamp, value in zip(stamps, (10, 20), strict=True):
+                stamp.fill_(value + number)
+        assert both.row(BufferName.DRAFT_STAMPS, 5 % 3).tolist() == [[10, 20], [11, 21]]
+        assert both.row(BufferName.VERIFY_STAMPS, 5 % 3).tolist() == [12, 22]
 
 
-def test_the_draft_s_stamps_of_a_step_and_the_one_before_come_with_its_tokens() -> None:
+@pytest.mark.parametrize("copies_tokens", [True, False])
+def test_the_stamps_of_draft_s_parts_before_are_copied(copies_tokens: bool) -> None:
+    """Also in a step without draft tokens for which draft takes in the stash."""
     with shared() as both:
         for step in (5, 6, 7):
-            both.region.stamps(step)[0].fill_(step)
-        both.map.copy_in(7, both.region, SLOTS, ROWS)
+            for part in (DECODE_PART, PREFILL_PART):
+                both.region.stamps(step, part)[0].fill_(10 * step + part)
+        if copies_tokens:
+            both.map.copy_in(7, both.region, SLOTS, ROWS)
+        else:
+            both.map.copy_stamps(7, both.region)
+            assert [access for access in both.log.accesses if access[0] == "draft_stamps"] == [
+                ("draft_stamps", (2, 1), False, 7, ATTACHMENT),
+                ("draft_stamps", (2, 1), True, 7, 0),
+            ]
         copied = both.arenas.results.tensor(BufferName.DRAFT_STAMPS)
-        assert copied[:, 0].tolist() == [6, 7, 0], "the row of step 5 may be written by step 8 meanwhile"
+        assert copied[:, :, 0].tolist() == [[0, 61], [70, 0], [0, 0]], "the others may be written meanwhile"
 
 
 @pytest.mark.parametrize("width", [0, 2])

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from slipstream.common.device.cpu.shared_file import DIRECTORY, PREFIX
 from slipstream.common.device.manifest import DTYPES
 from slipstream.common.errors import ManifestError, MismatchError, OutOfMemoryError
-from slipstream.common.worker.step import StepKind
 from slipstream.common.worker.wire import command_to_pb, manifest_from_pb
 from tests.harness.hosted import (
     FUZZ,
@@ -50,8 +49,9 @@ def test_attachments_are_refused_or_stay_within_what_they_say(hosted: Hosted) ->
                 request.num_pages = 2**31  # what fits into the memory of some machines, and takes long to fill
             if error_of(lambda: hosted.worker.stub.Attach(request, timeout=TIMEOUT_S)) is None:
                 memory.main.relay(manifest_from_pb(request.manifest))
-                kind = StepKind.DECODE if hosted.is_draft else StepKind.PLAIN
-                command = replace(decode(1, hosted.is_draft, 1), epoch=request.epoch, kind=kind)
+                command = replace(decode(1, hosted.is_draft, 1), epoch=request.epoch)
+                if not hosted.is_draft:
+                    command = replace(command, num_draft_tokens=())
                 memory.allow_step(command)
                 error_of(lambda: list(hosted.worker.stub.Execute(iter([command_to_pb(command)]), timeout=TIMEOUT_S)))
             hosted.worker.until_free()

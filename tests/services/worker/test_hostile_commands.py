@@ -14,10 +14,11 @@ from slipstream.common.worker.step import (
     FenceName,
     FenceOps,
     FencePoint,
+    FenceWait,
     PrefillChunk,
     SlotUpdate,
     StepCommand,
-    StepKind,
+    WaitPlace,
 )
 from slipstream.common.worker.wire import command_to_pb
 from tests.harness.checkpoints import VOCAB_SIZE
@@ -87,17 +88,20 @@ def chunks(draw: st.DrawFn, slot: int) -> PrefillChunk:
 def commands(draw: st.DrawFn, step: int, is_draft: bool) -> StepCommand:
     """Steps that are right in form, whatever they mean."""
     slots = tuple(draw(st.permutations((1, 2, 3))))[: draw(st.integers(0, 2))]
-    of_draft, of_verify = [StepKind.PREFILL, StepKind.DECODE], [StepKind.PREFILL, StepKind.DECODE, StepKind.PLAIN]
-    kind = draw(st.sampled_from(of_draft if is_draft else of_verify))
-    waits = draw(st.lists(st.builds(FencePoint, st.sampled_from(FenceName), st.integers(0, 2**64 - 1)), max_size=1))
+    # The last of the slots take in prompts.
+    num_decoding = draw(st.integers(0, len(slots)))
+    width = draw(st.sampled_from([0, 2]))
+    fences, places = st.sampled_from(FenceName), st.sampled_from(WaitPlace)
+    waits = draw(st.lists(st.builds(FenceWait, fences, st.integers(0, 2**64 - 1), places), max_size=1))
     plain = decode(step, is_draft)
-    # Verify's steps may do both: then the last of the slots take in prompts.
-    num_decoding = 0 if kind is StepKind.PREFILL else len(slots) if is_draft else draw(st.integers(0, len(slots)))
+    signals = plain.ops.signals
+    if is_draft and num_decoding < len(slots):
+        signals = (*signals[: bool(num_decoding)], FencePoint(FenceName.DRAFT_PREFILLED, step))
     return replace(
         plain,
-        kind=kind,
-        slots=slots if kind is StepKind.PREFILL else slots[:num_decoding],
-        ops=FenceOps(tuple(waits), plain.ops.signals),
+        slots=slots[:num_decoding],
+        num_draft_tokens=(width,) * num_decoding,
+        ops=FenceOps(tuple(waits), signals),
         chunks=tuple(draw(chunks(slot)) for slot in slots[num_decoding:]),
         updates=tuple(draw(updates(slot)) for slot in slots if draw(st.booleans())),
         top_logprobs=draw(st.none() | st.integers(0, 20)),

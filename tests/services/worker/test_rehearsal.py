@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from slipstream.common.worker.step import PrefillChunk, StepKind
+from slipstream.common.worker.step import PrefillChunk
 from slipstream.scheduler.core.batch_sizes import BatchSizes
 from slipstream.services.worker import rehearsal
 from slipstream.services.worker.forward_sizes import with_padding
@@ -25,7 +25,7 @@ def test_the_largest_comes_first_and_leaves_its_memory_to_the_others(
 ) -> None:
     steps: list[tuple[int, ...]] = []
 
-    def take(role: Any, state: Any, kind: StepKind, chunks: tuple[PrefillChunk, ...]) -> None:
+    def take(role: Any, state: Any, chunks: tuple[PrefillChunk, ...]) -> None:
         assert len({chunk.slot for chunk in chunks}) == len(chunks) < num_slots
         steps.append(tuple(len(chunk.tokens) for chunk in chunks))
 
@@ -48,7 +48,7 @@ def test_mixed_steps_have_every_size_and_every_way_to_sample(
     sizes: list[int] = []
     modes: list[tuple[int, SamplingParams, int | None]] = []
 
-    def take(role: Any, state: Any, kind: StepKind, chunks: tuple[PrefillChunk, ...], **how: Any) -> None:
+    def take(role: Any, state: Any, chunks: tuple[PrefillChunk, ...], **how: Any) -> None:
         (chunk,) = chunks
         assert chunk.is_last
         assert sorted({*how["slots"], chunk.slot})[-1] == chunk.slot == num_slots - 1
@@ -59,7 +59,7 @@ def test_mixed_steps_have_every_size_and_every_way_to_sample(
     monkeypatch.setattr(rehearsal, "rehearse", take)
     shape = SimpleNamespace(chunk_tokens=chunk_tokens, num_slots=num_slots, num_draft_tokens=4)
     state: Any = SimpleNamespace(attachment=SimpleNamespace(shape=shape))
-    rehearsal.rehearse_mixed(None, state, StepKind.PLAIN)  # type: ignore[arg-type]
+    rehearsal.rehearse_mixed(None, state)  # type: ignore[arg-type]
     most = num_slots - 2
     if not most:
         assert rows == []
@@ -88,7 +88,6 @@ def test_mixed_steps_have_every_size_and_every_way_to_sample(
 def test_no_step_of_the_scheduler_has_a_size_that_was_not_rehearsed(
     num_slots: int, num_draft_tokens: int, chunk_tokens: int, shared_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    widths = {StepKind.PREFILL: 0, StepKind.PLAIN: 1, StepKind.DECODE: num_draft_tokens + 1}
 
     def size_of(chunks: Sequence[PrefillChunk], beside: int) -> int:
         padded = with_padding(chunks, chunk_tokens, beside=beside)
@@ -96,17 +95,17 @@ def test_no_step_of_the_scheduler_has_a_size_that_was_not_rehearsed(
 
     rehearsed: set[int] = set()
 
-    def take(role: Any, state: Any, kind: StepKind, chunks: tuple[PrefillChunk, ...], **how: Any) -> None:
+    def take(role: Any, state: Any, chunks: tuple[PrefillChunk, ...], **how: Any) -> None:
         assert all(chunk.tokens for chunk in chunks)
-        rehearsed.add(size_of(chunks, widths[kind] * len(how.get("slots", ()))))
+        rehearsed.add(size_of(chunks, (how.get("num_draft_tokens", 0) + 1) * len(how.get("slots", ()))))
 
     monkeypatch.setattr(rehearsal, "rehearse", take)
     shape = SimpleNamespace(chunk_tokens=chunk_tokens, num_slots=num_slots, num_draft_tokens=num_draft_tokens)
     role: Any = None
     state: Any = SimpleNamespace(attachment=SimpleNamespace(shape=shape))
     rehearsal.rehearse_prompts(role, state)
-    for kind in (StepKind.DECODE, StepKind.PLAIN):
-        rehearsal.rehearse_mixed(role, state, kind)
+    for most in (num_draft_tokens, 0):
+        rehearsal.rehearse_mixed(role, state, most)
     sizes = BatchSizes(
         num_slots=num_slots,
         num_pages=2,
@@ -117,7 +116,7 @@ def test_no_step_of_the_scheduler_has_a_size_that_was_not_rehearsed(
         shared_chunk_tokens=shared_tokens,
     )
     # One slot at least has a prompt.
-    for num_decoded in {width * rows for width in widths.values() for rows in range(num_slots - 1)}:
+    for num_decoded in {width * rows for width in (1, num_draft_tokens + 1) for rows in range(num_slots - 1)}:
         for num_tokens in range(1, sizes.room_for_prompts(num_decoded) + 1):
             chunk = PrefillChunk(slot=1, start=0, tokens=(0,) * num_tokens, is_last=True)
             assert size_of([chunk], num_decoded) in rehearsed, (num_decoded, num_tokens)

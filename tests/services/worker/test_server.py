@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from slipstream.common.errors import FailedPreconditionError, UnavailableError
-from slipstream.common.worker.step import FenceOps, Role, StepKind
+from slipstream.common.worker.step import FenceOps, Role
 from slipstream.scheduler.workers.link import LinkThread, WorkerLink
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.leaks import check_it_holds_no_more_than, held_by
@@ -89,7 +89,7 @@ def test_it_ends_and_says_so_when_its_stream_is_broken(
 ) -> None:
     link = attached(processes.address(Role.VERIFY), Role.VERIFY, thread, arena)
     # In debug mode a slot that was never filled is an error.
-    link.send(replace(decode(1, 1, role=Role.VERIFY), kind=StepKind.PLAIN, attachment=0, ops=FenceOps()))
+    link.send(replace(decode(1, 1, role=Role.VERIFY), num_draft_tokens=(), attachment=0, ops=FenceOps()))
     with pytest.raises(UnavailableError, match="the verify service is lost"):
         link.wait_for_acknowledgement(1, 4.0)
     assert processes.wait(Role.VERIFY) == 1

@@ -104,10 +104,10 @@ async def test_acknowledges_what_is_enqueued_not_what_is_done(served: Served) ->
         await worker.Attach(served.attach_request(1))
         call = worker.Execute()
         assert await run(call, 1, 2, 3, epoch=1, waits=1) == [1, 2, 3]
-        assert served.arena.fence(FenceName.DRAFT_DONE).poll() == 0
+        assert served.arena.fence(FenceName.DRAFT_PROPOSED).poll() == 0
         served.arena.fence(FenceName.VERIFY_STASH).release(1)
         await worker.Drain(pb.DrainRequest(epoch=1))
-        assert served.arena.fence(FenceName.DRAFT_DONE).poll() == 3
+        assert served.arena.fence(FenceName.DRAFT_PROPOSED).poll() == 3
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.OK
 

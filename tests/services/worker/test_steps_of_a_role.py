@@ -1,4 +1,4 @@
-"""Odd steps for every role: without slots, of a kind that is not for it, with rows that are rubbish."""
+"""Odd steps for every role: without slots, with both parts of a draft, with rows that are rubbish."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from slipstream.benchmarks.dummy_worker import make_dummy
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import FenceName, PrefillChunk, Role, SlotUpdate, StepKind
+from slipstream.common.worker.step import (
+    DRAFT_FENCES,
+    FenceName,
+    FenceOps,
+    FencePoint,
+    FenceWait,
+    PrefillChunk,
+    Role,
+    SlotUpdate,
+    StepCommand,
+)
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from slipstream.services.worker.language_model import PagedSlots
@@ -25,6 +35,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.services.worker.role import RoleEngine
+
+
+CHUNK = PrefillChunk(slot=1, start=0, tokens=(5, 6, 7), is_last=True)
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +73,70 @@ def attached(role: RoleEngine) -> Iterator[tuple[LocalWorker, SharedArenas]]:
 
 
 def signalled(arena: SharedArenas, role: Role) -> set[int]:
-    """The values of the fences that the role signals."""
-    own = [FenceName.DRAFT_DONE] if role is Role.DRAFT else [FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH]
+    """The values of the fences that the role signals in a step that decodes."""
+    own = [FenceName.DRAFT_PROPOSED] if role is Role.DRAFT else [FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH]
     return {arena.fence(name).poll() for name in own}
 
 
-@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE])
+def prefill(step: int, *chunks: PrefillChunk, slots: tuple[int, ...] = (), role: Role) -> StepCommand:
+    """A step that takes in chunks, and decodes `slots`."""
+    command = replace(decode(step, *slots, role=role), chunks=chunks)
+    if role is Role.VERIFY:
+        return command
+    prefilled = FencePoint(FenceName.DRAFT_PREFILLED, step)
+    return replace(command, ops=FenceOps((), (*command.ops.signals[: bool(slots)], prefilled)))
+
+
+@pytest.mark.parametrize("fence", DRAFT_FENCES)
 def test_a_step_without_slots_is_signalled_all_the_same(
-    attached: tuple[LocalWorker, SharedArenas], kind: StepKind
+    attached: tuple[LocalWorker, SharedArenas], is_dummy: bool, fence: FenceName
 ) -> None:
     worker, arena = attached
-    worker.send(replace(decode(1, role=worker.role), kind=kind))
+    command = decode(1, role=worker.role)
+    if worker.role is Role.DRAFT:
+        fence = FenceName.DRAFT_PREFILLED if is_dummy else fence
+        command = replace(command, ops=FenceOps((), (FencePoint(fence, 1),)))
+    worker.send(command)
+    worker.stream.synchronize(10.0)
+    assert {arena.fence(point.fence).poll() for point in command.ops.signals} == {1}
+
+
+def test_a_draft_does_both_parts_of_a_step(model: Path) -> None:
+    """Each has its fence and its stamps, and only the decode part waits for the stash."""
+    arena, worker = SharedArenas(), LocalWorker(make_draft(WorkerConfig(model=model), HostDevice(), 0))
+    attach(worker, arena)
+    update = SlotUpdate(slot=1, generation=1, pages=(1, 2), limit_tokens=30)
+    worker.send(replace(prefill(1, CHUNK, role=Role.DRAFT), updates=(update,)))
+    command = prefill(2, replace(CHUNK, slot=2), slots=(1,), role=Role.DRAFT)
+    waits = (FenceWait(FenceName.VERIFY_STASH, 1),)
+    updates = (replace(update, slot=2, pages=(3, 4)),)
+    worker.send(replace(command, ops=FenceOps(waits, command.ops.signals), updates=updates))
+    assert arena.fence(FenceName.DRAFT_PREFILLED).wait_on_host(1, 10.0)
+    assert not arena.fence(FenceName.DRAFT_PREFILLED).wait_on_host(2, 0.05)
+    for name, value in ((BufferName.SEQ_LENS, 3), (BufferName.NUM_NEW, 1), (BufferName.BONUS_TOKENS, 9)):
+        arena.tensor(name)[1] = value
+    arena.tensor(BufferName.LAST_TOKENS)[1] = 9
+    arena.fence(FenceName.VERIFY_STASH).release(1)
+    worker.stream.synchronize(10.0)
+    assert {arena.fence(name).poll() for name in DRAFT_FENCES} == {2}
+    assert arena.tensor(BufferName.NUM_PROPOSED).tolist() == [0, SHAPE.num_draft_tokens, 0, 0]
+    (begun, ended), (begun_prefill, ended_prefill) = arena.tensor(BufferName.DRAFT_STAMPS)[2].tolist()
+    assert 0 < begun <= ended <= begun_prefill <= ended_prefill
+    worker.close()
+    arena.close()
+
+
+@pytest.mark.parametrize("given", [(2, 1), (1, 1), (2,), (3, 3)])
+def test_rows_have_no_draft_tokens_or_all_of_them(
+    attached: tuple[LocalWorker, SharedArenas], is_dummy: bool, given: tuple[int, ...]
+) -> None:
+    worker, arena = attached
+    command = decode(1, 1, 3, role=worker.role)
+    if not is_dummy:
+        accepted = r"num_draft_tokens: got .*, accepted: for each of 2 slots 0, or for each 2"
+        with pytest.raises(InvalidArgumentError, match=accepted):
+            worker.send(replace(command, num_draft_tokens=given))
+    worker.send(replace(command, num_draft_tokens=(0, 0)))
     worker.stream.synchronize(10.0)
     assert signalled(arena, worker.role) == {1}
 
@@ -96,18 +162,6 @@ def test_adjusted_logits_are_sampled_before_there_are_requests(
     assert seen == {1, 2, 4}, "so many rows"
 
 
-def test_plain_steps_are_for_verify(attached: tuple[LocalWorker, SharedArenas], is_dummy: bool) -> None:
-    worker, arena = attached
-    plain = replace(decode(1, 1, role=worker.role), kind=StepKind.PLAIN)
-    if worker.role is Role.DRAFT and not is_dummy:
-        with pytest.raises(InvalidArgumentError, match="kind: got 'PLAIN'"):
-            worker.send(plain)
-    elif worker.role is Role.VERIFY:
-        worker.send(plain)
-        worker.stream.synchronize(10.0)
-        assert signalled(arena, worker.role) == {1}
-
-
 @pytest.mark.parametrize("rubbish", [-(2**63), -1, 2**31, 2**63 - 1])
 def test_rubbish_in_the_arena_costs_no_more_than_the_step(
     attached: tuple[LocalWorker, SharedArenas], rubbish: int
@@ -115,9 +169,7 @@ def test_rubbish_in_the_arena_costs_no_more_than_the_step(
     """Late, torn or hostile: whatever was read is in range before it is used."""
     worker, arena = attached
     update = SlotUpdate(slot=1, generation=1, pages=(1, 2, 3), limit_tokens=40)
-    chunk = PrefillChunk(slot=1, start=0, tokens=(5, 6, 7), is_last=True)
-    prefill = replace(decode(1, 1, role=worker.role), kind=StepKind.PREFILL, chunks=(chunk,), updates=(update,))
-    worker.send(prefill)
+    worker.send(replace(prefill(1, CHUNK, role=worker.role), updates=(update,)))
     worker.stream.synchronize(10.0)
     for name in ("seq_lens", "bonus_tokens", "num_new", "last_tokens", "draft_tokens"):
         arena.tensor(BufferName(name)).fill_(rubbish)
@@ -138,5 +190,5 @@ def test_prompt_tokens_that_do_not_exist_are_refused(attached: tuple[LocalWorker
     worker, arena = attached
     chunk = PrefillChunk(slot=1, start=0, tokens=(2**32 - 1, 0, 271), is_last=True)
     with pytest.raises(InvalidArgumentError, match=r"chunks\.tokens: got 4294967295, accepted: 0 to 271"):
-        worker.send(replace(decode(1, 1, role=worker.role), kind=StepKind.PREFILL, chunks=(chunk,)))
+        worker.send(prefill(1, chunk, role=worker.role))
     assert signalled(arena, worker.role) == {0}

@@ -45,7 +45,7 @@ def test_starts_as_zeros_and_is_the_same_memory_everywhere(arena: HostArena) -> 
         other.tensor(spec.name).fill_(3)
         assert (tensor == 3).all()
     other.fence(FenceName.VERIFY_STASH).release(5)
-    assert [arena.fence(name).poll() for name in FenceName] == [0, 0, 5]
+    assert [arena.fence(name).poll() for name in FenceName] == [0, 0, 5, 0]
     other.close()
 
 
@@ -53,7 +53,7 @@ def test_no_room_is_an_error_that_says_how_much_is_needed_and_leaves_no_file(mon
     before = set(DIRECTORY.iterdir())
     huge = BufferSpec("huge", (2**50,), torch.int64, "verify")
     with pytest.raises(OutOfMemoryError, match=r"^/dev/shm has no room for 8589934593 MiB .*: \d+ of \d+ MiB are free"):
-        HostArena.create([huge], [FenceName.DRAFT_DONE])
+        HostArena.create([huge], [FenceName.DRAFT_PROPOSED])
 
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "broken")
@@ -68,13 +68,13 @@ def test_buffers_do_not_touch_each_other(arena: HostArena) -> None:
     for number, spec in enumerate(SPECS, start=1):
         arena.tensor(spec.name).fill_(number)
     assert [set(arena.tensor(spec.name).flatten().tolist()) for spec in SPECS] == [{1}, {2}, {3}]
-    assert [arena.fence(name).poll() for name in FenceName] == [0, 0, 0]
+    assert [arena.fence(name).poll() for name in FenceName] == [0, 0, 0, 0]
 
 
 def test_what_is_not_there_is_named(arena: HostArena) -> None:
     with pytest.raises(ManifestError, match="no buffer seq_lens"):
         arena.tensor("seq_lens")
-    few = HostArena.create(SPECS, [FenceName.DRAFT_DONE])
+    few = HostArena.create(SPECS, [FenceName.DRAFT_PROPOSED])
     with pytest.raises(ManifestError, match="no fence VERIFY_STASH"):
         few.fence(FenceName.VERIFY_STASH)
     few.close()
@@ -164,7 +164,7 @@ def test_another_kind_or_size_is_refused(arena: HostArena, changes: dict[str, An
 
 def test_a_fence_of_another_kind_is_refused(arena: HostArena) -> None:
     words = tuple(replace(word, kind="event") for word in arena.manifest.fences)
-    with pytest.raises(ManifestError, match="fence DRAFT_DONE of kind 'event'"):
+    with pytest.raises(ManifestError, match="fence DRAFT_PROPOSED of kind 'event'"):
         HostArena.open(replace(arena.manifest, fences=words))
 
 

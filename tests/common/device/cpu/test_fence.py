@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def test_a_wait_may_be_enqueued_before_its_signal(arena: HostArena, make_stream: MakeStream) -> None:
     consumer, producer = make_stream("consumer"), make_stream("producer")
-    fence, order = arena.fence(FenceName.DRAFT_DONE), list[str]()
+    fence, order = arena.fence(FenceName.DRAFT_PROPOSED), list[str]()
     fence.wait(consumer, 1)
     consumer.enqueue(lambda: order.append("consumed"))
     with pytest.raises(DeadlineExceededError):
@@ -54,7 +54,7 @@ def test_two_streams_hand_a_value_to_and_fro(arena: HostArena, make_stream: Make
     """Each adds to what it read of the other; any step out of order would show in the sum."""
     rng = random.Random(seed)
     streams = make_stream("left"), make_stream("right")
-    fences = arena.fence(FenceName.DRAFT_DONE), arena.fence(FenceName.VERIFY_STASH)
+    fences = arena.fence(FenceName.DRAFT_PROPOSED), arena.fence(FenceName.VERIFY_STASH)
     cell = arena.tensor("lengths")[0]
 
     def double_and_add(value: int) -> None:
@@ -78,7 +78,7 @@ def test_two_streams_hand_a_value_to_and_fro(arena: HostArena, make_stream: Make
 
 
 def test_release_never_lowers_the_counter(arena: HostArena, make_stream: MakeStream) -> None:
-    fence, stream = arena.fence(FenceName.DRAFT_DONE), make_stream()
+    fence, stream = arena.fence(FenceName.DRAFT_PROPOSED), make_stream()
     fence.signal(stream, 9)
     stream.synchronize(10.0)
     fence.release(4)
@@ -86,8 +86,8 @@ def test_release_never_lowers_the_counter(arena: HostArena, make_stream: MakeStr
 
 
 def test_the_owner_releases_the_wait_for_a_killed_producer(arena: HostArena, make_stream: MakeStream) -> None:
-    fence, stream, reached = arena.fence(FenceName.DRAFT_DONE), make_stream(), list[int]()
-    with FenceUser.at(arena.manifest.path, _offset(arena, FenceName.DRAFT_DONE)) as producer:
+    fence, stream, reached = arena.fence(FenceName.DRAFT_PROPOSED), make_stream(), list[int]()
+    with FenceUser.at(arena.manifest.path, _offset(arena, FenceName.DRAFT_PROPOSED)) as producer:
         fence.wait(stream, 1)
         producer.tell("store 1")
         stream.synchronize(10.0)

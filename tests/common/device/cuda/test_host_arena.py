@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.harness.fake_cuda import FakeCuda
 
 SPECS = (BufferSpec("lengths", (3, 4), torch.int64, "verify"),)
-DONE = FenceName.DRAFT_DONE
+PROPOSED = FenceName.DRAFT_PROPOSED
 GPU_ADDRESS = 1 << 40
 
 
@@ -50,7 +50,7 @@ class Stores:
 
 def polled() -> Arena:
     """The scheduler's end."""
-    made: Arena = fake_cuda.module("cuda.host_arena").PolledArena.create(SPECS, (DONE,))
+    made: Arena = fake_cuda.module("cuda.host_arena").PolledArena.create(SPECS, (PROPOSED,))
     return made
 
 
@@ -62,10 +62,10 @@ def written(arena: Arena, stores: Stores | None = None) -> Any:
 
 def test_the_host_sees_a_value_that_nobody_wakes_it_for(cuda: FakeCuda) -> None:
     arena = polled()
-    fence = arena.fence(DONE)
+    fence = arena.fence(PROPOSED)
     assert not fence.wait_on_host(1, 0.01)
     memory = fake_cuda.module("cuda.host_arena").HostArena.open(arena.manifest)
-    thread = threading.Thread(target=memory.fence(DONE).release, args=(3,))
+    thread = threading.Thread(target=memory.fence(PROPOSED).release, args=(3,))
     thread.start()
     assert fence.wait_on_host(2, 10.0, Look(time.monotonic() + 0.001, usual_s=0.001))
     thread.join()
@@ -75,7 +75,7 @@ def test_the_host_sees_a_value_that_nobody_wakes_it_for(cuda: FakeCuda) -> None:
 
 def test_a_stream_writes_where_the_gpu_has_the_word(cuda: FakeCuda) -> None:
     arena, stores = polled(), Stores()
-    fence = written(arena, stores).fence(DONE)
+    fence = written(arena, stores).fence(PROPOSED)
     stream_module = fake_cuda.module("cuda.stream")
     stream_module.torch = SimpleNamespace(
         cuda=SimpleNamespace(ExternalStream=lambda handle, device: handle, set_stream=lambda stream: None),
@@ -92,7 +92,7 @@ def test_a_stream_writes_where_the_gpu_has_the_word(cuda: FakeCuda) -> None:
 def test_the_gpu_has_the_memory_until_the_last_fence_is_gone(cuda: FakeCuda) -> None:
     arena = polled()
     opened = written(arena)
-    fence = opened.fence(DONE)
+    fence = opened.fence(PROPOSED)
     assert cuda.calls.count("cuMemHostRegister") == 1
     opened.close()
     del opened

@@ -254,6 +254,9 @@ def test_copying_in(step: int, device: torch.device) -> None:
         place = captured(step % RING, device, in_graph.region)
         copied.append(in_graph.map.copy_in_captured(place, rows, 3).tolist())
         left += [at_once.state(), in_graph.state()]
+        stamps_alone = Memory(*kinds, 0, device)
+        stamps_alone.map.copy_stamps(step, stamps_alone.region)
+        left.append(stamps_alone.state())
         assert not without.map.copy_in_captured(captured(step % RING, device), rows, 3).any()
         assert without.state() == before
     assert all(tokens == copied[0] for tokens in copied)
