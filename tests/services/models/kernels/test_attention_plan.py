@@ -74,6 +74,7 @@ def test_random_rows(seed: int, device: torch.device) -> None:
     assert all(0 <= place < plan.num_places for place in places.values())
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(20))
 def test_where_the_host_knows_that_none_is_shared_there_is_no_room_for_it(seed: int, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -151,7 +151,7 @@ def test_a_fused_head_has_the_heads_numbers(layout: str, tmp_path: Path, device:
             assert_close(fused.own_logits(output).cpu()[valid], plain.logits(states)[valid][:, plain.token_ids])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("products_of")
 @pytest.mark.parametrize("is_joined", [False, True])
 @pytest.mark.parametrize("outputs", [(), (3, 4, 0, 0)])
@@ -216,6 +216,7 @@ def test_padding_among_the_outputs_attends_to_nothing(is_joined: bool, tmp_path:
     assert [bool(row.any()) for row in output[first:]] == [True, False, True, False]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("products_of")
 @pytest.mark.parametrize("layout", [*LAYOUTS, MODULES])
 def test_a_head_may_make_keys_alone(layout: str, tmp_path: Path, device: torch.device) -> None:
