@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.benchmarks.models import EAGLE, EAGLE3, MTP, NGRAM, NGRAM_SUFFIX, NUM_DRAFT_TOKENS, STANDALONE
 from slipstream.benchmarks.runner import DevicePlan, Names, Row, Scenario, Table, benchmark, host, run
 from slipstream.benchmarks.stack import Stack
-from slipstream.benchmarks.stream_window import accept_length, answers
+from slipstream.benchmarks.streams import accept_length, answers
 from slipstream.benchmarks.workloads import Request
 from slipstream.bundled import prompts
 from slipstream.client import AsyncClient

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.models import EAGLE3, Setup
 from slipstream.benchmarks.runner import DevicePlan, Row, Table, benchmark, host
-from slipstream.benchmarks.stack import words
-from slipstream.benchmarks.up_server import up_server
+from slipstream.benchmarks.stack import up_server, words
 from slipstream.common.settings import setting
 
 if TYPE_CHECKING:

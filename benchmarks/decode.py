@@ -18,7 +18,7 @@ from slipstream.benchmarks.in_process import InProcessSettings, in_process_comma
 from slipstream.benchmarks.models import MODES, NUM_DRAFT_TOKENS, ONE, PLAIN, THREE, Setup
 from slipstream.benchmarks.runner import DevicePlan, Row, Table, benchmark, host
 from slipstream.benchmarks.stack import Served, Stack, free_ports
-from slipstream.benchmarks.stream_window import SEED, TEMPERATURE, stream_window
+from slipstream.benchmarks.streams import SEED, TEMPERATURE, stream_window
 from slipstream.benchmarks.workloads import request
 from slipstream.common.errors import ConfigError
 from slipstream.common.settings import setting
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from slipstream.benchmarks.stream_window import Window
+    from slipstream.benchmarks.streams import Window
 
 LEAST_STEPS = 80
 """In a repeat, which takes as many batches of requests as that needs."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.benchmarks.models import Setup
 from slipstream.benchmarks.runner import DevicePlan, Row, Scenario, Table, benchmark, host, run
 from slipstream.benchmarks.stack import Stack
-from slipstream.benchmarks.stream_window import POLL_S, SEED, START_TIMEOUT_S, TEMPERATURE, StepMeter, with_draft
+from slipstream.benchmarks.streams import POLL_S, SEED, START_TIMEOUT_S, TEMPERATURE, StepMeter, with_draft
 from slipstream.benchmarks.workloads import request
 from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient

@@ -15,8 +15,7 @@ from slipstream.benchmarks.charts import draw_capacity, draw_load
 from slipstream.benchmarks.load_generator import COMPLETED, closed_loop, open_loop
 from slipstream.benchmarks.models import BUNDLED, EAGLE3, EAGLE3_AUTO, NONE, Setup
 from slipstream.benchmarks.runner import DevicePlan, Names, Row, Table, benchmark, host, told
-from slipstream.benchmarks.stack import words
-from slipstream.benchmarks.up_server import up_server
+from slipstream.benchmarks.stack import up_server, words
 from slipstream.benchmarks.workloads import CPU_SCALE, GPU_SCALE, NAMES, poisson, warm_up, workloads
 from slipstream.common.settings import setting
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.benchmarks.load_generator import LoadRun
-    from slipstream.benchmarks.up_server import UpServer
+    from slipstream.benchmarks.stack import UpServer
     from slipstream.benchmarks.workloads import Scale, Sizes, Workload
     from slipstream.common.rpc.metrics import Scrape
 

@@ -15,7 +15,7 @@ from slipstream.benchmarks.load_generator import percentiles
 from slipstream.benchmarks.models import STANDALONE, with_context
 from slipstream.benchmarks.runner import Row, Scenario, Table, benchmark, host, run, write_json
 from slipstream.benchmarks.stack import LOG_DIR, Stack
-from slipstream.benchmarks.stream_window import streaming
+from slipstream.benchmarks.streams import streaming
 from slipstream.benchmarks.workloads import request
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.client import AsyncClient

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from slipstream.benchmarks.models import ALGORITHMS, NGRAM_SUFFIX, NONE, draft_of
 from slipstream.benchmarks.runner import NoPlan, Row, benchmark, write_json
 from slipstream.benchmarks.stack import Stack
-from slipstream.benchmarks.stream_window import Answer, accept_length, answers
+from slipstream.benchmarks.streams import Answer, accept_length, answers
 from slipstream.benchmarks.workloads import Request
 from slipstream.bundled import prompts
 from slipstream.client import AsyncClient

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.benchmarks.models import ALGORITHMS, NONE, NUM_DRAFT_TOKENS, draft_of, draft_options
 from slipstream.benchmarks.runner import DevicePlan, Row, benchmark, host, told, write_json
 from slipstream.benchmarks.stack import Stack
-from slipstream.benchmarks.stream_window import answers, stream_window
+from slipstream.benchmarks.streams import answers, stream_window
 from slipstream.benchmarks.workloads import request
 from slipstream.bundled import prompts, target_dir
 from slipstream.client import AsyncClient

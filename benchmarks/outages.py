@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.models import BUNDLED, EAGLE3, STANDALONE, Setup
 from slipstream.benchmarks.runner import DevicePlan, Names, Row, benchmark, host, read_json, told, write_json
-from slipstream.benchmarks.stack import words
+from slipstream.benchmarks.stack import FAULTS, SERVICES, UpServer, bundled_options, up_server, words
 from slipstream.benchmarks.streams import Streams, in_ms
-from slipstream.benchmarks.up_server import FAULTS, SERVICES, UpServer, bundled_options, up_server
 from slipstream.common.settings import setting
 from slipstream.scheduler.core.draft_work import LEAST_TIMEOUT_CPU_S, LEAST_TIMEOUT_GPU_S
 from slipstream.scheduler.telemetry.step_metrics import STEP_SECONDS

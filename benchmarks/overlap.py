@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from slipstream.benchmarks.models import NUM_DRAFT_TOKENS
 from slipstream.benchmarks.runner import DevicePlan, Row, Scenario, Table, benchmark, host, run
 from slipstream.benchmarks.stack import Stack
-from slipstream.benchmarks.stream_window import PROMPT, stream_window
+from slipstream.benchmarks.streams import PROMPT, stream_window
 from slipstream.benchmarks.workloads import request
 from slipstream.cli.mps import MpsMode
 

@@ -16,7 +16,7 @@ import psutil
 
 from slipstream.benchmarks.models import STANDALONE
 from slipstream.benchmarks.runner import DevicePlan, Names, Row, benchmark, host, told, write_json
-from slipstream.benchmarks.up_server import FAULTS, SERVICES, UpServer, bundled_options, up_server
+from slipstream.benchmarks.stack import FAULTS, SERVICES, UpServer, bundled_options, up_server
 from slipstream.bundled import prompts
 from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient

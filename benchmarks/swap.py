@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.benchmarks.models import EAGLE3, NONE, STANDALONE
 from slipstream.benchmarks.runner import DevicePlan, Row, benchmark, host, told, write_json
+from slipstream.benchmarks.stack import UpServer, bundled_options, up_server
 from slipstream.benchmarks.streams import Streams, in_ms
-from slipstream.benchmarks.up_server import UpServer, bundled_options, up_server
 from slipstream.bundled import eagle3_dir, standalone_dir
 from slipstream.cli.cancellation import background
 from slipstream.cli.draft_swaps import request_swap

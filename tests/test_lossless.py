@@ -22,7 +22,7 @@ from slipstream.benchmarks.lossless import (
 )
 from slipstream.benchmarks.models import NONE
 from slipstream.benchmarks.stack import Stack
-from slipstream.benchmarks.stream_window import accept_length
+from slipstream.benchmarks.streams import accept_length
 
 if TYPE_CHECKING:
     from pathlib import Path

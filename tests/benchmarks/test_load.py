@@ -30,7 +30,7 @@ from slipstream.benchmarks.load import (
 from slipstream.benchmarks.load_generator import COMPLETED, FAILED, LEFT, LoadRun, RequestRecord
 from slipstream.benchmarks.models import EAGLE3, EAGLE3_AUTO, NONE
 from slipstream.benchmarks.runner import Names, Table, told, write_json
-from slipstream.benchmarks.up_server import LOG_DIR_VARIABLE
+from slipstream.benchmarks.stack import LOG_DIR_VARIABLE
 from slipstream.benchmarks.workloads import NAMES
 from slipstream.common.rpc.metrics import Scrape
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.benchmarks.runner import Row
-    from slipstream.benchmarks.up_server import UpServer
+    from slipstream.benchmarks.stack import UpServer
     from slipstream.benchmarks.workloads import Arrival, Workload
 
 PATIENT = "--draft-timeout-ms 20000"

@@ -23,8 +23,7 @@ from slipstream.benchmarks.probes import (
     write_key,
 )
 from slipstream.benchmarks.runner import Names
-from slipstream.benchmarks.stack import Option, Stack
-from slipstream.benchmarks.up_server import SERVICES
+from slipstream.benchmarks.stack import SERVICES, Option, Stack
 from slipstream.benchmarks.watched_gateway import watched_gateway
 from slipstream.benchmarks.workloads import Lengths
 from slipstream.bundled import target_dir

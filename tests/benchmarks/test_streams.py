@@ -11,8 +11,16 @@ from typing import Any, cast
 
 import pytest
 
-from slipstream.benchmarks.stream_window import StepSums, Streaming, TornWindowError, Window, with_draft
-from slipstream.benchmarks.streams import JobLog, Message, Streams
+from slipstream.benchmarks.streams import (
+    JobLog,
+    Message,
+    StepSums,
+    Streaming,
+    Streams,
+    TornWindowError,
+    Window,
+    with_draft,
+)
 from slipstream.benchmarks.swap import BIN_TOKENS, NUM_BINS, Recovery
 from slipstream.client import AsyncClient
 from slipstream.common.rpc.metrics import Scrape

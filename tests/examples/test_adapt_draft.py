@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from slipstream.benchmarks.up_server import up_server
+from slipstream.benchmarks.stack import up_server
 from slipstream.training import checkpoint
 from slipstream.training.optimizer import Course
 

@@ -13,8 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from slipstream.benchmarks.half_messages import HalfMessages
-from slipstream.benchmarks.probes import MIB, hostile_requests
+from slipstream.benchmarks.probes import MIB, HalfMessages, hostile_requests
 from slipstream.common.errors import InvalidArgumentError, ResourceExhaustedError, UnauthenticatedError
 from slipstream.common.rpc import loop_turns as loop_turns_module
 from slipstream.common.rpc.interceptor import HEALTH_SERVICE, ServerInterceptor, refusing

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from slipstream.benchmarks.stack import Stack
-from slipstream.benchmarks.stream_window import PROMPT, StepSums, TornWindowError, streaming
+from slipstream.benchmarks.streams import PROMPT, StepSums, TornWindowError, streaming
 from slipstream.benchmarks.workloads import Request
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.client import AsyncClient
