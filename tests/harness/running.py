@@ -1,18 +1,25 @@
-"""Runs `slipstream` commands as a user does, each in a process of its own."""
+"""Runs `slipstream` commands as a user does: those that end by themselves in this process, others in their own."""
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
+import logging
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout, suppress
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import psutil
+
+from slipstream.cli.main import main
 
 if TYPE_CHECKING:
     import signal
@@ -23,10 +30,40 @@ COMMAND = (sys.executable, "-m", "slipstream.cli.main")
 
 
 def slipstream(*arguments: str, stdin: str = "", timeout_s: float = 30) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end."""
+    """Runs a command to its end: in this process, unless an event loop or another thread calls.
+
+    `timeout_s` bounds a command in its own process, and the test's timeout one in this process.
+    """
+    if threading.current_thread() is threading.main_thread() and asyncio._get_running_loop() is None:
+        return _called(arguments, stdin)
     return subprocess.run(
         (*COMMAND, *arguments), input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False
     )
+
+
+def _called(arguments: tuple[str, ...], stdin: str) -> subprocess.CompletedProcess[str]:
+    """Calls the command's `main`; restores all that it sets for its process."""
+    outputs = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
+    root, client = logging.getLogger(), logging.getLogger("slipstream.client")
+    handlers, level = root.handlers, client.level
+    try:
+        root.handlers = []
+        with (
+            patch.dict(os.environ),
+            patch.object(sys, "argv", ["slipstream", *arguments]),
+            patch.object(sys, "stdin", io.StringIO(stdin)),
+            redirect_stdout(outputs[0]),
+            redirect_stderr(outputs[1]),
+        ):
+            main()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        root.handlers = handlers
+        client.setLevel(level)
+    shown = [output.buffer.getvalue().decode() for output in outputs]  # type: ignore[attr-defined]
+    return subprocess.CompletedProcess(arguments, status, *shown)
 
 
 def free_ports(count: int) -> int:
