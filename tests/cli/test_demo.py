@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from slipstream.cli import demo
 from slipstream.common.device.choose import cuda_obstacle
 from tests.harness.running import running, slipstream, until
 
@@ -37,7 +38,8 @@ def services_in(folder: Path) -> list[psutil.Process]:
     ]
 
 
-def test_the_demo_compares_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_demo_compares_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 64)
     found = slipstream("demo", timeout_s=80)
     assert found.returncode == 0, found.stdout + found.stderr
     for words in (
@@ -47,7 +49,7 @@ def test_the_demo_compares_and_leaves_nothing(tmp_path: Path) -> None:
         "bubble",
         "overlap efficiency",
         "no drafting (host fences)",
-        "Token ids with and without drafting: the same, all 768 tokens of 4 prompts.",
+        "Token ids with and without drafting: the same, all 256 tokens of 4 prompts.",
     ):
         assert words in found.stdout
     assert not services_in(tmp_path)
@@ -55,10 +57,10 @@ def test_the_demo_compares_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
-    with running("demo") as demo:
-        until(lambda: len(list(tmp_path.glob("*/sockets/*.lock"))) == 2, demo)
-        demo.signal(signal.SIGINT)
-        assert demo.end() == 130
+    with running("demo") as command:
+        until(lambda: len(list(tmp_path.glob("*/sockets/*.lock"))) == 2, command)
+        command.signal(signal.SIGINT)
+        assert command.end() == 130
     assert not services_in(tmp_path)
     assert not list(tmp_path.glob("slipstream-*"))
 

@@ -160,8 +160,7 @@ def test_services_die_with_a_killed_up_and_the_next_one_drains(tmp_path: Path) -
 
 def test_the_first_interrupt_stops_and_the_second_does_not_wait(tmp_path: Path) -> None:
     with loading_up(tmp_path) as (up, children):
-        for child in children:
-            child.suspend()  # only SIGKILL ends it then
+        next(child for child in children if "slipstream.gateway.main" in child.cmdline()).suspend()
         up.signal(signal.SIGINT)
         until(lambda: "gateway: stopping" in up.errors(), up)
         up.signal(signal.SIGINT)

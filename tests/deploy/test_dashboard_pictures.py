@@ -37,7 +37,7 @@ def found(panel: FoundPanel) -> PanelResult:
     return PanelResult(panel, tuple(rows for _ in panel.queries))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BOARDS)
 @pytest.mark.parametrize("is_empty", [False, True])
 def test_every_panel_is_drawn(name: str, is_empty: bool, tmp_path: Path) -> None:
