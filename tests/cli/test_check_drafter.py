@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HARNESS = Path(__file__).parent.parent / "harness"
 NAMED = {
-    "signals-first": ("Drafts tokens", r"signalled before draft_tokens of slot"),
+    "signals-first": ("Drafts tokens", r"draft_tokens of slot \d in step \d+ are not written when it is signalled"),
     "beyond-vocabulary": ("Drafts tokens", r"are no tokens: \["),
     "scribbles": (
         "Drafts tokens",
@@ -33,7 +33,7 @@ NAMED = {
         r"a stash that is there before the command",
     ),
     "keeps-history": ("Forgets a slot's last sequence", r"differ between a sequence in a new slot"),
-    "skips-steps": ("Takes in the stash of a step that drafts none", r"differ between steps that draft none"),
+    "skips-steps": ("Takes in the stash in a step that asks for no guess", r"greedy guesses differ between"),
     "never-leaves": ("Ends with the stream", r"has_scheduler is true after the end of Execute"),
     "takes-anything": ("Refuses an attachment that does not fit", r"Attach with an epoch that is over is taken"),
 }
