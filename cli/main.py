@@ -256,7 +256,7 @@ def doctor(as_json: JsonOption = False, **values: Any) -> None:
 
     It also measures how fast two processes hand over here.
     """
-    from slipstream.cli.doctor.checks import run_doctor
+    from slipstream.cli.doctor import run_doctor
     from slipstream.common.rpc.address import parse_address
 
     checked(UpConfig, values)
@@ -283,7 +283,7 @@ def check_drafter(
     parsed = str(parse_address(address, field="address"))
     if timeout_s <= 0:
         raise ConfigError("timeout_s", timeout_s, "above 0")
-    from slipstream.cli.conformance.run import run_check_drafter
+    from slipstream.cli.check_drafter import run_check_drafter
 
     raise typer.Exit(run_check_drafter(parsed, values["device"], timeout_s=timeout_s))
 

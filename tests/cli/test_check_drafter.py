@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.cli.conformance.run import run_check_drafter
+from slipstream.cli.check_drafter import run_check_drafter
 from slipstream.common.errors import UnavailableError
 from tests.harness.checkpoints import VOCAB_SIZE, write_json, write_tokenizer
 from tests.harness.example_drafters import OWN_DRAFTERS, serving

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream import bundled
-from slipstream.cli.doctor import checks, hand_over
-from slipstream.cli.doctor.checks import (
+from slipstream.cli import doctor as checks
+from slipstream.cli import hand_over
+from slipstream.cli.doctor import (
     Verdict,
     check_descriptors,
     check_models,
@@ -25,7 +26,7 @@ from slipstream.cli.doctor.checks import (
     check_state_dir,
     run_doctor,
 )
-from slipstream.cli.doctor.hand_over import TIMED, HandOver, measure
+from slipstream.cli.hand_over import TIMED, HandOver, measure
 from slipstream.cli.models import ModelChoice
 from slipstream.common.device.choose import cuda_obstacle
 from slipstream.common.errors import FailedPreconditionError

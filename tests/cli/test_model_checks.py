@@ -11,7 +11,7 @@ import pytest
 
 from slipstream import bundled
 from slipstream.cli import models as models_module
-from slipstream.cli.doctor.checks import Verdict, check_models
+from slipstream.cli.doctor import Verdict, check_models
 from slipstream.cli.models import ModelChoice, check_device
 from slipstream.common.errors import CheckpointError, ConfigError
 from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.bundled import target_dir
-from slipstream.cli.conformance.run import run_check_drafter
+from slipstream.cli.check_drafter import run_check_drafter
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.worker.step import Role
 from tests.examples.test_numpy_drafter_parts import VECTORS

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from slipstream.bundled import prompts, target_dir
-from slipstream.cli.conformance.run import run_check_drafter
+from slipstream.cli.check_drafter import run_check_drafter
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.worker.step import Role
 from tests.harness.counted_jobs import Job

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.cli.doctor.hand_over import TIMED, WORDS, measure
+from slipstream.cli.hand_over import TIMED, WORDS, measure
 from slipstream.cli.health import check
 from slipstream.cli.models import describe_draft, describe_target
 from slipstream.cli.mps import MpsMode, has_nvidia_device, mps_daemon, outside_mps
@@ -35,7 +35,7 @@ from slipstream.common.rpc.address import MAX_UNIX_PATH_BYTES, TcpAddress, parse
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
-    from slipstream.cli.doctor.hand_over import HandOver
+    from slipstream.cli.hand_over import HandOver
     from slipstream.cli.models import ModelChoice
 
 MIB = 1 << 20

@@ -1,36 +1,150 @@
-"""The checks of a drafter. Each attaches it anew and raises ContractError; its docstring is what is printed."""
+"""`slipstream check-drafter`: checks, each of which attaches the drafter anew; its docstring is what is printed."""
 
 from __future__ import annotations
 
+import time
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from slipstream.cli.conformance.scripted_verify import ALPHABET, NUM_DRAFT_TOKENS, NUM_SLOTS, ContractError
-from slipstream.common.errors import SlipstreamError
+from slipstream.cli.scripted_verify import ALPHABET, NUM_DRAFT_TOKENS, NUM_SLOTS, ContractError, ScriptedVerify
+from slipstream.common.device.choose import AUTO, CPU, CUDA, choose_device
+from slipstream.common.device.manifest import TIMELINE
+from slipstream.common.errors import FailedPreconditionError, SlipstreamError, UnavailableError
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.worker.contract import PROTOCOL_VERSION
+from slipstream.common.worker.step import Role
 from slipstream.common.worker.wire import attachment_to_pb
 from slipstream.protos import worker_pb2 as pb
-from slipstream.scheduler.workers.link import ATTACH_TIMEOUT_S
+from slipstream.protos import worker_pb2_grpc as pb_grpc
+from slipstream.scheduler.workers.link import ATTACH_TIMEOUT_S, LinkThread, WorkerLink
 from slipstream.scheduler.workers.sharing import check_sharing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from slipstream.cli.conformance.bench import Bench
-    from slipstream.cli.conformance.scripted_verify import ScriptedVerify
+    from slipstream.common.device.interface import Device
+    from slipstream.common.worker.contract import WorkerDescription
 
+REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+POLL_S = 0.01
 PROMPT = [1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 5, 2, 1, 2, 3]
 """Longer than a chunk, and it repeats itself in more than one way."""
 OTHER_PROMPT = PROMPT[2:5]
 """The other one has these tokens, too, and others behind them."""
 ACCEPTED = (0, 1, NUM_DRAFT_TOKENS, 0)
 """Guesses that verify accepts in the steps of a sequence."""
+
+
+class Bench:
+    """Attaches one drafter, again and again."""
+
+    device: Device
+    """The drafter's, to be set before it is attached."""
+
+    def __init__(self, address: str, *, timeout_s: float) -> None:
+        """`timeout_s`: the longest time that an answer or a step may take."""
+        self._address = address
+        self._thread = LinkThread()
+        self._timeout_s = timeout_s
+        self._channel = grpc.insecure_channel(address)
+        self.stub: Any = pb_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._channel.close()
+        self._thread.close()
+
+    def link(self) -> WorkerLink:
+        """Makes a link as the scheduler has it, without a listener."""
+        return WorkerLink(Role.DRAFT, self._address, self._thread, on_failure=lambda: None)
+
+    def describe(self) -> WorkerDescription:
+        """Returns the drafter's description. Raises UnavailableError if it is not there."""
+        link = self.link()
+        try:
+            return link.describe()
+        finally:
+            link.detach(drain=False)
+
+    def health(self, name: str) -> int:
+        """Returns the health of a service of the drafter."""
+        request = health_pb2.HealthCheckRequest(service=name)
+        answer = health_pb2_grpc.HealthStub(self._channel).Check(request, timeout=self._timeout_s)
+        return answer.status  # type: ignore[no-any-return]
+
+    def until(self, is_so: Callable[[], bool], otherwise: str) -> None:
+        """Waits until `is_so()`. Raises ContractError if it takes too long."""
+        deadline = time.monotonic() + self._timeout_s
+        while not is_so():
+            if time.monotonic() > deadline:
+                raise ContractError(f"{otherwise} for {self._timeout_s:g} s")
+            time.sleep(POLL_S)
+
+    @contextmanager
+    def verify(self, *, run_ahead: int = 1) -> Iterator[ScriptedVerify]:
+        """Yields the memory of an attachment that is not attached yet."""
+        draft = self.describe()
+        number = draft.last_epoch + 1
+        verify = ScriptedVerify(self.device, draft, number, run_ahead=run_ahead, timeout_s=self._timeout_s)
+        try:
+            yield verify
+        finally:
+            verify.close()
+
+    @contextmanager
+    def attached(self, *, run_ahead: int = 1) -> Iterator[ScriptedVerify]:
+        """Yields an attachment. At its end the drafter must be free again."""
+        with self.verify(run_ahead=run_ahead) as verify:
+            link = self.link()
+            is_over = False
+            try:
+                verify.attach(link)
+                yield verify
+                is_over = True
+            finally:
+                if not is_over:
+                    verify.give_up()
+                has_drained = link.detach(drain=is_over)
+            if not has_drained:
+                raise ContractError(f"Drain fails{f': {link.failure}' if link.failure else ''}")
+            if unfinished := verify.unfinished():
+                raise ContractError(f"Drain returns while {unfinished}")
+            self.await_end()
+
+    def await_end(self) -> None:
+        """Waits until the drafter knows that its scheduler is gone. Raises ContractError."""
+        self.until(lambda: not self.describe().has_scheduler, "has_scheduler is true after the end of Execute")
+
+    def answers(self) -> bool:
+        """Returns whether the drafter still answers."""
+        try:
+            self.describe()
+        except SlipstreamError:
+            return False
+        return True
+
+    def execute(self, commands: list[pb.StepCommand]) -> None:
+        """Sends commands on a new stream, and reads to its end. Raises grpc.RpcError."""
+        list(self.stub.Execute(iter(commands), timeout=self._timeout_s))
+
+    def must_refuse(self, what: str, call: Callable[[], object]) -> None:
+        """Raises ContractError unless a call is refused, with one of REFUSALS."""
+        accepted = " or ".join(code.name for code in REFUSALS)
+        try:
+            call()
+        except grpc.RpcError as raised:
+            error: Any = raised
+            if error.code() not in REFUSALS:
+                given = f"{error.code().name} ({error_from_rpc(error)})"
+                raise ContractError(f"{what} is answered with {given}, not {accepted}") from None
+        else:
+            raise ContractError(f"{what} is taken, not refused with {accepted}")
 
 
 def says_what_it_is(bench: Bench) -> None:
@@ -311,3 +425,26 @@ def _maps(pid: int) -> str:
         return Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def run_check_drafter(address: str, device: str, *, timeout_s: float) -> int:
+    """Returns 1 if the drafter at `address` breaks the contract. `device`: "cpu", "cuda" or "auto", the drafter's own.
+
+    Raises UnavailableError if nobody answers, FailedPreconditionError if the drafter has a scheduler, ConfigError.
+    """
+    with closing(Bench(address, timeout_s=timeout_s)) as bench:
+        try:
+            draft = bench.describe()
+        except UnavailableError as error:
+            raise UnavailableError(f"no drafter answers at {address}: {error}") from error
+        if draft.has_scheduler:
+            raise FailedPreconditionError("the drafter has a scheduler: start one for the check alone")
+        if device == AUTO:
+            device = CPU if draft.device == CPU else CUDA
+        bench.device = choose_device(device, AUTO if device == CPU else TIMELINE)
+        num_made = num_broken = 0
+        for name, broken in run_checks(bench):
+            print(f"✗ {name}: {broken}" if broken else f"✓ {name}", flush=True)
+            num_made, num_broken = num_made + 1, num_broken + bool(broken)
+    print(f"\n{draft.model}: {num_made} of {len(CHECKS)} checks made, {num_broken} broken")
+    return 1 if num_broken else 0

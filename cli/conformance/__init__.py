@@ -1,1 +1,0 @@
-"""`slipstream check-drafter`: plays scheduler and verify to a drafter, and says what that breaks."""
