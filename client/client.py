@@ -9,6 +9,9 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from slipstream.client.connection import open_async_channel, open_channel, with_key
 from slipstream.client.requests import (
     RECONNECT_S,
@@ -80,6 +83,7 @@ class _Client:
         """
         self._contact = FirstContact(address, connect_timeout_s)
         self._channel = self._open_channel(address, channel_options(address, keepalive, connect_timeout_s), access)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
 
     def with_key(self, api_key: str) -> Self:
@@ -238,6 +242,14 @@ class AsyncClient(_Client):
         with self._contact.our_errors():
             return str((await self._stub.Detokenize(request)).text)
 
+    async def is_serving(self, *, timeout_s: float) -> bool:
+        """Returns whether the server answers in that time, and serves. Needs no API key."""
+        try:
+            answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
     async def _follow(self, output: _Output) -> AsyncGenerator[OutputChunk, None]:
         while not output.reader.is_over:
             chunks = self._chunks(output)
@@ -364,6 +376,14 @@ class Client(_Client):
         request = detokenize_request(token_ids, skip_special_tokens)
         with self._contact.our_errors():
             return str((self._stub.Detokenize(request)).text)
+
+    def is_serving(self, *, timeout_s: float) -> bool:
+        """Returns whether the server answers in that time, and serves. Needs no API key."""
+        try:
+            answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def _follow(self, output: _Output) -> Generator[OutputChunk, None, None]:
         while not output.reader.is_over:

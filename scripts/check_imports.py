@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 MAX_LINES, MIN_LINES = 600, 60
-PRODUCT = ("services", "scheduler", "gateway", "common", "cli", "client")
+PRODUCT = ("services", "scheduler", "gateway", "common", "cli", "client", "door")
 
 MAY_IMPORT: dict[str, set[str]] = {
     "protos": set(),
@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gateway": {"common", "protos"},
     "scheduler": {"common", "protos"},
     "client": {"common", "protos"},
-    "cli": {"bundled", "client", "common", "gateway", "protos", "scheduler", "services"},
+    "door": {"client", "common", "protos"},
+    "cli": {"bundled", "client", "common", "door", "gateway", "protos", "scheduler", "services"},
     "benchmarks": {"bundled", "cli", "client", "common", "gateway", "protos", "scheduler", "services", "training"},
     "bundled": set(),
     "deploy": {"common", "gateway", "scheduler", "services"},

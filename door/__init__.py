@@ -1,0 +1,1 @@
+"""OpenAI's interface over HTTP, as a client of the gateway."""

@@ -1,0 +1,193 @@
+"""The application: its routes, and what their calls have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
+
+from slipstream.common.errors import SlipstreamError
+from slipstream.door.answers import token_text
+from slipstream.door.call import Call, Door
+from slipstream.door.chat import NAMES as CHAT_NAMES
+from slipstream.door.chat import chat_completions
+from slipstream.door.completions import NAMES as COMPLETION_NAMES
+from slipstream.door.completions import completions
+from slipstream.door.errors import ApiError, api_error, refused
+from slipstream.door.events import encode, send_error
+from slipstream.door.fields import DetokenizeRequest, TokenizeRequest, parse
+from slipstream.door.responses import NAMES as RESPONSE_NAMES
+from slipstream.door.responses import responses
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from prometheus_client import CollectorRegistry
+    from starlette.requests import Request
+    from starlette.types import Receive, Scope, Send
+
+
+logger = logging.getLogger(__name__)
+
+HEALTH_TIMEOUT_S = 5.0
+_OPEN = ("/health", "/version")
+"""Paths that need no key."""
+
+
+class Endpoint:
+    """Serves one path: receives the body, calls, and answers errors. The end of the connection ends the call."""
+
+    def __init__(
+        self, door: Door, handle: Callable[[Call], Awaitable[None]], names: dict[str, str], *, is_open: bool = False
+    ) -> None:
+        """`names`: fields that the call has other names for. `is_open`: it needs no key."""
+        self._door = door
+        self._handle = handle
+        self._names = names
+        self._is_open = is_open
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 499  # of a client that went away, as nginx has it
+
+        async def send_counted(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, send_counted)
+        except (TimeoutError, ConnectionError) as error:
+            logger.debug("a client was too slow, or went away: %r", error)
+        except ApiError as error:
+            await send_error(send_counted, error)
+        except SlipstreamError as error:
+            await send_error(send_counted, api_error(error, self._names))
+        except Exception:
+            logger.exception("%s failed", scope["path"])
+            if status == 499:
+                await send_error(send_counted, ApiError(500, "the server's log has more", kind="server_error"))
+        finally:
+            self._door.metrics.count(f"{scope['method']} {scope['path']}", str(status))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        client = self._door.client
+        if not self._is_open:
+            given = [value for name, value in scope["headers"] if name == b"authorization"]
+            client = self._door.client_for(given[0].decode("latin-1") if len(given) == 1 else "")
+        async with self._door.receiving(receive) as body:
+            call = Call(self._door, client, body, send, self._names)
+            await _while_connected(self._handle(call), receive)
+
+
+async def _while_connected(work: Awaitable[None], receive: Receive) -> None:
+    """Does the work; drops it, and raises ConnectionError, when the client goes away."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ConnectionResetError("the client went away")
+        await working
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _models(call: Call) -> None:
+    state = await call.door.state(call.client, is_fresh=True)
+    models = [
+        {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "slipstream",
+            "max_model_len": state.context_tokens,
+        }
+        for name in state.served_names
+    ]
+    await call.send_json(encode({"object": "list", "data": models}))
+
+
+async def _tokenize(call: Call) -> None:
+    request = parse(call.body, TokenizeRequest)
+    state = await call.served(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise refused("prompt", request.prompt, "either prompt or messages")
+    if request.messages is None:
+        found = await call.client.tokenize(request.prompt or "", add_special_tokens=request.add_special_tokens)
+    else:
+        found = await call.client.tokenize(
+            [message.to_ours(f"messages[{index}]") for index, message in enumerate(request.messages)],
+            tools=request.tools,
+            template_kwargs=request.chat_template_kwargs,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+        )
+    texts = {"token_strs": [token_text(token) for _, token in found]} if request.return_token_strs else {}
+    tokens = [token for token, _ in found]
+    content = {"count": len(found), "max_model_len": state.context_tokens, "tokens": tokens, **texts}
+    await call.send_json(encode(content))
+
+
+async def _detokenize(call: Call) -> None:
+    request = parse(call.body, DetokenizeRequest)
+    await call.served(request.model)
+    text = await call.client.detokenize(request.tokens, skip_special_tokens=bool(request.skip_special_tokens))
+    await call.send_json(encode({"prompt": text}))
+
+
+async def _health(call: Call) -> None:
+    is_serving = await call.client.is_serving(timeout_s=HEALTH_TIMEOUT_S)
+    await call.send_text(b"", status=200 if is_serving else 503)
+
+
+async def _version(call: Call) -> None:
+    await call.send_json(encode({"version": version("slipstream-serve")}))
+
+
+async def _metrics(registry: CollectorRegistry, call: Call) -> None:
+    if call.door.config.asks_for_keys:
+        await call.door.state(call.client, is_fresh=True)
+    page = await asyncio.to_thread(generate_latest, registry)
+    await call.send_text(page, kind=CONTENT_TYPE_LATEST.encode())
+
+
+def make_app(door: Door, registry: CollectorRegistry) -> Starlette:
+    """Makes the application."""
+    calls: list[tuple[str, str, Callable[[Call], Awaitable[None]], dict[str, str]]] = [
+        ("POST", "/v1/completions", completions, COMPLETION_NAMES),
+        ("POST", "/v1/chat/completions", chat_completions, CHAT_NAMES),
+        ("POST", "/v1/responses", responses, RESPONSE_NAMES),
+        ("GET", "/v1/models", _models, {}),
+        ("POST", "/tokenize", _tokenize, {}),
+        ("POST", "/detokenize", _detokenize, {"prompt": "tokens"}),
+        ("GET", "/health", _health, {}),
+        ("GET", "/version", _version, {}),
+        ("GET", "/metrics", partial(_metrics, registry), {}),
+    ]
+    return Starlette(
+        routes=[
+            Route(path, Endpoint(door, handle, names, is_open=path in _OPEN), methods=[method])
+            for method, path, handle, names in calls
+        ],
+        exception_handlers={404: _no_such_path, 405: _no_such_path},
+    )
+
+
+async def _no_such_path(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    content = ApiError(status, f"there is no {request.method} {request.url.path} here", code="not_found").content
+    return Response(encode(content), status_code=status, media_type="application/json")

@@ -1,0 +1,147 @@
+"""A call of OpenAI's interface, and what all calls share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from slipstream.common.errors import UnauthenticatedError, UnavailableError
+from slipstream.door.errors import ApiError, api_error
+from slipstream.door.events import send_json, send_stream
+from slipstream.door.parsers import Forms
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from starlette.types import Receive, Send
+
+    from slipstream.client import AsyncClient
+    from slipstream.common.api.server_state import ServerState
+    from slipstream.common.rpc.metrics import RpcMetrics
+    from slipstream.door.config import DoorConfig
+
+STATE_AGE_S = 1.0
+"""Age up to which what the server said of itself is not asked for again."""
+KEPT_CLIENTS = 1024
+"""API keys whose clients are kept; each has the stubs of the gateway's calls."""
+MAX_BODY_BYTES = 8 * 2**20
+"""Twice what the gateway takes of a request, as JSON is longer."""
+MAX_ARRIVING_BYTES = 256 * 2**20
+"""Bytes of all bodies that are being received, or whose calls are under way."""
+
+
+class Door:
+    """What all calls share: the client of the gateway, the server's names and forms, and the bounds of bodies."""
+
+    def __init__(self, client: AsyncClient, config: DoorConfig, metrics: RpcMetrics) -> None:
+        self.client = client
+        self.config = config
+        self.metrics = metrics
+        self._num_arriving_bytes = 0
+        self._clients: dict[str, AsyncClient] = {}
+        self._state: ServerState | None = None
+        self._state_at = 0.0
+
+    def client_for(self, authorization: str) -> AsyncClient:
+        """The client that sends a caller's key. Raises UnauthenticatedError where one is missing."""
+        scheme, _, key = authorization.partition(" ")
+        if not self.config.asks_for_keys:
+            return self.client
+        if scheme.lower() != "bearer" or not key.strip():
+            raise UnauthenticatedError("no API key: send `Authorization: Bearer TOKEN`")
+        found = self._clients.pop(key, None) or self.client.with_key(key.strip())
+        self._clients[key] = found
+        if len(self._clients) > KEPT_CLIENTS:
+            del self._clients[next(iter(self._clients))]
+        return found
+
+    @asynccontextmanager
+    async def receiving(self, receive: Receive) -> AsyncIterator[bytes]:
+        """Receives a body, which counts until the context ends. Raises ApiError for one that is too large or slow."""
+        parts: list[bytes] = []
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(self.config.read_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ConnectionResetError("the client went away")
+                    part = message.get("body", b"")
+                    num_bytes += len(part)
+                    self._num_arriving_bytes += len(part)
+                    if num_bytes > MAX_BODY_BYTES:
+                        accepted = f"at most {MAX_BODY_BYTES} bytes"
+                        raise ApiError(413, f"the body is too large, accepted: {accepted}", code="request_too_large")
+                    if self._num_arriving_bytes > MAX_ARRIVING_BYTES:
+                        raise ApiError(503, "too many bodies arrive", kind="server_error", retry_after_s=1)
+                    parts.append(part)
+                    if not message.get("more_body"):
+                        break
+            yield b"".join(parts)
+        finally:
+            self._num_arriving_bytes -= num_bytes
+
+    async def state(self, client: AsyncClient, *, is_fresh: bool = False) -> ServerState:
+        """What the server says of itself, or said before it went away. Raises SlipstreamError.
+
+        `is_fresh`: it is asked for in any case, which checks the client's key.
+        """
+        if not is_fresh and self._state is not None and time.monotonic() < self._state_at + STATE_AGE_S:
+            return self._state
+        try:
+            self._state = await client.server_info()
+            self._state_at = time.monotonic()
+        except UnavailableError:
+            if self._state is None or is_fresh:
+                raise
+        return self._state
+
+
+class Call:
+    """A call: what came, who sent it, and how to answer."""
+
+    def __init__(self, door: Door, client: AsyncClient, body: bytes, send: Send, names: dict[str, str]) -> None:
+        """`names`: fields that the call has other names for."""
+        self.door = door
+        self.client = client
+        self.body = body
+        self.reconnect_s = door.config.reconnect_s
+        self._send = send
+        self._names = names
+
+    async def served(self, model: str | None) -> ServerState:
+        """The server, if it has this model. Raises ApiError for another one."""
+        state = await self.door.state(self.client)
+        if model is not None and model not in state.served_names:
+            state = await self.door.state(self.client, is_fresh=True)
+            if model not in state.served_names:
+                names = ", ".join(state.served_names)
+                message = f"model: got {model!r}, accepted: {names}"
+                raise ApiError(404, message, param="model", code="model_not_found")
+        return state
+
+    def forms(self, state: ServerState) -> Forms:
+        """The forms of calls and thoughts, as the configuration or the chat template says."""
+        tools, reasoning = self.door.config.tool_call_parser, self.door.config.reasoning_parser
+        return Forms(
+            state.tool_call_format if tools == "auto" else tools.replace("none", ""),
+            state.reasoning_format if reasoning == "auto" else reasoning.replace("none", ""),
+        )
+
+    async def send_json(self, body: bytes) -> None:
+        """Answers with JSON."""
+        await send_json(self._send, body)
+
+    async def send_stream(self, events: AsyncIterator[bytes]) -> None:
+        """Answers with events. Errors before the first one are raised, later ones sent."""
+        to_error = partial(api_error, names=self._names)
+        await send_stream(self._send, events, to_error, read_timeout_s=self.door.config.read_timeout_s)
+
+    async def send_text(self, body: bytes, *, kind: bytes = b"text/plain; charset=utf-8", status: int = 200) -> None:
+        """Answers with text."""
+        headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})

@@ -1,0 +1,116 @@
+"""Errors in OpenAI's form: a status, and an object with message, type, param and code."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import msgspec
+
+from slipstream.common.errors import (
+    AlreadyExistsError,
+    CancelledError,
+    ConfigError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    SlipstreamError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+
+INVALID = "invalid_request_error"
+_KINDS: dict[type[SlipstreamError], tuple[int, str, str | None]] = {
+    InvalidArgumentError: (400, INVALID, None),
+    UnauthenticatedError: (401, INVALID, "invalid_api_key"),
+    NotFoundError: (404, INVALID, "not_found"),
+    AlreadyExistsError: (409, INVALID, "already_exists"),
+    ResourceExhaustedError: (429, "rate_limit_error", "rate_limit_exceeded"),
+    UnavailableError: (503, "server_error", "unavailable"),
+    CancelledError: (503, "server_error", "cancelled"),
+    DeadlineExceededError: (504, "server_error", "timeout"),
+    ConfigError: (401, INVALID, "invalid_api_key"),
+    FailedPreconditionError: (503, "server_error", "unavailable"),
+    SlipstreamError: (500, "server_error", None),
+}
+"""Status, type and code; a class that is not here has those of its nearest base that is. The settings of a client are
+its key."""
+_NAMES = (
+    (r"^sampling_params\.max_new_tokens$", "max_tokens"),
+    (r"^sampling_params\.min_new_tokens$", "min_tokens"),
+    (r"^(sampling_params|speculation)\.", ""),
+    (r"^(text|input_ids(\.ids)?)", "prompt"),
+    (r"^messages\.(tools|continue_final_message|add_generation_prompt)", r"\1"),
+    (r"^messages\.template_kwargs\.reasoning_effort$", "reasoning_effort"),
+    (r"^messages\.template_kwargs", "chat_template_kwargs"),
+    (r"^messages\.items", "messages"),
+    (r"(tool_calls\[\d+\])\.(name|arguments)", r"\1.function.\2"),
+    (r"\.content_parts", ".content"),
+)
+"""Our names of fields as patterns, and OpenAI's; the first that is found counts, and the last two beside it."""
+
+
+class ApiError(Exception):
+    """An answer other than 200."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+        self._error = {"message": message, "type": kind, "param": param, "code": code}
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The object of the answer."""
+        return {"error": self._error}
+
+    @property
+    def body(self) -> bytes:
+        """The answer in JSON."""
+        return msgspec.json.encode(self.content)
+
+
+def refused(param: str, given: object, accepted: str, *, code: str | None = None) -> ApiError:
+    """An error that names a field, what was given and what is accepted."""
+    shown = repr(given)
+    shown = shown if len(shown) <= 120 else f"{shown[:119]}…"
+    return ApiError(400, f"{param}: got {shown}, accepted: {accepted}", param=param, code=code)
+
+
+def api_error(error: SlipstreamError, names: dict[str, str]) -> ApiError:
+    """Turns an error of the gateway into an answer. `names`: fields that the call has other names for than most."""
+    status, kind, code = next(_KINDS[base] for base in type(error).__mro__ if base in _KINDS)
+    if isinstance(error, InvalidArgumentError):
+        name = _name(error.field)
+        param = names.get(name, name)
+        is_long = param in ("prompt", "messages", "input") and "context" in error.description
+        found = "context_length_exceeded" if is_long else None
+        return ApiError(400, f"{param}: {error.description}", param=param, code=found)
+    retry_after_ms = getattr(error, "retry_after_ms", None)
+    if isinstance(error, ResourceExhaustedError) and retry_after_ms is None:
+        return ApiError(413, str(error), code="request_too_large")
+    retry_after_s = None if retry_after_ms is None else max(1, math.ceil(retry_after_ms / 1000))
+    return ApiError(status, str(error), kind=kind, code=code, retry_after_s=retry_after_s)
+
+
+def _name(field: str) -> str:
+    for pattern, name in _NAMES[:-2]:
+        changed = re.sub(pattern, name, field)
+        if changed != field:
+            field = changed
+            break
+    for pattern, name in _NAMES[-2:]:
+        field = re.sub(pattern, name, field)
+    return field

@@ -1,0 +1,237 @@
+"""Finds in an output what is thought, said and called, as the text comes.
+
+The forms are those of chat templates. Text that has the form of no call stays text.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from slipstream.door.tools import CALL_FORMS, LeadingCalls, MarkedCalls
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from slipstream.door.tools import Found
+
+TOOL_FORMS = ("hermes", "llama3_json", "mistral", "qwen3_coder", "harmony")
+REASONING_FORMS = ("think", "think_open", "harmony")
+_SPECIAL_MARKS = ("llama3_json", "mistral", "harmony")
+"""Forms whose marks are special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """The forms of a model; empty: it has none."""
+
+    tools: str
+    reasoning: str
+
+    def needs_special_tokens(self, *, has_tools: bool) -> bool:
+        """True if special tokens must have their names in the text."""
+        return self.reasoning == "harmony" or (has_tools and self.tools in _SPECIAL_MARKS)
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text that the assistant says."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that it thinks."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool that it calls, with its arguments in JSON."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+
+Delta: TypeAlias = Content | Reasoning | Call
+
+
+class Parser(Protocol):
+    """Reads the output of a sample."""
+
+    def push(self, text: str) -> list[Delta]:
+        """Returns what is certain with more text."""
+
+    def finish(self) -> list[Delta]:
+        """Returns the rest at the end of the output."""
+
+
+def make_parser(forms: Forms, tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> Parser | None:
+    """Makes the parser of an output with these tools; None if all of it is content.
+
+    `kwargs`: variables of the template, which may turn thoughts off.
+    """
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    if "harmony" in (forms.reasoning, forms.tools if tools else ""):
+        return HarmonyParser(functions)
+    inner: Parser | None = None
+    if functions:
+        inner = ToolParser(forms.tools, functions)
+    if not forms.reasoning:
+        return inner
+    is_off = any(kwargs.get(name) is False for name in ("enable_thinking", "thinking"))
+    return ThinkParser(inner, is_open=forms.reasoning == "think_open" and not is_off)
+
+
+class ToolParser:
+    """Finds calls in a form that `tools` knows; what is none is content."""
+
+    def __init__(self, form: str, functions: Mapping[str, Any]) -> None:
+        """`functions`: by name, those that may be called."""
+        self._calls: MarkedCalls | LeadingCalls = CALL_FORMS[form](functions)
+        self._has_short_ids = form == "mistral"
+
+    def push(self, text: str) -> list[Delta]:
+        """See `Parser`."""
+        return self._deltas(self._calls.push(text))
+
+    def finish(self) -> list[Delta]:
+        """See `Parser`."""
+        return self._deltas(self._calls.finish())
+
+    def _deltas(self, found: Iterable[Found]) -> list[Delta]:
+        return [Content(one) if isinstance(one, str) else self._call(*one) for one in found]
+
+    def _call(self, name: str, arguments: str) -> Call:
+        # Templates of Mistral refuse ids of another length.
+        return Call(name, arguments, uuid.uuid4().hex[:9]) if self._has_short_ids else Call(name, arguments)
+
+
+class ThinkParser:
+    """Finds thoughts between <think> and </think>; the rest is content, or for another parser."""
+
+    def __init__(self, inner: Parser | None, *, is_open: bool) -> None:
+        """`is_open`: the output begins in the midst of thoughts."""
+        self._inner = inner
+        self._held = ""
+        self._state = "thoughts" if is_open else "start"
+        self._has_text = False
+        """False until white space at the beginning of this part is over."""
+
+    def push(self, text: str) -> list[Delta]:
+        """See `Parser`."""
+        if self._state == "content":
+            return self._content(text)
+        self._held += text
+        if self._state == "start":
+            begun = self._held.lstrip()
+            if "<think>".startswith(begun[:7]) and len(begun) < 7:
+                return []
+            if not begun.startswith("<think>"):
+                self._state, self._has_text, held, self._held = "content", True, self._held, ""
+                return self._content(held)
+            self._state, self._held = "thoughts", begun[7:]
+        thought, mark, rest = self._held.partition("</think>")
+        if mark:
+            self._state, self._held = "content", ""
+            found = self._thought(thought.rstrip())
+            self._has_text = False
+            return [*found, *self._content(rest)]
+        certain = _certain(thought, "</think>")
+        self._held = thought[len(certain) :]
+        return self._thought(certain)
+
+    def finish(self) -> list[Delta]:
+        """See `Parser`."""
+        held, self._held = self._held, ""
+        found = self._thought(held.rstrip()) if self._state == "thoughts" else self._content(held)
+        return [*found, *(self._inner.finish() if self._inner is not None else ())]
+
+    def _thought(self, text: str) -> list[Delta]:
+        text = self._begun(text)
+        return [Reasoning(text)] if text else []
+
+    def _content(self, text: str) -> list[Delta]:
+        text = self._begun(text)
+        if not text:
+            return []
+        return [Content(text)] if self._inner is None else self._inner.push(text)
+
+    def _begun(self, text: str) -> str:
+        text = text if self._has_text else text.lstrip()
+        self._has_text = self._has_text or bool(text)
+        return text
+
+
+class HarmonyParser:
+    """Reads the channels of harmony: analysis is thought, what a function is to get is a call, the rest is said."""
+
+    _MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
+
+    def __init__(self, functions: Mapping[str, Any]) -> None:
+        """`functions`: by name, those that may be called."""
+        self._functions = functions
+        self._held = ""
+        self._header: str | None = ""
+        """The header that is being read; None in a message."""
+        self._channel, self._recipient, self._arguments = "final", "", ""
+
+    def push(self, text: str) -> list[Delta]:
+        """See `Parser`."""
+        pieces = re.split(f"({'|'.join(map(re.escape, self._MARKS))})", self._held + text)
+        last = pieces[-1]
+        certain = min((_certain(last, mark) for mark in self._MARKS), key=len)
+        self._held = last[len(certain) :]
+        return [delta for piece in (*pieces[:-1], certain) if piece for delta in self._read(piece)]
+
+    def finish(self) -> list[Delta]:
+        """See `Parser`."""
+        held, self._held = self._held, ""
+        # An output without any channel is what it says.
+        rest: list[Delta] = [Content(self._header)] if self._header and not self._header.startswith("\0") else []
+        return [*(self._read(held) if held else ()), *(self._end() if self._header is None else rest)]
+
+    def _read(self, piece: str) -> list[Delta]:
+        if piece == "<|message|>":
+            self._begin()
+            return []
+        if piece in self._MARKS and piece != "<|constrain|>":
+            ended = self._end() if self._header is None else []
+            # What is before the channel, as the recipient may be, is kept.
+            self._header = f"{self._header or ''}\0{piece}" if piece == "<|channel|>" else "\0"
+            return ended
+        if self._header is not None:
+            self._header += piece
+            return []
+        if self._recipient in self._functions:
+            self._arguments += piece
+            return []
+        return [Reasoning(piece) if self._channel == "analysis" else Content(piece)]
+
+    def _begin(self) -> None:
+        header = self._header or ""
+        channel = re.search(r"<\|channel\|>\s*(\w+)", header)
+        recipient = re.search(r"to=functions\.([\w.-]+)", header)
+        self._channel = channel[1] if channel else "final"
+        self._recipient = recipient[1] if recipient else ""
+        self._arguments, self._header = "", None
+
+    def _end(self) -> list[Delta]:
+        self._header = "\0"
+        if self._recipient not in self._functions:
+            return []
+        return [Call(self._recipient, self._arguments.strip() or "{}")]
+
+
+def _certain(text: str, mark: str) -> str:
+    """The text without an end that may be the beginning of a mark, or white space before one."""
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:length]):
+            text = text[:-length]
+            break
+    return text.rstrip() if mark == "</think>" else text

@@ -1,0 +1,361 @@
+"""/v1/responses, without a store: text, thoughts and calls of functions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from slipstream.common.api.output_chunk import FinishReason
+from slipstream.common.errors import SlipstreamError
+from slipstream.door.answers import Usages
+from slipstream.door.chat import Sample, prepare_parsing
+from slipstream.door.errors import ApiError, api_error, refused
+from slipstream.door.events import encode, event
+from slipstream.door.fields import (
+    ON_CONSTRAINTS,
+    Message,
+    Part,
+    Sampling,
+    ToolCall,
+    ToolCallFunction,
+    check_tools,
+    parse,
+)
+from slipstream.door.parsers import Call as FunctionCall
+from slipstream.door.parsers import Content, Reasoning
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterator
+
+    from slipstream.client.requests import RequestOptions
+    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.door.call import Call
+    from slipstream.door.parsers import Delta
+
+NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "top_logprobs": "top_logprobs",
+}
+"""Fields that this call has other names for."""
+_NOTHING: dict[str, Any] = {"annotations": [], "logprobs": []}
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+
+
+class Item(msgspec.Struct, forbid_unknown_fields=True):
+    """An item of the input: a message, a call or its result, thoughts of an earlier answer."""
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[dict[str, Any]] | None = None
+    id: str | None = None
+    status: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[dict[str, Any]] | None = None
+    summary: list[dict[str, Any]] | None = None
+    phase: str | None = None
+
+
+class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """How much the model thinks."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """/v1/responses."""
+
+    input: str | list[Item]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: dict[str, Any] | None = None
+    truncation: str | None = None
+    service_tier: str | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    include: list[str] | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    top_logprobs: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raises ApiError for a value that is not honoured."""
+        for name in ("store", "background", "previous_response_id", "include", "top_logprobs"):
+            if getattr(self, name):
+                raise refused(name, getattr(self, name), "none: answers are not kept, and have no such part")
+        if self.text is not None and self.text.get("format") not in (None, {"type": "text"}):
+            raise refused("text.format", self.text["format"], ON_CONSTRAINTS)
+        if self.text is not None and self.text.keys() - {"format"}:
+            raise refused("text", self.text, "a format")
+        if self.truncation not in (None, "disabled"):
+            raise refused("truncation", self.truncation, "disabled")
+        if self.reasoning is not None and self.reasoning.summary not in (None, "auto"):
+            raise refused("reasoning.summary", self.reasoning.summary, "auto: there is none")
+        for index, tool in enumerate(self.tools or ()):
+            if tool.get("type") != "function":
+                raise refused(f"tools[{index}].type", tool.get("type"), "function")
+        check_tools(self.chat_tools, self.tool_choice)
+
+    @property
+    def chat_tools(self) -> list[dict[str, Any]]:
+        """The tools as a conversation has them."""
+        names = ("name", "description", "parameters", "strict")
+        return [
+            {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+            for tool in self.tools or ()
+        ]
+
+    def options(self) -> RequestOptions:
+        """The same as options of our client."""
+        sampling = Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            service_tier=self.service_tier,
+        )
+        sampling.check()
+        found = sampling.options()
+        if self.max_output_tokens is None:
+            found["fills_context"] = True
+        else:
+            found["max_new_tokens"] = self.max_output_tokens
+        kwargs = dict(self.chat_template_kwargs or {})
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            kwargs["reasoning_effort"] = self.reasoning.effort
+        if kwargs:
+            found["template_kwargs"] = kwargs
+        if self.tools and self.tool_choice != "none":
+            found["tools"] = self.chat_tools
+        return found
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The input as a conversation. Raises ApiError."""
+        made = [Message("system", self.instructions)] if self.instructions is not None else []
+        items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        thoughts: str | None = None
+        for index, item in enumerate(items):
+            field = f"input[{index}]"
+            match item.type:
+                case "message":
+                    content = _content(item.content, f"{field}.content")
+                    made.append(Message(item.role or "", content, reasoning_content=thoughts))
+                    thoughts = None
+                case "reasoning":
+                    parts = _content(item.content, f"{field}.content")
+                    thoughts = parts if isinstance(parts, str) else "".join(part.text or "" for part in parts)
+                case "function_call":
+                    call = ToolCall(ToolCallFunction(item.name or "", item.arguments or ""), item.call_id, "function")
+                    if made and made[-1].role == "assistant":
+                        made[-1].tool_calls = [*(made[-1].tool_calls or []), call]
+                    else:
+                        made.append(Message("assistant", tool_calls=[call], reasoning_content=thoughts))
+                    thoughts = None
+                case "function_call_output":
+                    made.append(Message("tool", _content(item.output, f"{field}.output"), tool_call_id=item.call_id))
+                case other:
+                    raise refused(f"{field}.type", other, "message, function_call, function_call_output, reasoning")
+        if not made:
+            raise refused("input", [], "a text, or at least one item")
+        return [message.to_ours("input") for message in made]
+
+
+def _content(content: str | list[dict[str, Any]] | None, field: str) -> str | list[Part]:
+    if isinstance(content, str):
+        return content
+    for index, part in enumerate(content or ()):
+        if part.get("type") not in _TEXT_PARTS:
+            raise refused(f"{field}[{index}].type", part.get("type"), ", ".join(_TEXT_PARTS))
+    return [Part("text", str(part.get("text", part.get("refusal", "")))) for part in content or ()]
+
+
+def _logprobs(kind: str) -> dict[str, Any]:
+    """The field of a message's text that it has in OpenAI's form."""
+    return {"logprobs": []} if kind == "message" else {}
+
+
+async def responses(call: Call) -> None:
+    """Answers a request, with a stream or without."""
+    request = parse(call.body, ResponsesRequest)
+    request.check()
+    state = await call.served(request.model)
+    options, messages = request.options(), request.messages()
+    forms = call.forms(state)
+    prepare_parsing(options, forms)
+    output = call.client.generate(messages, reconnect_s=call.reconnect_s, **options)
+    sample = Sample(options, forms, has_one_call=request.parallel_tool_calls is False)
+    answer = _Answer(request, request.model or state.served_names[0], sample)
+    if request.stream:
+        await call.send_stream(answer.stream(output))
+        return
+    async with aclosing(output) as chunks:
+        async for chunk in chunks:
+            for _ in answer.read(chunk):
+                pass
+    await call.send_json(encode(answer.content()))
+
+
+class _Answer:
+    """A response as it grows, and the events of its growth."""
+
+    def __init__(self, request: ResponsesRequest, model: str, sample: Sample) -> None:
+        self._sample = sample
+        self._items: list[dict[str, Any]] = []
+        self._usages = Usages()
+        self._number = 0
+        self._fields: dict[str, Any] = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "model": model,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+            "store": False,
+            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "truncation": "disabled",
+            "metadata": request.metadata or {},
+            "user": request.user,
+        }
+
+    def content(self) -> dict[str, Any]:
+        """The response now."""
+        usage = None
+        if self._fields["status"] != "in_progress":
+            prompt, output, cached = self._usages.counts
+            usage = {
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": cached},
+                "output_tokens": output,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": prompt + output,
+            }
+        return {**self._fields, "output": self._items, "usage": usage}
+
+    async def stream(self, output: AsyncGenerator[OutputChunk, None]) -> AsyncGenerator[bytes, None]:
+        """The events of the response."""
+        is_begun = False
+        async with aclosing(output) as chunks:
+            try:
+                async for chunk in chunks:
+                    begin = [] if is_begun else [self._event("created"), self._event("in_progress")]
+                    is_begun = True
+                    if events := [*begin, *self.read(chunk)]:
+                        yield b"".join(events)
+            except SlipstreamError as error:
+                if not is_begun:
+                    raise
+                failed: ApiError = api_error(error, NAMES)
+                self._fields |= {"status": "failed", "error": {"code": "server_error", "message": str(failed)}}
+                yield self._event("failed")
+                return
+        yield self._event(self._fields["status"])
+
+    def read(self, chunk: OutputChunk) -> Iterator[bytes]:
+        """Takes the next part of the output, and yields its events."""
+        for delta in self._sample.read(chunk):
+            yield from self._add(delta)
+        if chunk.job_usage is not None:
+            self._usages.add(chunk.job_usage)
+        if chunk.finish_reason is not None:
+            yield from self._end_item()
+            is_whole = chunk.finish_reason is FinishReason.STOP
+            self._fields["status"] = "completed" if is_whole else "incomplete"
+            if not is_whole:
+                reason = "max_output_tokens" if chunk.finish_reason is FinishReason.LENGTH else "cancelled"
+                self._fields["incomplete_details"] = {"reason": reason}
+
+    def _add(self, delta: Delta) -> Iterator[bytes]:
+        match delta:
+            case FunctionCall():
+                yield from self._add_call(delta)
+                return
+            case Content():
+                kind, part = "message", "output_text"
+            case Reasoning():
+                kind, part = "reasoning", "reasoning_text"
+        last = self._items[-1] if self._items else None
+        if last is None or last["type"] != kind or last["status"] != "in_progress":
+            yield from self._end_item()
+            more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+            last = self._begin_item("msg" if kind == "message" else "rs", {"type": kind, "content": [], **more})
+            yield self._item_event("output_item.added", item=last)
+            last["content"].append({"type": part, "text": "", **(_NOTHING if kind == "message" else {})})
+            yield self._item_event("content_part.added", **self._place, part=last["content"][0])
+        last["content"][0]["text"] += delta.text
+        yield self._item_event(f"{part}.delta", **self._place, delta=delta.text, **_logprobs(kind))
+
+    def _add_call(self, call: FunctionCall) -> Iterator[bytes]:
+        yield from self._end_item()
+        fields = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
+        item = self._begin_item("fc", fields)
+        yield self._item_event("output_item.added", item=item)
+        item["arguments"] = call.arguments
+        yield self._item_event("function_call_arguments.delta", item_id=item["id"], delta=call.arguments)
+        yield self._item_event(
+            "function_call_arguments.done", item_id=item["id"], name=call.name, arguments=call.arguments
+        )
+        yield from self._end_item()
+
+    def _begin_item(self, prefix: str, fields: dict[str, Any]) -> dict[str, Any]:
+        self._items.append({"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **fields})
+        return self._items[-1]
+
+    def _end_item(self) -> Iterator[bytes]:
+        if not self._items or self._items[-1]["status"] != "in_progress":
+            return
+        item = self._items[-1]
+        item["status"] = "completed"
+        if item["type"] != "function_call":
+            part = item["content"][0]
+            text = {"text": part["text"], **_logprobs(item["type"])}
+            yield self._item_event(f"{part['type']}.done", **self._place, **text)
+            yield self._item_event("content_part.done", **self._place, part=part)
+        yield self._item_event("output_item.done", item=item)
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "content_index": 0}
+
+    def _item_event(self, kind: str, /, **fields: Any) -> bytes:
+        return self._encoded(kind, {"output_index": len(self._items) - 1, **fields})
+
+    def _event(self, name: str) -> bytes:
+        return self._encoded(name, {"response": self.content()})
+
+    def _encoded(self, name: str, fields: dict[str, Any]) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return event({"type": f"response.{name}", "sequence_number": number, **fields}, name=f"response.{name}")

@@ -1,0 +1,249 @@
+"""The door's process: uvicorn, with bounds on connections and on what arrives, until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from slipstream.client import AsyncClient
+from slipstream.client.connection import API_KEY_VARIABLE
+from slipstream.common.idle_collection import IdleCollection
+from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
+from slipstream.common.rpc.listener import Listener
+from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
+from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
+from slipstream.door.app import make_app
+from slipstream.door.call import Door
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from slipstream.door.config import DoorConfig
+
+MAX_HEAD_BYTES = 64 * 2**10
+"""Of a request's line and headers."""
+BACKLOG = 2048
+KEEP_ALIVE_S = 65
+"""Time for which a connection may wait for its next request."""
+
+
+class Bounds:
+    """The connections of a server that wait for a request, the oldest first."""
+
+    def __init__(self, max_connections: int, arrival_s: float) -> None:
+        """A request must have arrived after `arrival_s`."""
+        self.max_connections = max_connections
+        self.arrival_s = arrival_s
+        self.waiting: dict[BoundedProtocol, None] = {}
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """A connection whose requests arrive in time and have a head of bounded length.
+
+    Beyond the most connections, the one is closed that has waited longest for a request.
+    """
+
+    def __init__(self, bounds: Bounds, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._bounds = bounds
+        self._num_head_bytes = 0
+        self._is_in_head = True
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Counts the connection."""
+        bounds = self._bounds
+        if len(self.connections) >= bounds.max_connections:
+            oldest = next(iter(bounds.waiting), None)
+            if oldest is None:
+                transport.abort()
+                return
+            oldest.transport.abort()
+            oldest._forget()
+        super().connection_made(transport)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forgets the connection."""
+        self._forget()
+        if self.transport is not None:
+            super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bounds the head."""
+        if self._is_in_head:
+            self._num_head_bytes += len(data)
+            # A body may follow at once, and is bounded where it is received.
+            if self._num_head_bytes > MAX_HEAD_BYTES + len(data):
+                self._refuse()
+                return
+        super().data_received(data)
+        if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse()
+
+    def on_message_begin(self) -> None:
+        """Begins a request."""
+        super().on_message_begin()
+        self._wait()
+
+    def on_headers_complete(self) -> None:
+        """Ends the head."""
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Ends what arrives."""
+        super().on_message_complete()
+        self._forget()
+        self._is_in_head, self._num_head_bytes = True, 0
+
+    def on_response_complete(self) -> None:
+        """Waits for the next request."""
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._bounds.waiting[self] = None
+
+    def _wait(self) -> None:
+        self._forget()
+        self._bounds.waiting[self] = None
+        self._deadline = self.loop.call_later(self._bounds.arrival_s, self.transport.abort)
+
+    def _forget(self) -> None:
+        self._bounds.waiting.pop(self, None)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _refuse(self) -> None:
+        self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
+        self.transport.close()
+
+
+class DoorServer(uvicorn.Server):
+    """Serves at sockets with TLS or without; signals are not its own."""
+
+    def __init__(
+        self, config: uvicorn.Config, bounds: Bounds, listeners: list[tuple[socket.socket, ssl.SSLContext | None]]
+    ) -> None:
+        super().__init__(config)
+        self._make_protocol = partial(BoundedProtocol, bounds)
+        self._listeners = listeners
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals alone."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens at each of the sockets."""
+        await self.lifespan.startup()
+        loop, config = asyncio.get_running_loop(), self.config
+        make: Any = partial(
+            self._make_protocol,
+            config=config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            _loop=loop,
+        )
+        self.servers = [
+            await loop.create_server(make, sock=one, ssl=context, backlog=BACKLOG) for one, context in self._listeners
+        ]
+        self.started = True
+
+
+async def run_door(config: DoorConfig, listener: Listener, metrics_port: int) -> int:
+    """Serves until the first signal, and gives what runs `grace_s` to end; returns the exit status."""
+    # The callers have keys of their own; this process has none.
+    os.environ.pop(API_KEY_VARIABLE, None)
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    registry = make_registry()
+    with ExitStack() as held:
+        signals = held.enter_context(ShutdownSignals())
+        private = config.private_listen and held.enter_context(
+            Listener.claim(config.private_listen, field="private_listen")
+        )
+        held.enter_context(serve_metrics(registry, metrics_port))
+        async with AsyncClient(config.gateway) as client:
+            app = make_app(Door(client, config, RpcMetrics(registry)), registry)
+            listeners = [(one, _tls(config)) for one in _bound(listener)]
+            listeners += [(one, None) for one in (_bound(private) if private else ())]
+            bounds = Bounds(config.max_connections, config.read_timeout_s)
+            server = DoorServer(_uvicorn_config(app, config), bounds, listeners)
+            ending = asyncio.create_task(_end_with(signals, server))
+            collection = IdleCollection(keeps_young=True)
+            with collection.in_charge():
+                collecting = asyncio.create_task(collection.run(lambda: bool(server.server_state.tasks)))
+                collecting.add_done_callback(raise_failure)
+                await server.serve()
+            collecting.cancel()
+            ending.cancel()
+    return 0
+
+
+async def _end_with(signals: ShutdownSignals, server: uvicorn.Server) -> None:
+    await signals.wait()
+    server.should_exit = True
+
+
+def _uvicorn_config(app: Any, config: DoorConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(config.grace_s) or 1,
+    )
+
+
+def _tls(config: DoorConfig) -> ssl.SSLContext | None:
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(config.tls_cert, config.tls_key, password="")
+    if config.tls_client_ca is not None:
+        context.load_verify_locations(config.tls_client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _bound(listener: Listener) -> list[socket.socket]:
+    """Binds a socket for each of a listener's targets."""
+    targets: list[str] = []
+    sockets: list[socket.socket] = []
+
+    def add(target: str) -> int:
+        targets.append(target)
+        return 0
+
+    listener.bind(add)
+    for target in targets:
+        address = parse_address(target)
+        match address:
+            case UnixAddress():
+                one = socket.socket(socket.AF_UNIX)
+                one.bind(str(address.path))
+                address.path.chmod(0o600)
+            case TcpAddress():
+                one = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(listener.is_shared))
+                if one.family == socket.AF_INET6:
+                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                one.bind((address.host, address.port))
+        sockets.append(one)
+    return sockets
