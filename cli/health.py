@@ -1,9 +1,8 @@
-"""The health of a service, by gRPC or as SMG answers by HTTP: whether it serves, and whether it hangs."""
+"""The health of a service, by gRPC or, for a door, by HTTP: whether it serves, and whether it hangs."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -11,7 +10,7 @@ import struct
 import time
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -19,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from slipstream.cli.process import HTTP
 from slipstream.client.connection import open_async_channel
 from slipstream.common.errors import ConfigError, UnavailableError
-from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
+from slipstream.common.rpc.address import UnixAddress, parse_address
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -95,14 +94,16 @@ def _listener(address: UnixAddress) -> int | None:
 
 
 async def wait_until_serving(address: str) -> None:
-    """Returns when the server at `address` says SERVING, or SMG at http://HOST:PORT has an engine and its tokenizer.
+    """Returns when the server at `address` says SERVING, or a door at http://unix:PATH that it serves.
 
     Tries for ever: bound it, and watch its process.
     """
     if address.startswith(HTTP):
-        while not await _smg_serves(address):  # noqa: ASYNC110 - SMG is asked by HTTP
+        while True:
+            with suppress(OSError):  # no server is there yet
+                if await _door_status(address) == b"200":
+                    return
             await asyncio.sleep(_RETRY_S)
-        return
     async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
@@ -119,7 +120,7 @@ async def wait_until_serving(address: str) -> None:
 async def health_checks(address: str) -> AsyncIterator[Answers]:
     """Yields what checks the health of the service at `address`. Any answer counts."""
     if address.startswith(HTTP):
-        yield partial(_smg_answers, address)
+        yield partial(_door_answers, address)
         return
     async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -153,36 +154,20 @@ async def answers_within(answers: Answers, timeout_s: float, part_s: float) -> b
     return False
 
 
-async def _smg_serves(address: str) -> bool:
-    try:
-        # The tokenizer is loaded after the first engine has counted as ready.
-        is_ready = await _get(address, "/readiness")
-        return bool(is_ready and (await _get(address, "/v1/tokenizers") or {}).get("tokenizers"))
-    except (OSError, EOFError, ValueError):
-        return False  # no server is there yet
-
-
-async def _smg_answers(address: str, timeout_s: float) -> bool:
-    """Returns whether SMG answers in that time, whatever it says."""
+async def _door_answers(address: str, timeout_s: float) -> bool:
+    """Returns whether a door answers in that time, whatever it says."""
     try:
         async with asyncio.timeout(timeout_s):
-            await _get(address, "/readiness")
-    except (OSError, EOFError, ValueError, TimeoutError):
+            return await _door_status(address) != b""
+    except (OSError, TimeoutError):
         return False
-    return True
 
 
-async def _get(address: str, path: str) -> dict[str, Any] | None:
-    """The JSON object at a path; None if the status is not 200. No proxy is asked."""
-    target = parse_address(address.removeprefix(HTTP))
-    assert isinstance(target, TcpAddress), "SMG listens on TCP"
-    reader, writer = await asyncio.open_connection(target.host, target.port)
+async def _door_status(address: str) -> bytes:
+    """Asks a door at http://unix:PATH for its health, and returns the status of the answer; empty without an answer."""
+    reader, writer = await asyncio.open_unix_connection(address.removeprefix(HTTP).removeprefix("unix:"))
     try:
-        writer.write(f"GET {path} HTTP/1.0\r\nHost: {target}\r\n\r\n".encode())
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.0\r\nHost: door\r\n\r\n")
+        return b"".join((await reader.readline()).split(b" ", 2)[1:2])
     finally:
         writer.close()
-    if head.split(b" ", 2)[1:2] != [b"200"]:
-        return None
-    found: dict[str, Any] = json.loads(body)
-    return found

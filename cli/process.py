@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 HTTP = "http://"
-"""Begins the address of a service that is asked for its health as SMG answers."""
+"""Begins the address of a door, which is asked for its health by HTTP."""
 _EXEC_WITH_PARENT = Path(__file__).with_name("exec_with_parent.py")
 
 
@@ -35,7 +35,7 @@ class ServiceCommand:
     argv: tuple[str, ...]
     """The command line, beginning with an absolute path."""
     address: str
-    """Where its health is asked: `unix:PATH` or `HOST:PORT` by gRPC, `http://HOST:PORT` as SMG answers."""
+    """Where its health is asked: `unix:PATH` or `HOST:PORT` by gRPC, `http://unix:PATH` by HTTP."""
     log_path: Path
     """File for its standard output and error."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -147,7 +147,7 @@ class ServiceProcess:
 
     def remove_socket(self) -> None:
         """Removes the socket that a killed service left; one at which another process serves stays."""
-        address = self.command.address
+        address = self.command.address.removeprefix(HTTP)
         if not address.startswith("unix:") or not Path(address.removeprefix("unix:")).exists():
             return
         with contextlib.suppress(AddressInUseError), Listener.claim(address):

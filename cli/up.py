@@ -18,10 +18,11 @@ from slipstream.cli.state_dir import hold_state_dir
 from slipstream.cli.status import fetch_status
 from slipstream.cli.supervisor import Supervisor
 from slipstream.cli.up_config import (
-    clients_address,
+    dialled,
+    door_commands,
     free_address,
     gateway_commands,
-    openai_command,
+    held_address,
     placed,
     scheduler_command,
     server_address,
@@ -96,10 +97,14 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
 
     with ExitStack() as held:
         announce = held.enter_context(hold_state_dir(config.state_dir))
-        listen = held.enter_context(clients_address(config))
+        listen = held.enter_context(held_address(config.listen, config.gateways, field="listen"))
         server = server_address(config, listen)
         workers, *others = _commands(config, listen)
-        openai = [] if config.openai_port is None else [openai_command(config, listen)]
+        doors: list[ServiceCommand] = []
+        if config.openai_address is not None:
+            address = held_address(config.openai_address, config.openai_workers, field="openai_listen")
+            openai = held.enter_context(address)
+            doors = door_commands(config, openai)
         await _check(config)
         lines = StateLines(console)
         async with (
@@ -107,8 +112,9 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
             supervising(config, lines.on_change, hurry) as supervisor,
             control_server(config.state_dir, supervisor, DraftSwaps(config, supervisor, follow)),
         ):
-            # SMG ends after the gateways, whose last requests came through it.
-            batches = [[*openai, *workers], *others]
+            # The doors end beside the gateways, whose last requests came through them.
+            *before, gateways = [workers, *others]
+            batches = [*before, [*gateways, *doors]]
             for batch in batches:
                 supervisor.start(*batch)
             for command in chain(*batches):
@@ -120,8 +126,9 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
             if reason := _why_without_draft(status.state):
                 console.print(f"draft: requests are served without it until it takes part: {reason}", markup=False)
             status.print()
-            for command in openai:
-                print(f"OpenAI's interface: {command.address}/v1", flush=True)
+            if doors:
+                scheme = "https" if config.has_tls else "http"
+                print(f"OpenAI's interface: {scheme}://{dialled(openai)}/v1", flush=True)
             announce(server)
             await supervisor.watch()
 

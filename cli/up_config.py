@@ -18,13 +18,14 @@ from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.service_options import LogSettings, ServiceOptions
 from slipstream.common.settings import Settings, arguments, duration, setting, shared
+from slipstream.door.config import NOT_OF_A_DOOR, DoorConfig, FormSettings
 from slipstream.gateway.config import LISTEN, GatewayConfig, GatewaySettings
 from slipstream.gateway.home import gateway_name
 from slipstream.scheduler.config import SchedulerConfig, ServingSettings
 from slipstream.services.worker.config import NGRAM, PROMPT_LOOKUP, STANDALONE, ComputeSettings, WorkerConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from slipstream.cli.mps import MpsDaemon
 
@@ -38,9 +39,6 @@ LOOPBACK = "127.0.0.1"
 """Address of the metrics ports."""
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _SOCKET_FOLDER = "sockets"
-SMG = "smg"
-_SMG_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
-"""It reads the tokenizer in the model's directory, and downloads nothing in its place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,9 @@ class RestartSettings(Settings, heading="Restarts"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSettings, LogSettings, heading="Server"):
+class UpConfig(
+    ServingSettings, GatewaySettings, ComputeSettings, FormSettings, RestartSettings, LogSettings, heading="Server"
+):
     """The four services on one machine. Raises ConfigError naming the setting that is wrong."""
 
     models: ModelChoice
@@ -86,12 +86,16 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSetting
     )
     openai_port: int | None = setting(
         None,
-        help="Port of OpenAI's interface, on loopback, served by SMG; 0 takes a free one.",
+        help="Port of OpenAI's interface, on loopback; 0 takes a free one.",
         unit="PORT",
         low=0,
         high=65535,
         unset="none",
     )
+    openai_listen: str | None = setting(
+        None, help="HOST:PORT of OpenAI's interface, in place of --openai-port.", unit="ADDRESS", unset="none"
+    )
+    openai_workers: int = setting(1, help="Processes that serve OpenAI's interface.", unit="N", low=1, high=64)
     ready_timeout_s: float = duration(300.0, help="Time for the models to load.")
     drain_timeout_s: float = duration(GatewayConfig.grace_s, help="Time for running requests to finish when stopped.")
     mps: str = setting(
@@ -112,7 +116,7 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSetting
             raise ConfigError("metrics_port", self.metrics_port, "a port with room for all services' below 65536")
         if self.mps == MpsMode.ON and self.device == "cpu":
             raise ConfigError("mps", self.mps, "auto or off on a CPU")
-        self._check_openai_port()
+        self._check_openai()
         for worker in self.workers:
             self.worker(worker)
         _ = self.scheduler, self.gateway(0)
@@ -152,8 +156,9 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSetting
         )
 
     def gateway(self, index: int) -> GatewayConfig:
-        """Settings of a gateway; it has a private address if there are several, or clients need a key or TLS."""
-        private = self.socket(self.gateway_names[index]) if self.is_locked or self.gateways > 1 else None
+        """Settings of a gateway; it has a private address for several, for doors, and if clients need a key or TLS."""
+        has_private = self.is_locked or self.gateways > 1 or self.openai_address is not None
+        private = self.socket(self.gateway_names[index]) if has_private else None
         return shared(
             GatewayConfig,
             self,
@@ -162,7 +167,6 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSetting
             scheduler=self.socket("scheduler"),
             state_dir=self.state_dir.absolute(),
             grace_s=self.drain_timeout_s,
-            vllm_engine=self.vllm_engine or self.openai_port is not None,
         )
 
     @property
@@ -186,14 +190,44 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSetting
         """Pipes and logs of the MPS daemon."""
         return self.state_dir.absolute() / "mps"
 
-    def _check_openai_port(self) -> None:
-        if self.openai_port is None:
+    @property
+    def openai_address(self) -> str | None:
+        """Address of OpenAI's interface; None without it."""
+        return self.openai_listen if self.openai_port is None else f"{LOOPBACK}:{self.openai_port}"
+
+    @property
+    def door_names(self) -> tuple[str, ...]:
+        """The processes of OpenAI's interface, in order."""
+        if self.openai_address is None:
+            return ()
+        return ("door",) if self.openai_workers == 1 else tuple(f"door-{i}" for i in range(self.openai_workers))
+
+    def door(self, index: int) -> DoorConfig:
+        """Settings of a door. It reaches a gateway at its private address, where a caller's key counts."""
+        return shared(
+            DoorConfig,
+            self,
+            gateway=self.socket(self.gateway_names[index % self.gateways]),
+            asks_for_keys=self.api_keys is not None,
+            workers=self.openai_workers,
+            private_listen=self.socket(self.door_names[index]),
+            grace_s=self.drain_timeout_s,
+            read_timeout_s=self.read_timeout_s,
+            **{name: getattr(DoorConfig, name) for name in NOT_OF_A_DOOR},
+        )
+
+    def _check_openai(self) -> None:
+        address = self.openai_address
+        if address is None:
             return
-        if find_spec("smg") is None:
-            raise ConfigError("openai_port", self.openai_port, "none without the extra, slipstream-serve[smg]")
-        if self.has_tls or self.api_keys is not None or not isinstance(parse_address(self.listen), TcpAddress):
-            accepted = "none where clients need TLS, a key or a Unix socket: SMG reaches the gateway as a client does"
-            raise ConfigError("openai_port", self.openai_port, accepted)
+        if self.openai_port is not None and self.openai_listen is not None:
+            raise ConfigError("openai_listen", self.openai_listen, "none beside --openai-port")
+        if find_spec("uvicorn") is None:
+            raise ConfigError("openai_port", address, "none without the extra, slipstream-serve[openai]")
+        self.check_address(address, field="openai_listen")
+        if not isinstance(parse_address(address, field="openai_listen"), TcpAddress):
+            raise ConfigError("openai_listen", address, "HOST:PORT")
+        _ = self.door(0)
 
     def metrics_port_of(self, service: str) -> int:
         """Port of a service's metrics; 0 for any free one."""
@@ -203,11 +237,12 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSetting
     @property
     def _in_order_of_ports(self) -> tuple[str, ...]:
         first, *others = self.gateway_names
-        return (*_IN_ORDER_OF_PORTS, first, SMG, *others)
+        first_door, *other_doors = self.door_names or ("door",)
+        return (*_IN_ORDER_OF_PORTS, first, first_door, *others, *other_doors)
 
     def check_metrics_ports(self) -> None:
         """Raises ConfigError unless the metrics port of each service is free; it names the first that is not."""
-        services = {"scheduler", *self.workers, *self.gateway_names, *([] if self.openai_port is None else [SMG])}
+        services = {"scheduler", *self.workers, *self.gateway_names, *self.door_names}
         for name in self._in_order_of_ports:
             port = self.metrics_port_of(name) if name in services else 0
             try:
@@ -264,39 +299,15 @@ def server_address(config: UpConfig, listen: str) -> str:
     return config.socket(config.gateway_names[0]) if config.is_locked else dialled(listen)
 
 
-def openai_command(config: UpConfig, engine: str) -> ServiceCommand:
-    """Returns the command of SMG for the gateway at `engine`, at free ports."""
-    ports = {"openai_port": config.openai_port, "metrics_port": config.metrics_port_of(SMG)}
-    listen, metrics = (
-        parse_address(free_address(f"{LOOPBACK}:{port}", field=field), field=field) for field, port in ports.items()
-    )
-    assert isinstance(listen, TcpAddress), "a port is TCP's"
-    assert isinstance(metrics, TcpAddress), "a port is TCP's"
-    return smg_command(listen, [dialled(engine)], metrics_port=metrics.port, log_path=config.log_path(SMG))
-
-
-def smg_command(listen: TcpAddress, engines: Iterable[str], *, metrics_port: int, log_path: Path) -> ServiceCommand:
-    """Returns the command of SMG at `listen`, for the gRPC addresses `engines`; its metrics are on the same host.
-
-    An engine may start later, and is asked for its health every second. An engine that does not answer gets no further
-    requests until it does.
-    """
-    options = (
-        f"--host {listen.host} --port {listen.port} --prometheus-host {listen.host} --prometheus-port {metrics_port} "
-        "--policy round_robin --log-level warn --worker-startup-check-interval 1 --health-check-interval-secs 1 "
-        "--health-check-timeout-secs 2 --health-failure-threshold 1 --health-success-threshold 1 "
-        # It ends after its engines, and so has no request of its own to wait for.
-        "--shutdown-grace-period-secs 1"
-    ).split()
-    urls = (f"grpc://{engine}" for engine in engines)
-    return ServiceCommand(
-        name=SMG,
-        argv=(sys.executable, "-P", "-m", "smg", "launch", *options, "--worker-urls", *urls),
-        address=f"{HTTP}{listen}",
-        log_path=log_path,
-        environment=_SMG_ENVIRONMENT,
-        restarts=True,
-    )
+def door_commands(config: UpConfig, listen: str) -> list[ServiceCommand]:
+    """Returns the commands of OpenAI's interface at `listen`; each process has its own socket for health checks."""
+    return [
+        replace(
+            _command(config, name, "slipstream.door.main", listen, config.door(index)),
+            address=f"{HTTP}{config.socket(name)}",
+        )
+        for index, name in enumerate(config.door_names)
+    ]
 
 
 def _command(
@@ -326,15 +337,15 @@ def placed(service: ServiceCommand, directory: Path, daemon: MpsDaemon | None) -
 
 
 @contextmanager
-def clients_address(config: UpConfig) -> Iterator[str]:
-    """Yields the address for clients, with a port in place of port 0; holds it for the gateways if there are several.
+def held_address(address: str, num_processes: int, *, field: str) -> Iterator[str]:
+    """Yields an address, with a port in place of port 0; holds it for the processes that are to share it.
 
-    Raises AddressInUseError naming `listen` when a server is there.
+    Raises AddressInUseError naming `field` when a server is there.
     """
-    if config.gateways == 1:
-        yield free_address(config.listen, field="listen")
+    if num_processes == 1:
+        yield free_address(address, field=field)
         return
-    with Listener.claim(config.listen, field="listen", is_shared=True) as listener:
+    with Listener.claim(address, field=field, is_shared=True) as listener:
         yield listener.address
 
 

@@ -61,7 +61,7 @@ CATALOGUE = (
     ),
     Section(
         "Every service",
-        "On each of the four endpoints.",
+        "On each of the four endpoints; the first of them on that of a door, too.",
         (common_metrics.RPCS, common_metrics.BUILD_INFO),
         GATEWAY + SCHEDULER + WORKERS,
     ),

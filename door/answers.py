@@ -13,7 +13,7 @@ from slipstream.door.events import DONE, encode
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from slipstream.common.api.output_chunk import OutputChunk, TokenLogprobs, Usage
+    from slipstream.common.wire.job import OutputChunk, TokenLogprobs, Usage
 
 
 class Usages:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Send
 
     from slipstream.client import AsyncClient
-    from slipstream.common.api.server_state import ServerState
     from slipstream.common.rpc.metrics import RpcMetrics
+    from slipstream.common.wire.server import ServerState
     from slipstream.door.config import DoorConfig
 
 STATE_AGE_S = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from slipstream.common.api.output_chunk import FinishReason
+from slipstream.common.wire.job import FinishReason
 from slipstream.door.answers import Envelope, Usages, chat_logprobs, merged
 from slipstream.door.errors import refused
 from slipstream.door.fields import ChatRequest, parse
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from slipstream.client.requests import RequestOptions
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.wire.job import OutputChunk
     from slipstream.door.call import Call
     from slipstream.door.parsers import Delta, Forms
 
@@ -79,7 +79,7 @@ class Sample:
         """The reason of the end, if the chunk is the last."""
         if chunk.finish_reason is FinishReason.STOP and self.num_calls:
             return "tool_calls"
-        return chunk.finish_reason
+        return None if chunk.finish_reason is None else str(chunk.finish_reason)
 
     def _counts(self, delta: Delta) -> bool:
         if not isinstance(delta, ToolCall):

@@ -11,7 +11,7 @@ from slipstream.door.fields import CompletionRequest, parse
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.wire.job import OutputChunk
     from slipstream.door.call import Call
 
 NAMES = {"top_logprobs": "logprobs"}

@@ -93,8 +93,8 @@ def api_error(error: SlipstreamError, names: dict[str, str]) -> ApiError:
     """Turns an error of the gateway into an answer. `names`: fields that the call has other names for than most."""
     status, kind, code = next(_KINDS[base] for base in type(error).__mro__ if base in _KINDS)
     if isinstance(error, InvalidArgumentError):
-        name = _name(error.field)
-        param = names.get(name, name)
+        root, rest = re.fullmatch(r"(\w*)(.*)", _name(error.field), re.DOTALL).groups()  # type: ignore[union-attr]
+        param = names.get(root, root) + rest
         is_long = param in ("prompt", "messages", "input") and "context" in error.description
         found = "context_length_exceeded" if is_long else None
         return ApiError(400, f"{param}: {error.description}", param=param, code=found)

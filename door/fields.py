@@ -128,10 +128,12 @@ class CompletionRequest(Sampling):
     def prompts(self) -> list[str | list[int]]:
         """Each of the prompts. Raises ApiError if there is none."""
         given: Any = self.prompt
-        kinds = {str} if isinstance(given, str) else set(map(type, given))
+        if isinstance(given, str):
+            return [given]
+        kinds = set(map(type, given))
         if len(kinds) != 1 or [] in given:
             raise refused("prompt", given, "a text, token ids, or several texts or lists of token ids")
-        return [given] if isinstance(given, str) or kinds == {int} else list(given)
+        return [given] if kinds == {int} else list(given)
 
     def options(self) -> RequestOptions:
         found = super().options()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.errors import SlipstreamError
+from slipstream.common.wire.job import FinishReason
 from slipstream.door.answers import Usages
 from slipstream.door.chat import Sample, prepare_parsing
 from slipstream.door.errors import ApiError, api_error, refused
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
     from slipstream.client.requests import RequestOptions
-    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.wire.job import OutputChunk
     from slipstream.door.call import Call
     from slipstream.door.parsers import Delta
 

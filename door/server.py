@@ -175,10 +175,10 @@ async def run_door(config: DoorConfig, listener: Listener, metrics_port: int) ->
         held.enter_context(serve_metrics(registry, metrics_port))
         async with AsyncClient(config.gateway) as client:
             app = make_app(Door(client, config, RpcMetrics(registry)), registry)
-            listeners = [(one, _tls(config)) for one in _bound(listener)]
-            listeners += [(one, None) for one in (_bound(private) if private else ())]
+            listeners = [(one, tls_context(config)) for one in bound_sockets(listener)]
+            listeners += [(one, None) for one in (bound_sockets(private) if private else ())]
             bounds = Bounds(config.max_connections, config.read_timeout_s)
-            server = DoorServer(_uvicorn_config(app, config), bounds, listeners)
+            server = DoorServer(uvicorn_config(app, config), bounds, listeners)
             ending = asyncio.create_task(_end_with(signals, server))
             collection = IdleCollection(keeps_young=True)
             with collection.in_charge():
@@ -195,7 +195,7 @@ async def _end_with(signals: ShutdownSignals, server: uvicorn.Server) -> None:
     server.should_exit = True
 
 
-def _uvicorn_config(app: Any, config: DoorConfig) -> uvicorn.Config:
+def uvicorn_config(app: Any, config: DoorConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http="httptools",
@@ -210,7 +210,7 @@ def _uvicorn_config(app: Any, config: DoorConfig) -> uvicorn.Config:
     )
 
 
-def _tls(config: DoorConfig) -> ssl.SSLContext | None:
+def tls_context(config: DoorConfig) -> ssl.SSLContext | None:
     if config.tls_cert is None or config.tls_key is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -221,7 +221,7 @@ def _tls(config: DoorConfig) -> ssl.SSLContext | None:
     return context
 
 
-def _bound(listener: Listener) -> list[socket.socket]:
+def bound_sockets(listener: Listener) -> list[socket.socket]:
     """Binds a socket for each of a listener's targets."""
     targets: list[str] = []
     sockets: list[socket.socket] = []

@@ -33,8 +33,10 @@ class MarkedCalls:
         self._start, self._end, self._read = start, end, read
         self._held = ""
         """Text that may belong to a call, or white space that may be before one."""
+        self._space = ""
+        """White space before the mark, which is dropped with a call."""
         self._is_within = False
-        self._has_calls = False
+        self._is_after_call = False
 
     def push(self, text: str) -> list[Found]:
         """Returns what is certain with more text."""
@@ -47,8 +49,9 @@ class MarkedCalls:
                     certain = self._certain(before)
                     self._held = before[len(certain) :]
                     return [*found, *self._said(certain)]
-                found += self._said(before.rstrip())
-                self._is_within, self._held = True, rest
+                text = before.rstrip()
+                self._is_within, self._held, self._space = True, rest, before[len(text) :]
+                found += self._said(text)
             block = self._block()
             if block is None:
                 return found
@@ -58,11 +61,11 @@ class MarkedCalls:
         """Returns the rest at the end of the output."""
         held, self._held = self._held, ""
         if not self._is_within:
-            return self._said(held) if held.strip() or not self._has_calls else []
+            return self._said(held)
         try:
             return list(self._read(held, self._functions))
         except _NO_CALL:
-            return [self._start + held]
+            return self._said(self._space + self._start + held)
 
     def _block(self) -> list[Found] | None:
         """Takes the calls before the end mark; None if it has not come."""
@@ -79,13 +82,14 @@ class MarkedCalls:
                 continue
             except _NO_CALL:
                 self._is_within, self._held = False, rest
-                return [self._start + inner + self._end]
-            self._is_within, self._has_calls, self._held = False, True, rest
+                return self._said(self._space + self._start + inner + self._end)
+            self._is_within, self._is_after_call, self._held = False, True, rest
             return list(calls)
         return None
 
     def _said(self, text: str) -> list[Found]:
-        text = text.lstrip() if self._has_calls else text
+        text = text.lstrip() if self._is_after_call else text
+        self._is_after_call = self._is_after_call and not text
         return [text] if text else []
 
     def _certain(self, text: str) -> str:

@@ -10,6 +10,7 @@ import stat
 import time
 from collections import Counter
 from contextvars import ContextVar
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import (
@@ -157,13 +158,22 @@ class KeyInterceptor(ServerInterceptor):
 
     def __init__(self, keys: KeyFile, *, max_streams: int | None = None) -> None:
         self._keys = keys
+        self._is_optional = False
         self._max_streams = max_streams
         self._num_streams: Counter[str] = Counter()
+
+    def optional(self) -> KeyInterceptor:
+        """The same for a private address: a call without a key is this user's own, and sees all jobs."""
+        other = copy(self)
+        other._is_optional = True
+        return other
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         """Wraps the handler of a call, or replaces it by a refusal."""
         handler = await continuation(handler_call_details)
-        if handler is None or is_health_check(handler_call_details):
+        metadata = handler_call_details.invocation_metadata or ()
+        is_own = self._is_optional and all(key != "authorization" for key, _ in metadata)
+        if handler is None or is_own or is_health_check(handler_call_details):
             return handler
         owner = self._owner_of(handler_call_details.invocation_metadata)
         if owner is None:

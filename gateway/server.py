@@ -204,13 +204,21 @@ def _servers(
         yield GrpcServer(
             private,
             access=access,
-            interceptors=[FromPeers()],
+            interceptors=[FromPeers(), *(one.optional() for one in asks)],
             message_interceptors=forwards,
             max_streams=config.max_calls,
             client_of=key_or_client_of,
         )
     elif private is not None:
-        yield GrpcServer(private, metrics=metrics)
+        # A door calls there for all of its clients.
+        yield GrpcServer(
+            private,
+            metrics=metrics,
+            access=AccessSettings(max_calls=config.max_calls),
+            interceptors=[one.optional() for one in asks],
+            max_streams=config.max_calls,
+            client_of=key_or_client_of,
+        )
 
 
 async def _collect_when_idle(jobs: JobManager, servers: Sequence[GrpcServer]) -> NoReturn:

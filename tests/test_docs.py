@@ -19,7 +19,7 @@ PAGES = [README, CONTRIBUTING, *sorted(ROOT.glob("[a-z]*/README.md")), *sorted((
 FOLDERS = [
     path.name for path in sorted(ROOT.iterdir()) if path.is_dir() and path.name.isalpha() and path.name != "build"
 ]
-PRODUCT = ("common", "gateway", "scheduler", "services", "client", "cli")
+PRODUCT = ("common", "gateway", "scheduler", "services", "client", "door", "cli")
 WRITTEN_BY_THE_READER = {"deploy/.env"}
 MOST_WORDS = 1200
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]*)(?:#([^)]*))?\)")

@@ -91,10 +91,10 @@ class AccessSettings(Settings, heading="Access of clients"):
         """True if connections are encrypted."""
         return self.tls_cert is not None
 
-    def check_address(self, address: str) -> None:
+    def check_address(self, address: str, *, field: str = "listen") -> None:
         """Raises ConfigError for an address that other hosts can reach, unless that is secured or asked for."""
         if not (self.has_tls or self.insecure_public) and is_public(address):
-            raise ConfigError("listen", address, ACCEPTED_ADDRESSES)
+            raise ConfigError(field, address, ACCEPTED_ADDRESSES)
 
     def credentials(self) -> Any:
         """Returns the `grpc.ServerCredentials` of the server; None without TLS. Raises ConfigError."""

@@ -116,7 +116,10 @@ class BulkHistogram(Histogram):
 
 
 RPCS = counter(
-    "slipstream_rpcs_total", "Calls that this service answered, by method and gRPC status code.", "method", "code"
+    "slipstream_rpcs_total",
+    "Calls that this service answered, by method and status code, gRPC's or a door's of HTTP.",
+    "method",
+    "code",
 )
 BUILD_INFO = gauge(
     "slipstream_build_info",

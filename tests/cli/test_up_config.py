@@ -18,8 +18,8 @@ from slipstream.cli.mps import MpsMode
 from slipstream.cli.up_config import (
     UpConfig,
     dialled,
+    door_commands,
     gateway_commands,
-    openai_command,
     scheduler_command,
     worker_command,
 )
@@ -76,8 +76,12 @@ def test_a_user_without_a_home_has_a_state_directory(monkeypatch: pytest.MonkeyP
         ("log_level", {"log_level": "LOUD"}),
         ("log_format", {"log_format": "xml"}),
         ("openai_port", {"openai_port": 65536}),
-        ("openai_port", {"openai_port": 0, "listen": "unix:/tmp/clients.sock"}),
-        ("openai_port", {"openai_port": 0, "api_keys": Path(__file__)}),
+        ("openai_workers", {"openai_workers": 0}),
+        ("openai_listen", {"openai_port": 0, "openai_listen": "127.0.0.1:1"}),
+        ("openai_listen", {"openai_listen": "0.0.0.0:8000"}),
+        ("openai_listen", {"openai_listen": "unix:/tmp/door.sock"}),
+        ("tool_call_parser", {"tool_call_parser": "json"}),
+        ("served_model_name", {"served_model_name": "a,,b"}),
         ("listen", {"listen": "50051"}),
         ("listen", {"listen": "0.0.0.0:50051"}),
         ("state_dir", {"state_dir": Path("/tmp") / ("x" * 100)}),
@@ -88,23 +92,27 @@ def test_a_wrong_setting_is_named(field: str, setting: dict[str, object]) -> Non
         UpConfig(models=MODELS, **setting)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("setting", [{"openai_port": 8000}, {"vllm_engine": True}], ids=str)
-def test_openai_s_interface_needs_its_extra(setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert UpConfig(models=MODELS, **setting).gateway(0).vllm_engine
+@pytest.mark.parametrize(("setting", "extra"), [({"openai_port": 8000}, "openai"), ({"vllm_engine": True}, "smg")])
+def test_an_interface_needs_its_extra(setting: dict[str, Any], extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    UpConfig(models=MODELS, **setting)
     for module in (up_config, gateway_config):
         monkeypatch.setattr(module, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=r"slipstream-serve\[smg\]"):
+    with pytest.raises(ConfigError, match=rf"slipstream-serve\[{extra}\]"):
         UpConfig(models=MODELS, **setting)
 
 
-def test_smg_is_on_loopback_in_front_of_the_gateway(tmp_path: Path) -> None:
-    config = UpConfig(models=MODELS, openai_port=0, state_dir=tmp_path, listen="127.0.0.1:0")
-    command = openai_command(config, "127.0.0.1:5")
-    given = dict(pairwise(command.argv))
-    assert (given["--host"], given["--prometheus-host"]) == ("127.0.0.1", "127.0.0.1")
-    assert command.address == f"http://127.0.0.1:{given['--port']}"
-    assert given["--worker-urls"] == "grpc://127.0.0.1:5"
-    assert command.environment["HF_HUB_OFFLINE"] == "1"
+def test_each_door_has_a_gateway_and_a_socket_of_its_own(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ann:ann-0123456789abcdef\n")
+    settings: dict[str, Any] = {"gateways": 2, "openai_workers": 3, "openai_port": 0, "api_keys": keys}
+    config = UpConfig(models=MODELS, state_dir=tmp_path, **settings)
+    commands = door_commands(config, "127.0.0.1:5")
+    given = [dict(pairwise(command.argv)) for command in commands]
+    gateways = [config.gateway(index).private_listen for index in (0, 1, 0)]
+    assert [one["--gateway"] for one in given] == gateways
+    assert [f"http://{one['--private-listen']}" for one in given] == [command.address for command in commands]
+    assert all("--asks-for-keys" in command.argv and "--api-keys" not in command.argv for command in commands)
+    assert len({command.address for command in commands}) == 3
 
 
 def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
