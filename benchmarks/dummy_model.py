@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from slipstream.common.device.cuda.poll_backoff import sleep_precisely
-from slipstream.common.worker.layout import DECODE_PART, PREFILL_PART
-from slipstream.common.worker.step import FenceName, WaitPlace
+from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART
+from slipstream.common.wire.step import FenceName, WaitPlace
 from slipstream.services.models.sampler import accept
 from slipstream.services.verify.graphs import phases_of_decode
 from slipstream.services.worker.graphs import Latest, at_once, batch_buckets, capture_buckets
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from slipstream.benchmarks.spin_kernel import SpinKernel
     from slipstream.common.device.cuda.driver import CudaKernels
     from slipstream.common.device.interface import Device
-    from slipstream.common.worker.contract import WorkerDescription
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.wire.step import StepCommand
+    from slipstream.common.wire.worker import WorkerDescription
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.graphs import Buckets, GraphedPart, GraphedStep
     from slipstream.services.worker.region import Region

@@ -15,7 +15,7 @@ import typer
 
 from slipstream.common.rpc.service_options import ServiceOptions, run_command
 from slipstream.common.settings import with_options
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from slipstream.services.worker.command_line import serve
 from slipstream.services.worker.config import WorkerConfig
 

@@ -25,16 +25,16 @@ from slipstream.cli.up_config import dialled
 from slipstream.common.errors import ConfigError, SlipstreamError, UnavailableError
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.logs import configure_logging
-from slipstream.common.worker.step import FenceOps
-from slipstream.common.worker.trace import HostRecords
+from slipstream.common.wire.step import FenceOps
+from slipstream.common.wire.trace import HostRecords
 from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from slipstream.common.device.interface import Device
-    from slipstream.common.worker.contract import Attachment, DraftRegion, StepTokens, WorkerDescription
-    from slipstream.common.worker.step import Role, StepCommand
+    from slipstream.common.wire.step import Role, StepCommand
+    from slipstream.common.wire.worker import Attachment, DraftRegion, StepTokens, WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.services.worker.config import WorkerConfig
     from slipstream.services.worker.engine import Engine
@@ -148,7 +148,7 @@ async def run_in_process(config: InProcessSettings, listener: Listener, metrics_
 
 
 def _engines(config: InProcessSettings, device: Device, stream: Any) -> dict[Role, Engine]:
-    from slipstream.common.worker.access_log import AccessLog
+    from slipstream.common.wire.access_log import AccessLog
     from slipstream.services.worker.engine import Engine
     from slipstream.services.worker.factory import make_draft, make_verify
     from slipstream.services.worker.server import end_at_once

@@ -23,7 +23,7 @@ from slipstream.benchmarks.workloads import request
 from slipstream.cli.trace import fetch_trace, trace_json
 from slipstream.client import AsyncClient
 from slipstream.common.settings import setting
-from slipstream.common.worker.trace import TraceRequest
+from slipstream.common.wire.trace import TraceRequest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

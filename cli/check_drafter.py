@@ -13,13 +13,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slipstream.cli.scripted_verify import ALPHABET, NUM_DRAFT_TOKENS, NUM_SLOTS, ContractError, ScriptedVerify
 from slipstream.common.device.choose import AUTO, CPU, CUDA, choose_device
-from slipstream.common.device.manifest import TIMELINE
 from slipstream.common.errors import FailedPreconditionError, SlipstreamError, UnavailableError
 from slipstream.common.rpc.status import error_from_rpc
+from slipstream.common.wire.manifest import TIMELINE
 from slipstream.common.wire.sequence import SamplingParams
-from slipstream.common.worker.contract import PROTOCOL_VERSION
-from slipstream.common.worker.step import Role
-from slipstream.common.worker.wire import attachment_to_pb
+from slipstream.common.wire.step import Role
+from slipstream.common.wire.worker import PROTOCOL_VERSION, attachment_to_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.workers.link import ATTACH_TIMEOUT_S, LinkThread, WorkerLink
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from slipstream.common.device.interface import Device
-    from slipstream.common.worker.contract import WorkerDescription
+    from slipstream.common.wire.worker import WorkerDescription
 
 REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 POLL_S = 0.01

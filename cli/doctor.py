@@ -28,9 +28,9 @@ from slipstream.cli.models import describe_draft, describe_target
 from slipstream.cli.mps import MpsMode, has_nvidia_device, mps_daemon, outside_mps
 from slipstream.cli.up_config import LOOPBACK
 from slipstream.common.device.choose import CPU, CUDA, cuda_obstacle
-from slipstream.common.device.manifest import EVENT, TIMELINE
 from slipstream.common.errors import SlipstreamError, UnavailableError
 from slipstream.common.rpc.address import MAX_UNIX_PATH_BYTES, TcpAddress, parse_address
+from slipstream.common.wire.manifest import EVENT, TIMELINE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.device.choose import choose_device
-from slipstream.common.device.manifest import BufferSpec
 from slipstream.common.errors import DeadlineExceededError, FailedPreconditionError
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.manifest import BufferSpec
+from slipstream.common.wire.step import FenceName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from multiprocessing.connection import Connection
 
     from slipstream.common.device.interface import Arena, Device
-    from slipstream.common.device.manifest import Manifest
+    from slipstream.common.wire.manifest import Manifest
 
 WORDS = 8
 """Words that are passed there and back one by one, to see that memory and fences work."""

@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.device.manifest import BufferSpec
-from slipstream.common.wire.sequence import SamplingParams
-from slipstream.common.worker.contract import Attachment
-from slipstream.common.worker.layout import (
+from slipstream.common.wire.layout import (
     DECODE_PART,
     GIVEN_FENCES,
     OWN_FENCES,
@@ -19,7 +16,9 @@ from slipstream.common.worker.layout import (
     BufferName,
     DraftShape,
 )
-from slipstream.common.worker.step import (
+from slipstream.common.wire.manifest import BufferSpec
+from slipstream.common.wire.sequence import SamplingParams
+from slipstream.common.wire.step import (
     DRAFT_FENCES,
     FenceName,
     FenceOps,
@@ -30,6 +29,7 @@ from slipstream.common.worker.step import (
     StepCommand,
     WaitPlace,
 )
+from slipstream.common.wire.worker import Attachment
 from slipstream.scheduler.core.plan import catch_up, consume, initial_state, plan_step
 from slipstream.scheduler.records import DraftTraits, mask_of
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from slipstream.common.device.interface import Device, Fence
-    from slipstream.common.worker.contract import WorkerDescription
+    from slipstream.common.wire.worker import WorkerDescription
     from slipstream.scheduler.workers.link import Link
 
 NUM_SLOTS, NUM_DRAFT_TOKENS, CHUNK_TOKENS, PAGE_TOKENS, SLOT_PAGES = 5, 3, 16, 16, 18

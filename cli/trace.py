@@ -27,7 +27,7 @@ from slipstream.client.connection import AccessOptions, open_async_channel
 from slipstream.client.requests import channel_options
 from slipstream.common.errors import ConfigError, FailedPreconditionError, UnavailableError
 from slipstream.common.rpc.status import error_from_rpc
-from slipstream.common.worker.trace import MAX_STEPS, MAX_WAIT_MS, HostRecords, Trace, TracedProcess, TraceRequest
+from slipstream.common.wire.trace import MAX_STEPS, MAX_WAIT_MS, HostRecords, Trace, TracedProcess, TraceRequest
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 
 if TYPE_CHECKING:

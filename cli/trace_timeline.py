@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from slipstream.common.worker.recorder import Site
-from slipstream.common.worker.step import FenceName, Role, WaitPlace
+from slipstream.common.wire.recorder import Site
+from slipstream.common.wire.step import FenceName, Role, WaitPlace
 from slipstream.scheduler.telemetry.step_metrics import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from slipstream.common.device.interface import ClockSample
-    from slipstream.common.worker.recorder import Record
-    from slipstream.common.worker.trace import Trace, TracedStep
+    from slipstream.common.wire.recorder import Record
+    from slipstream.common.wire.trace import ClockSample, Trace, TracedStep
 
 FENCES = {
     FenceName.DRAFT_PROPOSED: (Role.DRAFT, Site.STREAM, "draft.proposed"),

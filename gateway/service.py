@@ -19,8 +19,8 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.rpc.interceptor import reject_unknown_fields
-from slipstream.common.worker.recorder import Record, Site
-from slipstream.common.worker.trace import HostRecords
+from slipstream.common.wire.recorder import Record, Site
+from slipstream.common.wire.trace import HostRecords
 from slipstream.gateway.keys import NO_OWNER, client_of, current_owner
 from slipstream.gateway.request import (
     check_ids,

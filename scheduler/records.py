@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from slipstream.common.worker.step import PrefillChunk, SlotUpdate, StepCommand
+from slipstream.common.wire.step import PrefillChunk, SlotUpdate, StepCommand
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Fence
     from slipstream.common.wire.job import TokenLogprobs
     from slipstream.common.wire.sequence import SequenceSpec
-    from slipstream.common.worker.step import FenceName, FenceOps, FencePoint
+    from slipstream.common.wire.step import FenceName, FenceOps, FencePoint
 
     Ints = NDArray[np.int64]
     Counts = NDArray[np.int32]

@@ -20,8 +20,8 @@ from slipstream.common.rpc.logs import escaped
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
+from slipstream.common.wire.access_log import make_log_directory
 from slipstream.common.wire.server import SchedulerDescription, SchedulerState, ServerState, ServiceState
-from slipstream.common.worker.access_log import make_log_directory
 from slipstream.protos import scheduler_pb2_grpc, trace_pb2_grpc
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.servicer import MAX_RECEIVE_BYTES, SERVICE_NAME, SchedulerServicer
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
     from slipstream.common.rpc.listener import Listener
     from slipstream.common.wire.server import DraftSwap, SwapOutcome
-    from slipstream.common.worker.contract import WorkerDescription
+    from slipstream.common.wire.worker import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.workers.draft_session import DraftSession
     from slipstream.scheduler.workers.epoch import Epoch

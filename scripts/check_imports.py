@@ -44,7 +44,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 MUTUAL_FOLDERS: dict[tuple[str, str], int] = {
     ("common/device", "common/device/cpu"): 1,
     ("common/device", "common/device/cuda"): 1,
-    ("common/device", "common/worker"): 2,
     ("scheduler", "scheduler/core"): 3,
     ("scheduler", "scheduler/telemetry"): 2,
     ("scheduler", "scheduler/workers"): 3,

@@ -7,16 +7,17 @@ host, and must hold everything it needs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from slipstream.common.wire.trace import ClockSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     import torch
 
-    from slipstream.common.device.manifest import BufferSpec, Manifest
-    from slipstream.common.worker.step import FenceName
+    from slipstream.common.wire.manifest import BufferSpec, Manifest
+    from slipstream.common.wire.step import FenceName
 
 
 class Stream(Protocol):
@@ -100,16 +101,6 @@ class Arena(Protocol):
 
     def close(self) -> None:
         """Gives the memory back once its views are gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClockSample:
-    """One moment on both clocks, in nanoseconds."""
-
-    device_ns: int
-    host_ns: int
-    uncertainty_ns: int = 0
-    """The largest error of one against the other."""
 
 
 class Device(Protocol):

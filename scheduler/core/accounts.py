@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from slipstream.common.errors import PendingLengthError
-from slipstream.common.worker.layout import PADDING_SLOT
+from slipstream.common.wire.layout import PADDING_SLOT
 from slipstream.scheduler.records import GOES_ON, LENGTH, NO_OUTCOME, STOP, SlotLease, StepOutcome
 
 if TYPE_CHECKING:

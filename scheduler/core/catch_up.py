@@ -6,12 +6,12 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.worker.step import PrefillChunk, StepCommand
+from slipstream.common.wire.step import PrefillChunk, StepCommand
 from slipstream.scheduler.core.draft_reach import room_for
 from slipstream.scheduler.core.plan import catch_up
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.step import SlotUpdate
+    from slipstream.common.wire.step import SlotUpdate
     from slipstream.scheduler.core.batch import Batch
     from slipstream.scheduler.core.draft_work import DraftWork
     from slipstream.scheduler.records import Sequence

@@ -6,10 +6,10 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.worker.step import FenceName, FencePoint, WaitPlace
+from slipstream.common.wire.step import FenceName, FencePoint, WaitPlace
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.step import FenceOps
+    from slipstream.common.wire.step import FenceOps
     from slipstream.scheduler.workers.attachment import DraftAttachment
 
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
-from slipstream.common.worker.recorder import Site
-from slipstream.common.worker.step import DRAFT_FENCES, FenceName
+from slipstream.common.wire.recorder import Site
+from slipstream.common.wire.step import DRAFT_FENCES, FenceName
 from slipstream.scheduler.core.pace import Pace
 from slipstream.scheduler.core.plan import consume, initial_state, plan_step, with_draft
 from slipstream.scheduler.records import NO_DRAFT, DraftTraits, SentStep
 from slipstream.scheduler.telemetry.observer import TIDY_STEPS
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.step import FenceOps
+    from slipstream.common.wire.step import FenceOps
     from slipstream.scheduler.core.batch import Batch
     from slipstream.scheduler.core.draft_policy import DraftPolicy
     from slipstream.scheduler.core.draft_work import DraftWork

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from slipstream.common.worker.step import SlotUpdate
+    from slipstream.common.wire.step import SlotUpdate
     from slipstream.scheduler.core.batch_sizes import BatchSizes
     from slipstream.scheduler.core.prefix_cache import PrefixCache
     from slipstream.scheduler.records import Counts, Ints, Sequence

@@ -33,7 +33,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import OrderingError
-from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, FenceWait, WaitPlace
+from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait, WaitPlace
 
 if TYPE_CHECKING:
     from slipstream.scheduler.records import DraftTraits

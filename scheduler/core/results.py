@@ -8,10 +8,10 @@ import numpy as np
 
 from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.errors import FutureMapError
+from slipstream.common.wire.access_log import LogOp
 from slipstream.common.wire.job import TokenLogprobs
-from slipstream.common.worker.access_log import LogOp
-from slipstream.common.worker.layout import NOT_FINITE, BufferName
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.layout import NOT_FINITE, BufferName
+from slipstream.common.wire.step import FenceName
 from slipstream.scheduler.records import NO_LOGPROBS, StepResult
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slipstream.common.device.interface import Arena, Look
-    from slipstream.common.worker.access_log import AccessLog
-    from slipstream.common.worker.layout import EpochShape
+    from slipstream.common.wire.access_log import AccessLog
+    from slipstream.common.wire.layout import EpochShape
     from slipstream.scheduler.records import Step
 
 _PUBLISHED = (BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS)

@@ -25,14 +25,14 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
-from slipstream.common.worker.step import FencePoint
+from slipstream.common.wire.step import FencePoint
 from slipstream.scheduler.core.catch_up import Joining
 from slipstream.scheduler.core.draft_work import NO_PART, DraftPatience, DraftWork, Part
 from slipstream.scheduler.core.plan import catch_up
 from slipstream.scheduler.records import LossCause
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.step import FenceOps
+    from slipstream.common.wire.step import FenceOps
     from slipstream.scheduler.core.batch import Batch
     from slipstream.scheduler.core.draft_policy import DraftPolicy
     from slipstream.scheduler.records import StepDraft

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import RETRY_AFTER_MS, DeadlineExceededError, UnavailableError
 from slipstream.common.rpc.interceptor import reject_unknown_fields
-from slipstream.common.worker.step import Role
-from slipstream.common.worker.trace import Trace, TracedProcess, TraceRequest
+from slipstream.common.wire.step import Role
+from slipstream.common.wire.trace import Trace, TracedProcess, TraceRequest
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from slipstream.common.device.interface import ClockSample
-    from slipstream.common.worker.contract import WorkerDescription
-    from slipstream.common.worker.recorder import Record
-    from slipstream.common.worker.trace import HostRecords, TracedStep
+    from slipstream.common.wire.recorder import Record
+    from slipstream.common.wire.trace import ClockSample, HostRecords, TracedStep
+    from slipstream.common.wire.worker import WorkerDescription
     from slipstream.scheduler.telemetry.timings import StepRecorder
     from slipstream.scheduler.workers.epoch import Epoch
 

@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import RETRY_AFTER_MS, UnavailableError
-from slipstream.common.worker.access_log import LogOp
-from slipstream.common.worker.layout import DECODE_PART, PREFILL_PART, BufferName
-from slipstream.common.worker.recorder import FlightRecorder, Record, Site
-from slipstream.common.worker.step import FenceName, Role
-from slipstream.common.worker.trace import MAX_STEPS, TracedStep
+from slipstream.common.wire.access_log import LogOp
+from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART, BufferName
+from slipstream.common.wire.recorder import FlightRecorder, Record, Site
+from slipstream.common.wire.step import FenceName, Role
+from slipstream.common.wire.trace import MAX_STEPS, TracedStep
 from slipstream.scheduler.telemetry.step_metrics import phase_of, time_step
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.common.device.interface import Arena, Device
-    from slipstream.common.worker.access_log import AccessLog
-    from slipstream.common.worker.layout import EpochShape
-    from slipstream.common.worker.step import FenceOps
+    from slipstream.common.wire.access_log import AccessLog
+    from slipstream.common.wire.layout import EpochShape
+    from slipstream.common.wire.step import FenceOps
     from slipstream.scheduler.records import Interval, SentStep, StepDraft
     from slipstream.scheduler.telemetry.step_metrics import StepTiming
 

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import FailedPreconditionError, SlipstreamError
-from slipstream.common.worker.contract import Attachment, DraftRegion, DraftSizes
-from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, BufferName
-from slipstream.common.worker.step import DRAFT_FENCES, FenceName, Role
+from slipstream.common.wire.layout import GIVEN_FENCES, OWN_FENCES, BufferName
+from slipstream.common.wire.step import DRAFT_FENCES, FenceName, Role
+from slipstream.common.wire.worker import Attachment, DraftRegion, DraftSizes
 from slipstream.scheduler.records import NO_LIMIT, DraftKV, DraftTraits
 
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, Device, Fence
-    from slipstream.common.worker.access_log import AccessLog
-    from slipstream.common.worker.contract import WorkerDescription
-    from slipstream.common.worker.layout import DraftShape
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.wire.access_log import AccessLog
+    from slipstream.common.wire.layout import DraftShape
+    from slipstream.common.wire.step import StepCommand
+    from slipstream.common.wire.worker import WorkerDescription
     from slipstream.scheduler.workers.link import Link
 
 MOST_RETIRED = 2

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Device
     from slipstream.common.wire.server import DraftSwap, SwapOutcome
-    from slipstream.common.worker.contract import WorkerDescription
+    from slipstream.common.wire.worker import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.telemetry.metrics import DraftMetrics
     from slipstream.scheduler.workers.epoch import Epoch

@@ -6,12 +6,12 @@ import weakref
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from slipstream.common.device.manifest import EVENT
 from slipstream.common.errors import FailedPreconditionError
-from slipstream.common.worker.access_log import StreamName, open_access_log
-from slipstream.common.worker.contract import Attachment, slot_pages
-from slipstream.common.worker.layout import RESULT_FENCES, EpochShape
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.access_log import StreamName, open_access_log
+from slipstream.common.wire.layout import RESULT_FENCES, EpochShape
+from slipstream.common.wire.manifest import EVENT
+from slipstream.common.wire.step import Role
+from slipstream.common.wire.worker import Attachment, slot_pages
 from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
 from slipstream.scheduler.core.batch import Batch
 from slipstream.scheduler.core.draft_policy import DraftPolicy
@@ -26,9 +26,9 @@ from slipstream.scheduler.workers.attachment import draft_sizes
 from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchTogether
 
 if TYPE_CHECKING:
-    from slipstream.common.device.interface import Arena, ClockSample, Device
-    from slipstream.common.worker.contract import DraftSizes, WorkerDescription
-    from slipstream.common.worker.trace import HostRecords
+    from slipstream.common.device.interface import Arena, Device
+    from slipstream.common.wire.trace import ClockSample, HostRecords
+    from slipstream.common.wire.worker import DraftSizes, WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.core.outbox import OutputSink
     from slipstream.scheduler.core.speculation import SpeculationListener

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
-    from slipstream.common.worker.step import Role
+    from slipstream.common.wire.step import Role
     from slipstream.scheduler.workers.link import LinkThread
 
 logger = logging.getLogger(__name__)

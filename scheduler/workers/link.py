@@ -32,10 +32,10 @@ from slipstream.common.rpc.address import CONNECT_TIMEOUT_S, SAME_HOST, UnixAddr
 from slipstream.common.rpc.logs import escaped
 from slipstream.common.rpc.shutdown import end_at_once, on_failure
 from slipstream.common.rpc.status import error_from_rpc
-from slipstream.common.worker.command_socket import CommandSender
-from slipstream.common.worker.step import DRAFT_FENCES, Role
-from slipstream.common.worker.trace import HostRecords
-from slipstream.common.worker.wire import (
+from slipstream.common.wire.command_socket import CommandSender
+from slipstream.common.wire.step import DRAFT_FENCES, Role
+from slipstream.common.wire.trace import HostRecords
+from slipstream.common.wire.worker import (
     attachment_to_pb,
     command_to_pb,
     description_from_pb,
@@ -50,9 +50,9 @@ from slipstream.scheduler.telemetry.step_metrics import ACKNOWLEDGEMENT
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from slipstream.common.worker.access_log import AccessLog
-    from slipstream.common.worker.contract import Attachment, DraftRegion, StepTokens, WorkerDescription
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.wire.access_log import AccessLog
+    from slipstream.common.wire.step import StepCommand
+    from slipstream.common.wire.worker import Attachment, DraftRegion, StepTokens, WorkerDescription
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from slipstream.common.errors import (
 )
 from slipstream.common.host import STEP_LOOP, name_this_thread
 from slipstream.common.rpc.listener import is_claimed
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from slipstream.scheduler.telemetry.metrics import DraftMetrics
 from slipstream.scheduler.telemetry.step_metrics import StepMetrics
 from slipstream.scheduler.workers.draft_session import FIRST_TRY_S, DraftSession
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from slipstream.common.device.interface import Device
-    from slipstream.common.worker.contract import WorkerDescription
+    from slipstream.common.wire.worker import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.core.outbox import OutputSink
     from slipstream.scheduler.core.waiting_queue import WaitingQueue

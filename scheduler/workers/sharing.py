@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.common.device.manifest import EVENT
 from slipstream.common.errors import FailedPreconditionError, MismatchError
 from slipstream.common.host import pid_namespace, shm_device
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.manifest import EVENT
+from slipstream.common.wire.step import Role
 from slipstream.scheduler.workers.sizing import check_draft_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from slipstream.common.device.interface import Device
-    from slipstream.common.worker.contract import WorkerDescription
+    from slipstream.common.wire.worker import WorkerDescription
     from slipstream.scheduler.workers.attachment import Retired
     from slipstream.scheduler.workers.epoch import Epoch
     from slipstream.scheduler.workers.held import DraftTarget

@@ -13,7 +13,7 @@ from slipstream.scheduler.core.batch_sizes import BatchSizes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slipstream.common.worker.contract import DeviceMemory, WorkerDescription
+    from slipstream.common.wire.worker import DeviceMemory, WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
 
 

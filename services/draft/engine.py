@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.errors import InvalidArgumentError
-from slipstream.common.worker.layout import DECODE_PART, PREFILL_PART
-from slipstream.common.worker.step import FenceName, WaitPlace
+from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART
+from slipstream.common.wire.step import FenceName, WaitPlace
 from slipstream.services.worker.forward_sizes import with_padding
 from slipstream.services.worker.graphs import GRAPHED_MODES, at_once, batch_buckets, capture_buckets
 from slipstream.services.worker.rehearsal import rehearse_drafting, rehearse_prompts
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from slipstream.common.worker.contract import WorkerDescription
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.wire.step import StepCommand
+    from slipstream.common.wire.worker import WorkerDescription
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.graphs import Buckets, GraphedPart, GraphedStep
     from slipstream.services.worker.region import NextStepState, Region

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.common.worker.step import FINAL_NORM
+from slipstream.common.wire.step import FINAL_NORM
 from slipstream.services.models.attention import TorchAttention
 from slipstream.services.models.linear import FP8, Linear, empty_parameter, keeps_fp8, pack_linears
 

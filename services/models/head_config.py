@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import CheckpointError
-from slipstream.common.worker.step import FINAL_NORM
+from slipstream.common.wire.step import FINAL_NORM
 from slipstream.services.models.config import MAX_HIDDEN_SIZE, MAX_LAYERS, ModelConfig
 from slipstream.services.models.json_files import ConfigFields, is_integer
 

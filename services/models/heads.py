@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slipstream.common.errors import MismatchError
-from slipstream.common.worker.layout import BufferName
+from slipstream.common.wire.layout import BufferName
 from slipstream.services.models.attention import TorchAttention
 from slipstream.services.models.decoder import DecoderLayer, RMSNorm, Rotation, rotation_table
 from slipstream.services.models.head_config import EMBEDDING, OUTPUT, Eagle3Config, EagleConfig

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.errors import InvalidArgumentError, MismatchError
-from slipstream.common.worker.contract import DraftSizes
-from slipstream.common.worker.step import FINAL_NORM, FenceName, WaitPlace
+from slipstream.common.wire.step import FINAL_NORM, FenceName, WaitPlace
+from slipstream.common.wire.worker import DraftSizes
 from slipstream.services.models.sampler import SimulatedAcceptance
 from slipstream.services.verify.graphs import VerifyGraphs, waits_for_stash_read
 from slipstream.services.verify.step_tokens import measure_step_tokens
@@ -25,8 +25,8 @@ from slipstream.services.worker.staging import FlatChunks
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
-    from slipstream.common.worker.contract import StepTokens, WorkerDescription
-    from slipstream.common.worker.step import PrefillChunk, StepCommand
+    from slipstream.common.wire.step import PrefillChunk, StepCommand
+    from slipstream.common.wire.worker import StepTokens, WorkerDescription
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.language_model import LanguageModel
     from slipstream.services.worker.region import Region

@@ -12,10 +12,10 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
-from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.contract import DraftSizes
-from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import FenceName, WaitPlace
+from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.wire.layout import BufferName
+from slipstream.common.wire.step import FenceName, WaitPlace
+from slipstream.common.wire.worker import DraftSizes
 from slipstream.services.verify.target import TargetForward, merged
 from slipstream.services.worker.graphs import GRAPHED_MODES, GraphedPart, Latest, batch_buckets, capture_buckets
 from slipstream.services.worker.region import NO_REGION
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.wire.step import StepCommand
     from slipstream.services.verify.target import Target
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.graphs import Buckets, GraphedStep

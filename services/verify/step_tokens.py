@@ -19,8 +19,8 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
-from slipstream.common.worker.contract import StepTokens
-from slipstream.common.worker.step import PrefillChunk, SlotUpdate
+from slipstream.common.wire.step import PrefillChunk, SlotUpdate
+from slipstream.common.wire.worker import StepTokens
 from slipstream.services.worker.graphs import shortest_seconds
 from slipstream.services.worker.staging import FlatChunks
 

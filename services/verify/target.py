@@ -15,7 +15,7 @@ from slipstream.services.worker.verify_result import VerifyResult
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from slipstream.common.worker.step import PrefillChunk, StepCommand
+    from slipstream.common.wire.step import PrefillChunk, StepCommand
     from slipstream.services.models.decoder import DecoderOutput
     from slipstream.services.models.sampler import SimulatedAcceptance
     from slipstream.services.worker.epoch import EpochState

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from slipstream.common.rpc import service_options
 from slipstream.common.rpc.service_options import ServiceOptions
 from slipstream.common.settings import with_options
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from slipstream.services.worker.config import ONLY_DRAFT, ONLY_VERIFY, WorkerConfig
 
 if TYPE_CHECKING:

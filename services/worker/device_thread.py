@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-    from slipstream.common.worker.command_socket import CommandReader
+    from slipstream.common.wire.command_socket import CommandReader
 
 NUM_CALLS = 5
 """How many of a hanging thread's last calls are named."""

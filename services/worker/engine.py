@@ -24,9 +24,9 @@ from slipstream.common.errors import (
     OutOfMemoryError,
     StaleEpochError,
 )
-from slipstream.common.worker.access_log import LogOp
-from slipstream.common.worker.recorder import FlightRecorder, Site
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.access_log import LogOp
+from slipstream.common.wire.recorder import FlightRecorder, Site
+from slipstream.common.wire.step import Role
 from slipstream.services.worker.epoch import Epoch, check_attachment, make_state, open_memory, open_region
 from slipstream.services.worker.host_stalls import ACKNOWLEDGEMENT, ATTACH, DRAIN, STAGING, HostStalls
 from slipstream.services.worker.memory import allocated_bytes, first_line, is_out_of_memory, measured, no_room
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from slipstream.common.device.interface import Device, Stream
-    from slipstream.common.worker.access_log import AccessLog, FenceLogOp
-    from slipstream.common.worker.contract import Attachment, DraftRegion, StepTokens, WorkerDescription
-    from slipstream.common.worker.step import FencePoint, FenceWait, SlotUpdate, StepCommand
+    from slipstream.common.wire.access_log import AccessLog, FenceLogOp
+    from slipstream.common.wire.step import FencePoint, FenceWait, SlotUpdate, StepCommand
+    from slipstream.common.wire.worker import Attachment, DraftRegion, StepTokens, WorkerDescription
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.role import Phase, RoleEngine
 

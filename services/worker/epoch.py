@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from slipstream.common.device.manifest import DTYPES
 from slipstream.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -16,8 +15,7 @@ from slipstream.common.errors import (
     SlipstreamError,
     StaleEpochError,
 )
-from slipstream.common.worker.contract import PROTOCOL_VERSION, DraftSizes
-from slipstream.common.worker.layout import (
+from slipstream.common.wire.layout import (
     GIVEN_FENCES,
     LENT_WEIGHTS,
     OWN_FENCES,
@@ -25,8 +23,9 @@ from slipstream.common.worker.layout import (
     BufferName,
     DraftShape,
 )
-from slipstream.common.worker.step import FenceName, Role
-from slipstream.common.worker.wire import hidden_of
+from slipstream.common.wire.manifest import DTYPES
+from slipstream.common.wire.step import FenceName, Role
+from slipstream.common.wire.worker import PROTOCOL_VERSION, DraftSizes, hidden_of
 from slipstream.services.models.config import MAX_VOCAB_SIZE
 from slipstream.services.worker.future_map import FutureMap
 from slipstream.services.worker.graphs import CudaCapture, GraphedStep, HostCapture
@@ -42,11 +41,11 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.common.device.interface import Arena, Device, Fence, Stream
-    from slipstream.common.device.manifest import Manifest
-    from slipstream.common.worker.access_log import AccessLog
-    from slipstream.common.worker.contract import Attachment, DraftRegion, WorkerDescription
-    from slipstream.common.worker.layout import StepShape
-    from slipstream.common.worker.step import FencePoint, FenceWait, StepCommand
+    from slipstream.common.wire.access_log import AccessLog
+    from slipstream.common.wire.layout import StepShape
+    from slipstream.common.wire.manifest import Manifest
+    from slipstream.common.wire.step import FencePoint, FenceWait, StepCommand
+    from slipstream.common.wire.worker import Attachment, DraftRegion, WorkerDescription
     from slipstream.services.worker.staging import Staging
 
 RELEASED_TIMEOUT_S = 60.0

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.device.manifest import DTYPE_NAMES, DTYPES, BufferSpec
 from slipstream.common.errors import ConfigError, OutOfMemoryError
 from slipstream.common.host import pid_namespace, shm_device
-from slipstream.common.worker.contract import DeviceMemory, WorkerDescription
-from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.layout import BufferName
+from slipstream.common.wire.manifest import DTYPE_NAMES, DTYPES, BufferSpec
+from slipstream.common.wire.step import Role
+from slipstream.common.wire.worker import DeviceMemory, WorkerDescription
 from slipstream.services.draft.drafters import HeadDrafter, StandaloneDrafter
 from slipstream.services.draft.engine import DraftEngine
 from slipstream.services.draft.ngram import NgramDrafter
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.common.device.interface import Device
-    from slipstream.common.device.manifest import Manifest
+    from slipstream.common.wire.manifest import Manifest
     from slipstream.services.draft.engine import Drafter
     from slipstream.services.models.heads import DraftHead
     from slipstream.services.worker.config import WorkerConfig

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.common.worker.layout import PADDING_SLOT
-from slipstream.common.worker.step import PrefillChunk
+from slipstream.common.wire.layout import PADDING_SLOT
+from slipstream.common.wire.step import PrefillChunk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.worker.layout import NOT_FINITE, BufferName
+from slipstream.common.wire.layout import NOT_FINITE, BufferName
 from slipstream.services.models.kernels.launching import overlapping, power_of_two
 from slipstream.services.models.kernels.step_ops import (
     copy_in_kernel,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.worker.layout import DECODE_PART, NOT_FINITE, PREFILL_PART, BufferName
+from slipstream.common.wire.layout import DECODE_PART, NOT_FINITE, PREFILL_PART, BufferName
 from slipstream.services.worker.region import POISON, RegionWord, check_stashed, copy_rows
 from slipstream.services.worker.shared_buffers import (
     CapturedAccess,
@@ -26,8 +26,8 @@ from slipstream.services.worker.shared_buffers import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from slipstream.common.worker.access_log import AccessLog
-    from slipstream.common.worker.layout import EpochShape
+    from slipstream.common.wire.access_log import AccessLog
+    from slipstream.common.wire.layout import EpochShape
     from slipstream.services.models.sampler import Logprobs
     from slipstream.services.worker.region import Region
     from slipstream.services.worker.shared_buffers import StepNumber

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import torch
 
-from slipstream.common.worker.layout import PADDING_SLOT
+from slipstream.common.wire.layout import PADDING_SLOT
 from slipstream.services.worker.memory import first_line, is_out_of_memory
 from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.wire.step import StepCommand
     from slipstream.services.worker.shared_buffers import CapturedAccess, CapturedStep, SharedBuffers
 
 logger = logging.getLogger(__name__)

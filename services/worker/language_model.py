@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from slipstream.common.worker.step import FINAL_NORM
+from slipstream.common.wire.step import FINAL_NORM
 from slipstream.services.models.adjustments import adjust
 from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV, RaggedRows
 from slipstream.services.models.sampler import row_parts, sample

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.common.errors import OutOfMemoryError
 from slipstream.common.host import host_bytes
-from slipstream.common.worker.contract import DeviceMemory
+from slipstream.common.wire.worker import DeviceMemory
 from slipstream.services.worker.config import NGRAM
 from slipstream.services.worker.forward_sizes import MOST_PADDING, PADDING_SHARE
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from slipstream.common.worker.contract import Attachment, WorkerDescription
+    from slipstream.common.wire.worker import Attachment, WorkerDescription
     from slipstream.services.models.config import ModelConfig
 
 MIB = 2**20

@@ -21,7 +21,7 @@ from slipstream.services.worker.staging import FlatChunks
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from slipstream.common.worker.contract import Attachment
+    from slipstream.common.wire.worker import Attachment
     from slipstream.services.worker.graphs import Buckets, Capture
 
     Forward = Callable[[FlatChunks, torch.Tensor, tuple[int, ...]], DecoderOutput]

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.errors import FutureMapError
-from slipstream.common.worker.layout import BufferName
+from slipstream.common.wire.layout import BufferName
 from slipstream.services.worker.shared_buffers import SharedBuffers, stamp_end, stamp_start
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from slipstream.common.worker.access_log import AccessLog
-    from slipstream.common.worker.contract import DraftSizes
-    from slipstream.common.worker.layout import DraftShape
+    from slipstream.common.wire.access_log import AccessLog
+    from slipstream.common.wire.layout import DraftShape
+    from slipstream.common.wire.worker import DraftSizes
     from slipstream.services.worker.shared_buffers import StepNumber
     from slipstream.services.worker.verify_result import VerifyResult
 

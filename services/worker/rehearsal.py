@@ -6,7 +6,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from slipstream.common.wire.sequence import SamplingParams
-from slipstream.common.worker.step import PrefillChunk, SlotUpdate, StepCommand
+from slipstream.common.wire.step import PrefillChunk, SlotUpdate, StepCommand
 from slipstream.services.worker.forward_sizes import sizes_up_to
 from slipstream.services.worker.graphs import batch_buckets
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from slipstream.common.worker.contract import StepTokens, WorkerDescription
-    from slipstream.common.worker.step import FenceName, StepCommand, WaitPlace
+    from slipstream.common.wire.step import FenceName, StepCommand, WaitPlace
+    from slipstream.common.wire.worker import StepTokens, WorkerDescription
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.region import Region
 

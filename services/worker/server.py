@@ -19,8 +19,8 @@ from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.rpc.metrics import BUILD_INFO, RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
-from slipstream.common.worker.access_log import StreamName, make_log_directory, open_access_log
-from slipstream.common.worker.command_socket import MAX_COMMAND_BYTES, CommandReceiver
+from slipstream.common.wire.access_log import StreamName, make_log_directory, open_access_log
+from slipstream.common.wire.command_socket import MAX_COMMAND_BYTES, CommandReceiver
 from slipstream.protos import trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.worker.device_thread import DeviceThread
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Device
     from slipstream.common.rpc.listener import Listener
-    from slipstream.common.worker.step import Role
+    from slipstream.common.wire.step import Role
     from slipstream.services.worker.config import WorkerConfig
     from slipstream.services.worker.role import RoleEngine
 

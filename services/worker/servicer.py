@@ -10,10 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from slipstream.common.errors import FailedPreconditionError, SlipstreamError
-from slipstream.common.worker.command_socket import CommandReceiver, serve_on_event_loop
-from slipstream.common.worker.recorder import Site
-from slipstream.common.worker.trace import HostRecords
-from slipstream.common.worker.wire import (
+from slipstream.common.wire.command_socket import CommandReceiver, serve_on_event_loop
+from slipstream.common.wire.recorder import Site
+from slipstream.common.wire.trace import HostRecords
+from slipstream.common.wire.worker import (
     attached_to_pb,
     attachment_from_pb,
     command_from_pb,
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from grpc.aio import ServicerContext
 
     from slipstream.common.device.interface import Device
-    from slipstream.common.worker.contract import Attachment, StepTokens
-    from slipstream.common.worker.recorder import FlightRecorder
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.wire.recorder import FlightRecorder
+    from slipstream.common.wire.step import StepCommand
+    from slipstream.common.wire.worker import Attachment, StepTokens
     from slipstream.services.worker.device_thread import DeviceThread
     from slipstream.services.worker.engine import Engine
 

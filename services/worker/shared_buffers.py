@@ -6,14 +6,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.worker.layout import SLOT_BUFFERS, BufferName
+from slipstream.common.wire.layout import SLOT_BUFFERS, BufferName
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     import torch
 
-    from slipstream.common.worker.access_log import AccessLog
+    from slipstream.common.wire.access_log import AccessLog
 
 
 class CapturedAccess(NamedTuple):

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from slipstream.common.wire.sequence import SamplingParams
-    from slipstream.common.worker.contract import Attachment
-    from slipstream.common.worker.step import SlotUpdate, StepCommand
+    from slipstream.common.wire.step import SlotUpdate, StepCommand
+    from slipstream.common.wire.worker import Attachment
     from slipstream.services.worker.staging import Staging
 
 

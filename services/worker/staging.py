@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from slipstream.common.worker.layout import PADDING_SLOT
+from slipstream.common.wire.layout import PADDING_SLOT
 from slipstream.services.models.attention import RaggedRows
 from slipstream.services.worker.region import NO_REGION
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from slipstream.common.worker.contract import Attachment
-    from slipstream.common.worker.step import PrefillChunk
+    from slipstream.common.wire.step import PrefillChunk
+    from slipstream.common.wire.worker import Attachment
 
 
 _ALIGNMENT_BYTES = 16

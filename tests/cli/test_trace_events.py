@@ -10,10 +10,10 @@ import pytest
 
 from slipstream.cli.trace import trace_json
 from slipstream.cli.trace_timeline import StampClock
-from slipstream.common.device.interface import ClockBounds, ClockSample
-from slipstream.common.worker.recorder import Record, Site
-from slipstream.common.worker.step import FenceName, FenceWait
-from slipstream.common.worker.trace import Trace, TracedProcess, TracedStep
+from slipstream.common.device.interface import ClockBounds
+from slipstream.common.wire.recorder import Record, Site
+from slipstream.common.wire.step import FenceName, FenceWait
+from slipstream.common.wire.trace import ClockSample, Trace, TracedProcess, TracedStep
 from tests.harness.trace_format import around, arrows, check, slices_by_thread
 
 STEPS_LANE, LOOP, RESULTS = (1, 11), (1, 12), (1, 13)

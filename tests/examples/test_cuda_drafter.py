@@ -13,7 +13,7 @@ import pytest
 from slipstream.bundled import target_dir
 from slipstream.cli.check_drafter import run_check_drafter
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from tests.examples.test_numpy_drafter_parts import VECTORS
 from tests.gpu.test_cuda_drafter import make_jobs, serve
 from tests.harness.emulated_cuda import build

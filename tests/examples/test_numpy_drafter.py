@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 
 from slipstream.bundled import target_dir
 from slipstream.cli.trace import fetch_trace, trace_json
+from slipstream.common.wire.recorder import Site
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.common.worker.recorder import Site
-from slipstream.common.worker.step import Role
-from slipstream.common.worker.trace import TraceRequest
+from slipstream.common.wire.step import Role
+from slipstream.common.wire.trace import TraceRequest
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.counted_jobs import Job
 from tests.harness.example_drafters import NUMPY_DRAFTER, ExampleDrafted

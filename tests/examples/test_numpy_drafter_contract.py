@@ -12,10 +12,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from slipstream.common.worker.contract import PROTOCOL_VERSION
-from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import FenceName
-from slipstream.common.worker.wire import attachment_to_pb
+from slipstream.common.wire.layout import BufferName
+from slipstream.common.wire.step import FenceName
+from slipstream.common.wire.worker import PROTOCOL_VERSION, attachment_to_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from tests.harness.checkpoints import VOCAB_SIZE, write_json, write_tokenizer

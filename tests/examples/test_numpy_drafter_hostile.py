@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.common.device.cpu.device import FENCE_KIND
-from slipstream.common.device.manifest import FenceWord, Manifest, Placed
-from slipstream.common.worker.contract import Attachment
-from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import FenceName, Role
-from slipstream.common.worker.wire import attachment_to_pb, description_from_pb
+from slipstream.common.wire.layout import BufferName
+from slipstream.common.wire.manifest import FenceWord, Manifest, Placed
+from slipstream.common.wire.step import FenceName, Role
+from slipstream.common.wire.worker import Attachment, attachment_to_pb, description_from_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from tests.harness.checkpoints import VOCAB_SIZE, write_json, write_tokenizer

@@ -17,11 +17,11 @@ from examples.numpy_drafter.fingerprint import tokenizer_fingerprint
 from examples.numpy_drafter.ngram import Continuation, History
 from examples.numpy_drafter.noise import choose, gumbel_noise, random_words
 from slipstream.bundled import target_dir
-from slipstream.common.device.manifest import lay_out
+from slipstream.common.wire.layout import GIVEN_FENCES, OWN_FENCES, BufferName, DraftShape
+from slipstream.common.wire.manifest import lay_out
 from slipstream.common.wire.sequence import SamplingParams
-from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, BufferName, DraftShape
-from slipstream.common.worker.step import FenceName
-from slipstream.common.worker.wire import manifest_to_pb
+from slipstream.common.wire.step import FenceName
+from slipstream.common.wire.worker import manifest_to_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.services.models import json_files as fingerprint
 from slipstream.services.models.sampler import SamplingRows, gumbel_noise_of, sample

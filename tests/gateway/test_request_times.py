@@ -11,8 +11,8 @@ import grpc.aio
 import pytest
 
 from slipstream.client import AsyncClient
-from slipstream.common.worker.recorder import Record, Site
-from slipstream.common.worker.trace import HostRecords
+from slipstream.common.wire.recorder import Record, Site
+from slipstream.common.wire.trace import HostRecords
 from slipstream.gateway.keys import KeyFile, KeyInterceptor
 from slipstream.gateway.sample import SequenceStats
 from slipstream.gateway.service import RequestTimes

@@ -23,7 +23,7 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.wire.job import FinishReason, JobState
-from slipstream.common.worker.recorder import Site
+from slipstream.common.wire.recorder import Site
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.harness.gateway_processes import GatewayProcesses, gateway_processes
 from tests.harness.generation_server import collect, state_of, tokens_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.common.device.choose import cuda_obstacle
-from slipstream.common.device.manifest import EVENT, TIMELINE, BufferSpec
+from slipstream.common.wire.manifest import EVENT, TIMELINE, BufferSpec
 from tests.harness.other_process import GpuUser
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def other(pair: tuple[GpuUser, GpuUser]) -> GpuUser:
 @pytest.fixture
 def arena(device: CudaDevice) -> Iterator[CudaArena]:
     """An arena that this process owns."""
-    from slipstream.common.worker.step import FenceName
+    from slipstream.common.wire.step import FenceName
 
     made = device.create_arena(SPECS, list(FenceName))
     yield made
@@ -97,7 +97,7 @@ def arena(device: CudaDevice) -> Iterator[CudaArena]:
 @pytest.fixture
 def arena_of_kind(device_of_kind: CudaDevice) -> Iterator[CudaArena]:
     """An arena with fences of either kind."""
-    from slipstream.common.worker.step import FenceName
+    from slipstream.common.wire.step import FenceName
 
     made = device_of_kind.create_arena(SPECS, list(FenceName))
     yield made

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from slipstream.common.device.manifest import EVENT, HOST, TIMELINE, BufferSpec
 from slipstream.common.errors import ManifestError, OutOfMemoryError
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.manifest import EVENT, HOST, TIMELINE, BufferSpec
+from slipstream.common.wire.step import FenceName
 from tests.gpu.conftest import SPECS
 
 if TYPE_CHECKING:
     from slipstream.common.device.cuda.arena import CudaArena
     from slipstream.common.device.cuda.device import CudaDevice
-    from slipstream.common.device.manifest import FenceWord
+    from slipstream.common.wire.manifest import FenceWord
     from tests.harness.other_process import GpuUser
 
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from slipstream.bundled import prompts, target_dir
 from slipstream.cli.check_drafter import run_check_drafter
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from tests.harness.counted_jobs import Job
 from tests.harness.example_drafters import CUDA_DRAFTER, OWN_DRAFTERS, ExampleDrafted, serving
 from tests.harness.worker_processes import running_session

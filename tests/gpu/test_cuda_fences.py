@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.common.device.manifest import EVENTS
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.manifest import EVENTS
+from slipstream.common.wire.step import FenceName
 from tests.gpu.conftest import SPECS
 from tests.harness.other_process import GpuUser, attached
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream.common.device.interface import Look
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.step import FenceName
 from tests.gpu.conftest import SPECS
 from tests.harness.other_process import GpuUser
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from slipstream.bundled import eagle3_dir, mtp_dir, prompts, standalone_dir, target_dir
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from slipstream.services.models.head_config import EAGLE3, MTP
 from slipstream.services.worker.config import STANDALONE
 from tests.harness.counted_jobs import Job

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.cuda.device import CudaDevice
     from slipstream.common.device.interface import Device
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.wire.step import StepCommand
 
 MODELS = {STANDALONE: standalone_dir(), EAGLE3: eagle3_dir(), MTP: mtp_dir()}
 DRAFTS = ("none", STANDALONE, EAGLE3, MTP, NGRAM)

@@ -11,7 +11,7 @@ import torch
 
 from slipstream.bundled import target_dir
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.step import FenceName
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker.config import WorkerConfig
@@ -23,7 +23,7 @@ from tests.harness.workers import LocalWorker, local_workers
 
 if TYPE_CHECKING:
     from slipstream.common.device.cuda.device import CudaDevice
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.wire.step import StepCommand
 
 VOCAB_SIZE = 256
 SAMPLINGS = (

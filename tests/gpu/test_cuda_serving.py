@@ -13,7 +13,7 @@ from slipstream.benchmarks.dummy_model import token_at
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.common.errors import UnavailableError
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from tests.harness.counted_jobs import Job
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses, running_session

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.common.errors import DeadlineExceededError
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.step import FenceName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

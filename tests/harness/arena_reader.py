@@ -14,8 +14,8 @@ import threading
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import SlipstreamError
-from slipstream.common.worker.step import FenceName
-from slipstream.common.worker.wire import manifest_from_pb
+from slipstream.common.wire.step import FenceName
+from slipstream.common.wire.worker import manifest_from_pb
 from slipstream.protos import worker_pb2 as pb
 
 

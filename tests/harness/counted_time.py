@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.cpu.device import HostFence
     from slipstream.common.device.interface import Look, Stream
-    from slipstream.common.device.manifest import BufferSpec, Manifest
-    from slipstream.common.worker.step import FenceName
+    from slipstream.common.wire.manifest import BufferSpec, Manifest
+    from slipstream.common.wire.step import FenceName
 
 
 class CountedTime(threading.local):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from slipstream.common.wire.layout import RESULT_FENCES, BufferName, DraftShape
 from slipstream.common.wire.sequence import SamplingParams
-from slipstream.common.worker.contract import Attachment, DraftSizes
-from slipstream.common.worker.layout import RESULT_FENCES, BufferName, DraftShape
-from slipstream.common.worker.step import (
+from slipstream.common.wire.step import (
     FenceName,
     FenceOps,
     FencePoint,
@@ -17,6 +16,7 @@ from slipstream.common.worker.step import (
     StepCommand,
     WaitPlace,
 )
+from slipstream.common.wire.worker import Attachment, DraftSizes
 from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, epoch_shape
 
 if TYPE_CHECKING:

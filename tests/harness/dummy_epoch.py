@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.common.worker.step import Role, StepCommand
+from slipstream.common.wire.step import Role, StepCommand
 from slipstream.scheduler.config import SchedulerConfig
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch

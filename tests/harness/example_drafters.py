@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.errors import SlipstreamError, UnavailableError
-from slipstream.common.worker.step import FenceName, FencePoint, Role
+from slipstream.common.wire.step import FenceName, FencePoint, Role
 from slipstream.scheduler.records import NO_LIMIT, DraftKV, DraftTraits
 from tests.harness.step_kinds import Kind, kind_to_draft
 
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Look
-    from slipstream.common.worker.step import SlotUpdate, StepCommand
+    from slipstream.common.wire.step import SlotUpdate, StepCommand
 
 
 class FakeFence:

@@ -28,8 +28,8 @@ from slipstream.benchmarks.spin_kernel import SpinKernel
 from slipstream.common.device.cuda.arena import CudaArena
 from slipstream.common.device.cuda.device import CudaDevice
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError
-from slipstream.common.worker.step import FenceName
-from slipstream.common.worker.wire import manifest_from_pb
+from slipstream.common.wire.step import FenceName
+from slipstream.common.wire.worker import manifest_from_pb
 from slipstream.protos import worker_pb2 as pb
 
 if TYPE_CHECKING:

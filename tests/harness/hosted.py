@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from slipstream.common.errors import InternalError
 from slipstream.common.rpc.status import error_from_rpc
-from slipstream.common.worker.contract import Attachment, DraftRegion, DraftSizes
-from slipstream.common.worker.layout import (
+from slipstream.common.wire.layout import (
     GIVEN_FENCES,
     OWN_FENCES,
     RESULT_FENCES,
@@ -23,14 +22,21 @@ from slipstream.common.worker.layout import (
     BufferName,
     DraftShape,
 )
-from slipstream.common.worker.step import (
+from slipstream.common.wire.step import (
     FenceName,
     FenceOps,
     FencePoint,
     Role,
     StepCommand,
 )
-from slipstream.common.worker.wire import attachment_to_pb, command_to_pb, region_to_pb
+from slipstream.common.wire.worker import (
+    Attachment,
+    DraftRegion,
+    DraftSizes,
+    attachment_to_pb,
+    command_to_pb,
+    region_to_pb,
+)
 from slipstream.protos import worker_pb2 as pb
 from tests.harness.guarded_arena import GuardedArena
 from tests.harness.hostile_messages import decodes, methods, wire

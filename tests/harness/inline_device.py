@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from slipstream.common.device.cpu.device import HostArena, HostFence
-    from slipstream.common.device.manifest import BufferSpec, Manifest
-    from slipstream.common.worker.step import FenceName
+    from slipstream.common.wire.manifest import BufferSpec, Manifest
+    from slipstream.common.wire.step import FenceName
 
 
 class InlineStream:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.benchmarks.dummy_worker import main
 from slipstream.common.rpc.service_options import run_command
-from slipstream.common.worker.step import FenceName, Role
+from slipstream.common.wire.step import FenceName, Role
 from slipstream.services.worker import server
 from slipstream.services.worker.engine import Engine
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.step import FencePoint, StepCommand
+    from slipstream.common.wire.step import FencePoint, StepCommand
     from slipstream.services.worker.epoch import Epoch
 
 DELAY_US = 500.0

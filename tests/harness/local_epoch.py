@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from prometheus_client import CollectorRegistry
 
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.worker.step import FenceName, FenceOps, Role
+from slipstream.common.wire.step import FenceName, FenceOps, Role
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.telemetry.step_metrics import StepMetrics
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Device
     from slipstream.common.wire.job import FinishReason
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.wire.step import StepCommand
     from slipstream.scheduler.core.loop import StepLoop
     from slipstream.scheduler.core.outbox import Outgoing
     from slipstream.scheduler.records import LossCause

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.common.worker.access_log import JsonLinesAccessLog, LogOp, StreamName
-from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.access_log import JsonLinesAccessLog, LogOp, StreamName
+from slipstream.common.wire.layout import BufferName
+from slipstream.common.wire.step import FenceName
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "numpy_drafter"))
 

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeAlias
 
-from slipstream.common.worker.wire import manifest_to_pb
+from slipstream.common.wire.worker import manifest_to_pb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from slipstream.common.device.interface import Arena
-    from slipstream.common.device.manifest import Manifest
+    from slipstream.common.wire.manifest import Manifest
 
 Pair: TypeAlias = "tuple[GpuUser, GpuUser]"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from slipstream.common.worker.step import FenceName, Role, StepCommand, WaitPlace
+from slipstream.common.wire.step import FenceName, Role, StepCommand, WaitPlace
 from slipstream.services.worker.role import Phase
 from tests.harness.workers import LocalWorker, SharedArenas, attach, describe
 

@@ -18,7 +18,7 @@ from tests.harness.counted_jobs import Job, JobBook
 if TYPE_CHECKING:
     from random import Random
 
-    from slipstream.common.worker.step import SlotUpdate
+    from slipstream.common.wire.step import SlotUpdate
     from slipstream.scheduler.core.batch_sizes import BatchSizes
     from slipstream.scheduler.records import Step
 

@@ -6,7 +6,7 @@ import enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.wire.step import StepCommand
     from slipstream.scheduler.records import Step
 
 

@@ -7,18 +7,10 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
-from slipstream.common.device.manifest import DTYPES, HANDLE_BYTES, BufferSpec, Manifest, lay_out
+from slipstream.common.wire.layout import LENT_WEIGHTS, DraftShape, EpochShape
+from slipstream.common.wire.manifest import DTYPES, HANDLE_BYTES, BufferSpec, Manifest, lay_out
 from slipstream.common.wire.sequence import SamplingParams
-from slipstream.common.worker.contract import (
-    LARGEST_EPOCH,
-    Attachment,
-    DeviceMemory,
-    DraftRegion,
-    DraftSizes,
-    WorkerDescription,
-)
-from slipstream.common.worker.layout import LENT_WEIGHTS, DraftShape, EpochShape
-from slipstream.common.worker.step import (
+from slipstream.common.wire.step import (
     FenceName,
     FenceOps,
     FencePoint,
@@ -28,6 +20,14 @@ from slipstream.common.worker.step import (
     SlotUpdate,
     StepCommand,
     WaitPlace,
+)
+from slipstream.common.wire.worker import (
+    LARGEST_EPOCH,
+    Attachment,
+    DeviceMemory,
+    DraftRegion,
+    DraftSizes,
+    WorkerDescription,
 )
 
 UINT32, UINT64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)

@@ -15,7 +15,7 @@ from slipstream.benchmarks.dummy_worker import dummy_worker
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import UnavailableError
 from slipstream.common.wire.server import DraftSwap, SwapTerms
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from slipstream.protos import trace_pb2_grpc
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.waiting_queue import WaitingQueue

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.worker.access_log import AccessLog, JsonLinesAccessLog, StreamName
-from slipstream.common.worker.contract import Attachment, DraftRegion, DraftSizes, StepTokens, WorkerDescription
-from slipstream.common.worker.layout import (
+from slipstream.common.wire.access_log import AccessLog, JsonLinesAccessLog, StreamName
+from slipstream.common.wire.layout import (
     GIVEN_FENCES,
     OWN_FENCES,
     RESULT_FENCES,
@@ -18,8 +17,13 @@ from slipstream.common.worker.layout import (
     DraftShape,
     EpochShape,
 )
-from slipstream.common.worker.step import DRAFT_FENCES, FenceName, FenceOps, FencePoint, FenceWait, Role, StepCommand
-from slipstream.common.worker.wire import (
+from slipstream.common.wire.step import DRAFT_FENCES, FenceName, FenceOps, FencePoint, FenceWait, Role, StepCommand
+from slipstream.common.wire.worker import (
+    Attachment,
+    DraftRegion,
+    DraftSizes,
+    StepTokens,
+    WorkerDescription,
     attachment_from_pb,
     attachment_to_pb,
     command_from_pb,

@@ -8,9 +8,9 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import OrderingError
-from slipstream.common.worker.access_log import StreamName
-from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import FenceName, WaitPlace
+from slipstream.common.wire.access_log import StreamName
+from slipstream.common.wire.layout import BufferName
+from slipstream.common.wire.step import FenceName, WaitPlace
 
 if TYPE_CHECKING:
     from slipstream.scheduler.records import DraftTraits

@@ -13,14 +13,14 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.worker.access_log import LogOp, StreamName
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.access_log import LogOp, StreamName
+from slipstream.common.wire.step import Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from slipstream.common.worker.layout import BufferName
-    from slipstream.common.worker.step import FenceName
+    from slipstream.common.wire.layout import BufferName
+    from slipstream.common.wire.step import FenceName
 
 Clock = tuple[int, ...]
 """For each lane, the latest time of it that is known."""

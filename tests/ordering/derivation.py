@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import OrderingError
-from slipstream.common.worker.layout import ring_rows
-from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, FenceWait
+from slipstream.common.wire.layout import ring_rows
+from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait
 from tests.ordering.accesses import BufferGroup
 from tests.ordering.knowledge import (
     CONSUMED,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.step import FenceName
 
 CONSUMED = 0
 """The counter of the scheduler's consumption; the other counters are the fences' numbers."""

@@ -12,7 +12,7 @@ from tests.ordering.plan_checker import PlanChecker
 from tests.ordering.step_operations import ATTACHMENT, catch_up_operations, step_operations
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.step import FenceOps
+    from slipstream.common.wire.step import FenceOps
     from slipstream.scheduler.records import DraftTraits
     from tests.ordering.checker import Race, Stuck
     from tests.ordering.plan_checker import Unwritten

@@ -5,14 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.worker.access_log import LogOp
-from slipstream.common.worker.layout import BufferName
+from slipstream.common.wire.access_log import LogOp
+from slipstream.common.wire.layout import BufferName
 from tests.ordering.checker import Checker, joined, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from slipstream.common.worker.step import FenceName
+    from slipstream.common.wire.step import FenceName
     from tests.ordering.checker import Clock, Operation
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import ConfigError
-from slipstream.common.worker.access_log import LogOp, StreamName
-from slipstream.common.worker.layout import PADDING_SLOT, SLOT_BUFFERS, BufferName
-from slipstream.common.worker.step import FenceName, Role
+from slipstream.common.wire.access_log import LogOp, StreamName
+from slipstream.common.wire.layout import PADDING_SLOT, SLOT_BUFFERS, BufferName
+from slipstream.common.wire.step import FenceName, Role
 from tests.ordering.checker import Checker, Operation, Race, Stuck, run
 
 if TYPE_CHECKING:

@@ -6,16 +6,16 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.worker.access_log import LogOp, StreamName
-from slipstream.common.worker.layout import ring_rows
-from slipstream.common.worker.step import FenceName, FenceOps, FenceWait, Role
+from slipstream.common.wire.access_log import LogOp, StreamName
+from slipstream.common.wire.layout import ring_rows
+from slipstream.common.wire.step import FenceName, FenceOps, FenceWait, Role
 from slipstream.scheduler.core.plan import catch_up
 from tests.ordering.accesses import BufferGroup, Command, Phase, declared_accesses
 from tests.ordering.checker import Operation
 from tests.ordering.parts import ROWS_ORDER, row_masks
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.step import FencePoint
+    from slipstream.common.wire.step import FencePoint
     from slipstream.scheduler.records import DraftTraits
     from tests.ordering.accesses import Access
 

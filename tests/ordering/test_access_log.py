@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.common.worker.access_log import AccessLog, JsonLinesAccessLog, LogOp, StreamName
-from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import FenceName, Role
+from slipstream.common.wire.access_log import AccessLog, JsonLinesAccessLog, LogOp, StreamName
+from slipstream.common.wire.layout import BufferName
+from slipstream.common.wire.step import FenceName, Role
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from tests.ordering.accesses import Command
 from tests.ordering.sequences import num_consumable
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.step import FenceOps
+    from slipstream.common.wire.step import FenceOps
 
 DRAFTS = (DraftTraits(is_present=False), DraftTraits(is_present=True), DraftTraits(is_present=True, reads_hidden=True))
 STEPS_PER_RUN = 60

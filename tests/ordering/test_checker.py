@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from slipstream.common.worker.access_log import LogOp, StreamName
-from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import DRAFT_FENCES, FenceName, Role
+from slipstream.common.wire.access_log import LogOp, StreamName
+from slipstream.common.wire.layout import BufferName
+from slipstream.common.wire.step import DRAFT_FENCES, FenceName, Role
 from tests.harness.sampling import examples
 from tests.ordering.checker import Checker, Operation, run
 from tests.ordering.plan_checker import PlanChecker, needless_waits

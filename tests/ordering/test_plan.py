@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from slipstream.common.errors import OrderingError
-from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, FenceWait, WaitPlace
+from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait, WaitPlace
 from slipstream.scheduler.core.plan import PlanState, catch_up, consume, initial_state, plan_step, with_draft
 from slipstream.scheduler.records import DraftTraits, mask_of
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.errors import ConfigError
-from slipstream.common.worker.access_log import JsonLinesAccessLog, LogOp, StreamName
-from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.access_log import JsonLinesAccessLog, LogOp, StreamName
+from slipstream.common.wire.layout import BufferName
+from slipstream.common.wire.step import FenceName
 from slipstream.scheduler.core.plan import consume, initial_state, last_consumed, plan_step
 from slipstream.scheduler.records import DraftTraits
 from tests.ordering.accesses import Command

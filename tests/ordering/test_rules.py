@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.common.worker.access_log import LogOp, StreamName
-from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.access_log import LogOp, StreamName
+from slipstream.common.wire.layout import BufferName
+from slipstream.common.wire.step import FenceName
 from slipstream.scheduler.records import DraftTraits
 from tests.ordering.accesses import BufferGroup, Command
 from tests.ordering.model import Model

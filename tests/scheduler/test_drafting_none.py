@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.worker.layout import PADDING_SLOT
+from slipstream.common.wire.layout import PADDING_SLOT
 from slipstream.scheduler.core.draft_policy import DraftPolicy
 from tests.harness.inline_device import InlineDevice
 from tests.harness.local_epoch import LocalEpoch

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.common.device.cpu.device import HostArena, HostDevice
-from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.layout import BufferName
+from slipstream.common.wire.step import Role
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft
 from tests.harness.eagle3_checkpoints import make_head
@@ -25,7 +25,7 @@ from tests.harness.workers import LocalWorker, local_workers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.common.worker.contract import Attachment, StepTokens
+    from slipstream.common.wire.worker import Attachment, StepTokens
     from slipstream.services.worker.role import RoleEngine
     from tests.harness.counted_jobs import Job
 

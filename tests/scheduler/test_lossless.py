@@ -7,7 +7,7 @@ import random
 import pytest
 
 from slipstream.common.wire.job import FinishReason
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from tests.harness.leaks import nothing_left
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import make_jobs

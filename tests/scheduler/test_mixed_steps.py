@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.wire.job import FinishReason
-from slipstream.common.worker.step import FenceName, WaitPlace
+from slipstream.common.wire.step import FenceName, WaitPlace
 from slipstream.scheduler.core.draft_policy import ALONE_STEPS
 from slipstream.services.verify.engine import VerifyEngine
 from tests.harness.eagle3_checkpoints import make_head
@@ -22,7 +22,7 @@ from tests.scheduler.test_prefix_cache import assert_all_is_given_back, jobs_tha
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.wire.step import StepCommand
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.role import Phase
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.step import FenceName
 from slipstream.services.draft.drafters import HeadDrafter
 from slipstream.services.models.head_config import MTP
 from slipstream.services.worker.config import WorkerConfig

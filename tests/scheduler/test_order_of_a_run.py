@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.step import FenceName
 from slipstream.services.draft.engine import DraftEngine
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.random_policy import RandomPolicy

@@ -25,7 +25,7 @@ from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.wire.job import FinishReason
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.wire.server import SchedulerDescription, SwapOutcome
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from slipstream.protos import scheduler_pb2 as pb
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.server import run_scheduler

@@ -11,9 +11,9 @@ import torch
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.device.cpu.shared_file import DIRECTORY
-from slipstream.common.device.manifest import BufferSpec
 from slipstream.common.errors import MismatchError
-from slipstream.common.worker.layout import BufferName
+from slipstream.common.wire.layout import BufferName
+from slipstream.common.wire.manifest import BufferSpec
 from slipstream.scheduler.workers.sharing import check_fits
 from slipstream.scheduler.workers.sizing import MemoryPlan
 from slipstream.services.models.checkpoint import load_head
@@ -28,7 +28,7 @@ from tests.harness.seeded_jobs import make_jobs
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.common.device.manifest import Manifest
+    from slipstream.common.wire.manifest import Manifest
     from slipstream.services.worker.role import RoleEngine
 
 CPU, HIDDEN = torch.device("cpu"), LLAMA["hidden_size"]

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.bundled import target_dir
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.worker.contract import StepTokens
+from slipstream.common.wire.worker import StepTokens
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.verify import step_tokens
 from slipstream.services.worker import graphs

@@ -12,9 +12,9 @@ from tests.simulator.threads import Signal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.common.worker.contract import Attachment, DraftRegion, WorkerDescription
-    from slipstream.common.worker.step import Role, StepCommand
-    from slipstream.common.worker.trace import HostRecords
+    from slipstream.common.wire.step import Role, StepCommand
+    from slipstream.common.wire.trace import HostRecords
+    from slipstream.common.wire.worker import Attachment, DraftRegion, WorkerDescription
     from tests.simulator.workers import SimulatedWorker
     from tests.simulator.world import Process
 

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.device.interface import ANY_TIME, ClockSample
-from slipstream.common.device.manifest import EVENT, HOST, Manifest, lay_out
+from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.errors import ManifestError
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.manifest import EVENT, HOST, Manifest, lay_out
+from slipstream.common.wire.step import FenceName
+from slipstream.common.wire.trace import ClockSample
 from tests.simulator.threads import Signal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from slipstream.common.device.interface import Look
-    from slipstream.common.device.manifest import BufferSpec
+    from slipstream.common.wire.manifest import BufferSpec
     from tests.simulator.world import Process, World
 
 

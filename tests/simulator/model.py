@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from slipstream.common.worker.step import SlotUpdate
+    from slipstream.common.wire.step import SlotUpdate
 
 LEAST_TOKEN, NUM_TOKENS = 3, 60
 """The tokens that it says."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.wire.server import SwapOutcome
-    from slipstream.common.worker.step import Role
+    from slipstream.common.wire.step import Role
     from slipstream.gateway.journal_file import Change
     from slipstream.gateway.peers import Peers
     from slipstream.scheduler.config import SchedulerConfig

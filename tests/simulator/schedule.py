@@ -9,8 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from slipstream.common.device.manifest import EVENT, HOST
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.manifest import EVENT, HOST
+from slipstream.common.wire.step import Role
 from slipstream.scheduler.config import SchedulerConfig
 from tests.harness.workers import describe
 from tests.simulator.clients import Client, Plan

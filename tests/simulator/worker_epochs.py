@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.contract import DraftSizes
-from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, BufferName, DraftShape, EpochShape
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.wire.layout import GIVEN_FENCES, OWN_FENCES, BufferName, DraftShape, EpochShape
+from slipstream.common.wire.step import FenceName
+from slipstream.common.wire.worker import DraftSizes
 from slipstream.services.worker.future_map import FutureMap
 from slipstream.services.worker.region import Region
 from tests.harness.workers import VOCAB_SIZE
 from tests.simulator.model import PagedTokens
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.contract import Attachment
+    from slipstream.common.wire.worker import Attachment
     from tests.simulator.memory import SimulatedArena, SimulatedDevice, SimulatedFence
     from tests.simulator.world import Process
 

@@ -14,8 +14,8 @@ from slipstream.common.errors import (
     SlipstreamError,
     StaleEpochError,
 )
-from slipstream.common.worker.layout import DECODE_PART, PREFILL_PART, DraftShape
-from slipstream.common.worker.step import DRAFT_FENCES, FenceName, Role, WaitPlace
+from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART, DraftShape
+from slipstream.common.wire.step import DRAFT_FENCES, FenceName, Role, WaitPlace
 from slipstream.services.worker.role import Phase
 from slipstream.services.worker.verify_result import VerifyResult
 from tests.simulator.memory import SimulatedDevice
@@ -27,8 +27,8 @@ from tests.simulator.world import Process
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.common.worker.contract import Attachment, DraftRegion, WorkerDescription
-    from slipstream.common.worker.step import PrefillChunk, StepCommand
+    from slipstream.common.wire.step import PrefillChunk, StepCommand
+    from slipstream.common.wire.worker import Attachment, DraftRegion, WorkerDescription
     from tests.simulator.links import SimulatedLink
     from tests.simulator.memory import Host
     from tests.simulator.worker_epochs import DraftSkill, Piece

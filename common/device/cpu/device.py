@@ -17,18 +17,19 @@ import numpy as np
 import torch
 
 from slipstream.common.device.cpu.shared_file import create_mapped, new_path, open_mapped
-from slipstream.common.device.interface import ANY_TIME, ClockSample
-from slipstream.common.device.manifest import HOST, Manifest, lay_out
+from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.errors import DeadlineExceededError, FailedPreconditionError, ManifestError
 from slipstream.common.host import work_as_stream
+from slipstream.common.wire.manifest import HOST, Manifest, lay_out
+from slipstream.common.wire.trace import ClockSample
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Iterable
 
     from slipstream.common.device.interface import Look, Stream
-    from slipstream.common.device.manifest import BufferSpec
-    from slipstream.common.worker.step import FenceName
+    from slipstream.common.wire.manifest import BufferSpec
+    from slipstream.common.wire.step import FenceName
 
 KIND = "file"
 FENCE_KIND = HOST

@@ -11,16 +11,16 @@ import torch
 from cuda.bindings import driver as cu
 
 from slipstream.common.device.cuda.fences import EventFence, EventRing, TimelineFence
-from slipstream.common.device.manifest import EVENT, FEWEST_EVENTS, HANDLE_BYTES, TIMELINE, FenceWord, Manifest, lay_out
 from slipstream.common.errors import ConfigError, DeviceError, ManifestError, MismatchError, OutOfMemoryError
+from slipstream.common.wire.manifest import EVENT, FEWEST_EVENTS, HANDLE_BYTES, TIMELINE, FenceWord, Manifest, lay_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from slipstream.common.device.cuda.driver import CudaDriver, CudaKernels
     from slipstream.common.device.cuda.stream import SideStream
-    from slipstream.common.device.manifest import BufferSpec
-    from slipstream.common.worker.step import FenceName
+    from slipstream.common.wire.manifest import BufferSpec
+    from slipstream.common.wire.step import FenceName
 
 KIND = "cuda_ipc"
 GRANULE = 2 << 20

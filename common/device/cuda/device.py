@@ -14,16 +14,17 @@ from slipstream.common.device.cuda.driver import WORD_BYTES, CudaDriver, CudaKer
 from slipstream.common.device.cuda.fences import has_timelines
 from slipstream.common.device.cuda.host_arena import FILE, PolledArena, WrittenArena
 from slipstream.common.device.cuda.stream import CudaStream, SideStream, handle_of
-from slipstream.common.device.manifest import EVENT, TIMELINE
 from slipstream.common.errors import ConfigError
+from slipstream.common.wire.manifest import EVENT, TIMELINE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from slipstream.common.device.cuda.arena import CudaMemory
-    from slipstream.common.device.interface import ClockSample, Stream
-    from slipstream.common.device.manifest import BufferSpec, Manifest
-    from slipstream.common.worker.step import FenceName
+    from slipstream.common.device.interface import Stream
+    from slipstream.common.wire.manifest import BufferSpec, Manifest
+    from slipstream.common.wire.step import FenceName
+    from slipstream.common.wire.trace import ClockSample
 
 AUTO = "auto"
 _MPS_ENABLED = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED

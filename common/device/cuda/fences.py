@@ -20,8 +20,8 @@ from cuda.bindings import driver as cu
 from slipstream.common.device.cuda.poll_backoff import PollBackoff
 from slipstream.common.device.cuda.stream import handle_of
 from slipstream.common.device.interface import ANY_TIME
-from slipstream.common.device.manifest import EVENTS, HANDLE_BYTES
 from slipstream.common.errors import DeviceError
+from slipstream.common.wire.manifest import EVENTS, HANDLE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.cuda.arena import Gpu
     from slipstream.common.device.cuda.driver import CudaDriver
     from slipstream.common.device.interface import Look, Stream
-    from slipstream.common.device.manifest import Manifest
+    from slipstream.common.wire.manifest import Manifest
 
 __all__ = ["FILE", "PolledArena", "WrittenArena"]
 

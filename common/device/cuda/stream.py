@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from slipstream.common.device.cuda.driver import CudaDriver, CudaKernels
-    from slipstream.common.device.interface import ClockSample, Stream
+    from slipstream.common.device.interface import Stream
+    from slipstream.common.wire.trace import ClockSample
 
 CLOSE_TIMEOUT_S = 10.0
 

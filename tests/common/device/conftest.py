@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from slipstream.common.device.cpu.device import HostArena, HostStream
-from slipstream.common.device.manifest import BufferSpec
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.manifest import BufferSpec
+from slipstream.common.wire.step import FenceName
 from tests.harness.leaks import nothing_left
 
 if TYPE_CHECKING:

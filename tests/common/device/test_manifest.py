@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.common.device.manifest import (
+from slipstream.common.errors import ManifestError
+from slipstream.common.wire.manifest import (
     ALIGNMENT_BYTES,
     DTYPES,
     FENCE_BYTES,
@@ -22,8 +23,7 @@ from slipstream.common.device.manifest import (
     Placed,
     lay_out,
 )
-from slipstream.common.errors import ManifestError
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.step import FenceName
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

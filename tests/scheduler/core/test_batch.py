@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slipstream.common.errors import InternalError, PendingLengthError
 from slipstream.common.wire.job import FinishReason, TokenLogprobs
 from slipstream.common.wire.sequence import StepOutput
-from slipstream.common.worker.step import FenceOps
+from slipstream.common.wire.step import FenceOps
 from slipstream.scheduler.core.batch_sizes import BatchSizes
 from slipstream.scheduler.records import NO_DRAFT, DraftKV
 from tests.harness.counted_jobs import Job

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from slipstream.common.worker.recorder import Site
+from slipstream.common.wire.recorder import Site
 from slipstream.scheduler.core import loop, pace
 from slipstream.scheduler.core.batch import Batch
 from slipstream.scheduler.core.loop import LEAST_HOLD_S

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from slipstream.benchmarks import dummy_model
 from slipstream.common.device.cpu.device import HostFence
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
-from slipstream.common.worker.layout import ring_rows
+from slipstream.common.wire.layout import ring_rows
 from slipstream.scheduler.core.draft_work import DraftWork
 from slipstream.scheduler.core.results import ResultReader
 from slipstream.scheduler.core.speculation import FIRST_STEP_TIMEOUT_S
@@ -23,7 +23,7 @@ from tests.harness.leaks import nothing_left
 from tests.harness.workers import VOCAB_SIZE
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.wire.step import StepCommand
     from slipstream.scheduler.records import StepOutcome
     from tests.harness.counted_jobs import Job
     from tests.harness.local_epoch import LocalEpoch

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.common.device.interface import ANY_TIME
-from slipstream.common.worker.step import FenceOps, PrefillChunk
+from slipstream.common.wire.step import FenceOps, PrefillChunk
 from slipstream.scheduler.core.pace import (
     CPU_LEAD_S,
     EARLY_S,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.common.errors import ResourceExhaustedError
-from slipstream.common.worker.layout import PADDING_SLOT
+from slipstream.common.wire.layout import PADDING_SLOT
 from slipstream.scheduler.core.accounts import SlotAllocator
 from slipstream.scheduler.core.prefix_cache import PADDING_PAGE, PageAllocator
 from slipstream.scheduler.records import SlotLease

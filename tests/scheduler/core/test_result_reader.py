@@ -10,10 +10,10 @@ import torch
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import FutureMapError
+from slipstream.common.wire.access_log import AccessLog
 from slipstream.common.wire.job import TokenLogprobs
-from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.layout import NOT_FINITE, RESULT_FENCES, BufferName, EpochShape
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.layout import NOT_FINITE, RESULT_FENCES, BufferName, EpochShape
+from slipstream.common.wire.step import FenceName
 from slipstream.scheduler.core.results import ResultReader
 from slipstream.scheduler.records import SlotLease, Step, StepResult, StepSlots
 from slipstream.services.models.sampler import Logprobs

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
-from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, FenceWait
+from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait
 from slipstream.scheduler.core.catch_up import CatchUp
 from slipstream.scheduler.records import NO_LIMIT, LossCause
 from tests.harness.drafted_run import SIZES, DraftedRun, check, lost_run, make_jobs

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.telemetry.metrics import DraftMetrics, ServerMetrics
 from tests.harness.counted_jobs import Job

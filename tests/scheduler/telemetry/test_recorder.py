@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from slipstream.common.errors import UnavailableError
-from slipstream.common.worker.recorder import FlightRecorder, Record, Site
-from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, FenceWait, PrefillChunk, Role, WaitPlace
-from slipstream.common.worker.trace import MAX_STEPS, TracedStep
+from slipstream.common.wire.recorder import FlightRecorder, Record, Site
+from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait, PrefillChunk, Role, WaitPlace
+from slipstream.common.wire.trace import MAX_STEPS, TracedStep
 from slipstream.scheduler.records import SentStep, SlotLease, Step, StepSlots
 from slipstream.scheduler.telemetry.timings import StepRecorder
 

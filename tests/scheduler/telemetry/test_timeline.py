@@ -16,10 +16,10 @@ from slipstream.cli.trace import fetch_trace, trace_json
 from slipstream.cli.trace_timeline import FENCES
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
+from slipstream.common.wire.recorder import Record, Site
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.common.worker.recorder import Record, Site
-from slipstream.common.worker.step import Role
-from slipstream.common.worker.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceRequest
+from slipstream.common.wire.step import Role
+from slipstream.common.wire.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceRequest
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.workers.link import LinkThread, WorkerLink

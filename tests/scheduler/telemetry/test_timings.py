@@ -11,10 +11,10 @@ import torch
 
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.device.cpu.device import HostArena, HostDevice
+from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART, RESULT_FENCES, BufferName, DraftShape, EpochShape
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.layout import DECODE_PART, PREFILL_PART, RESULT_FENCES, BufferName, DraftShape, EpochShape
-from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, PrefillChunk, Role
+from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, PrefillChunk, Role
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.records import NO_SLOTS, SentStep, SlotLease, Step, StepSlots
 from slipstream.scheduler.telemetry.step_metrics import (
@@ -34,7 +34,7 @@ from tests.harness.workers import LocalWorker, describe
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.wire.step import StepCommand
     from slipstream.scheduler.workers.link import Link
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.role import Phase

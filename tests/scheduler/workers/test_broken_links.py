@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.errors import UnavailableError
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from tests.harness.breaking_proxy import breaking_proxy
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.waiting import until

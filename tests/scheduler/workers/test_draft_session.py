@@ -16,11 +16,11 @@ from prometheus_client import CollectorRegistry
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import ConfigError, FailedPreconditionError, UnavailableError
 from slipstream.common.rpc.listener import Listener as SocketListener
+from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.wire.layout import RESULT_FENCES, EpochShape
 from slipstream.common.wire.server import DraftSwap, SwapTerms
-from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.contract import Attachment, DeviceMemory, WorkerDescription
-from slipstream.common.worker.layout import RESULT_FENCES, EpochShape
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
+from slipstream.common.wire.worker import Attachment, DeviceMemory, WorkerDescription
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.telemetry.decode_record import DecodeRecord

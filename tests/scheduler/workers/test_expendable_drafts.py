@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from tests.harness.checkpoints import write_checkpoint, write_guesser, write_json
 from tests.harness.counted_jobs import Job
 from tests.harness.waiting import until

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from prometheus_client import CollectorRegistry
 
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from slipstream.scheduler.workers.heartbeats import Heartbeats
 from slipstream.scheduler.workers.link import LinkThread
 from tests.harness.grpc_server import running_server

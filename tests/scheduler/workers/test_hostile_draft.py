@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from slipstream.scheduler.telemetry.step_metrics import OVERLAP_EFFICIENCY
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.eagle3_checkpoints import write_head

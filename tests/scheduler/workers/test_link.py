@@ -18,10 +18,10 @@ from slipstream.common.errors import (
     MismatchError,
     UnavailableError,
 )
-from slipstream.common.worker import command_socket
-from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.command_socket import SHORT_STEP_S, CommandReceiver, CommandSender
-from slipstream.common.worker.step import (
+from slipstream.common.wire import command_socket
+from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.wire.command_socket import SHORT_STEP_S, CommandReceiver, CommandSender
+from slipstream.common.wire.step import (
     FenceName,
     FenceOps,
     FenceWait,

@@ -17,7 +17,7 @@ from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.device.cpu.shared_file import DIRECTORY, PREFIX
 from slipstream.common.errors import UnavailableError
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core import loop
 from slipstream.scheduler.workers.link import failure_of
@@ -31,7 +31,7 @@ from tests.scheduler.core.test_loop import make_job
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.wire.step import StepCommand
     from slipstream.scheduler.workers.link import Link
 
 NUM_LOSSES = 10

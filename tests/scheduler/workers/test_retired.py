@@ -12,10 +12,10 @@ import torch
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import FailedPreconditionError
-from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.contract import Attachment
-from slipstream.common.worker.layout import RESULT_FENCES, DraftShape, EpochShape
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.wire.layout import RESULT_FENCES, DraftShape, EpochShape
+from slipstream.common.wire.step import Role
+from slipstream.common.wire.worker import Attachment
 from slipstream.scheduler.workers.attachment import MOST_OF_ONE, DraftAttachment, Retired
 from tests.harness.workers import describe
 

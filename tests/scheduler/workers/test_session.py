@@ -13,7 +13,7 @@ import pytest
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import ConfigError, UnavailableError
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.counted_jobs import Job
 from tests.harness.leaks import nothing_left
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.device.cpu.device import HostArena
-    from slipstream.common.device.manifest import BufferSpec
-    from slipstream.common.worker.step import FenceName
+    from slipstream.common.wire.manifest import BufferSpec
+    from slipstream.common.wire.step import FenceName
 
 SEED = 5
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.device.manifest import EVENT, TIMELINE
 from slipstream.common.errors import MismatchError
 from slipstream.common.host import pid_namespace, shm_device
-from slipstream.common.worker.contract import PROTOCOL_VERSION
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.manifest import EVENT, TIMELINE
+from slipstream.common.wire.step import Role
+from slipstream.common.wire.worker import PROTOCOL_VERSION
 from slipstream.scheduler.workers.sharing import check_sharing
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.waiting import until
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.device.interface import Device
-    from slipstream.common.worker.contract import WorkerDescription
+    from slipstream.common.wire.worker import WorkerDescription
 
 GPU, OTHER_GPU = "GPU-7d9b2c3e", "GPU-00000001"
 HERE = {"device": GPU, "pid_namespace": pid_namespace(), "shm_device": shm_device()}

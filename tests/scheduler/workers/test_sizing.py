@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.device.manifest import EVENTS
 from slipstream.common.errors import ConfigError, MismatchError, OutOfMemoryError
-from slipstream.common.worker.contract import DeviceMemory
-from slipstream.common.worker.layout import ring_rows
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.layout import ring_rows
+from slipstream.common.wire.manifest import EVENTS
+from slipstream.common.wire.step import Role
+from slipstream.common.wire.worker import DeviceMemory
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.workers import sizing
 from slipstream.scheduler.workers.sharing import check_fits

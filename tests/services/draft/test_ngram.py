@@ -14,7 +14,7 @@ from slipstream.bundled import target_dir
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import ConfigError
 from slipstream.common.wire.sequence import SamplingParams
-from slipstream.common.worker.step import PrefillChunk, SlotUpdate
+from slipstream.common.wire.step import PrefillChunk, SlotUpdate
 from slipstream.services.draft.ngram import NgramDrafter, look_up
 from slipstream.services.worker.config import NGRAM, WorkerConfig
 from slipstream.services.worker.epoch import EpochState

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.common.errors import CheckpointError
-from slipstream.common.worker.step import FINAL_NORM
+from slipstream.common.wire.step import FINAL_NORM
 from slipstream.services.models import decoder
 from slipstream.services.models.attention import PagedKV, TorchAttention
 from slipstream.services.models.checkpoint import load_decoder

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from slipstream.common.errors import CheckpointError
-from slipstream.common.worker.step import FINAL_NORM
+from slipstream.common.wire.step import FINAL_NORM
 from slipstream.services.models.attention import ForwardBatch, PagedKV
 from slipstream.services.models.checkpoint import load_decoder, load_head
 from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP, Eagle3Config, EagleConfig, MtpConfig

@@ -17,10 +17,10 @@ from slipstream.common.errors import (
     MismatchError,
     StaleEpochError,
 )
+from slipstream.common.wire.layout import BufferName, DraftShape
 from slipstream.common.wire.sequence import SamplingParams
-from slipstream.common.worker.contract import DraftSizes
-from slipstream.common.worker.layout import BufferName, DraftShape
-from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, FenceWait, PrefillChunk, StepCommand
+from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait, PrefillChunk, StepCommand
+from slipstream.common.wire.worker import DraftSizes
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker import epoch, fused_future_map
 from slipstream.services.worker.config import WorkerConfig

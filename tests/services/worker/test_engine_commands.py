@@ -14,8 +14,8 @@ from slipstream.common.errors import (
     MismatchError,
     StaleEpochError,
 )
-from slipstream.common.worker.layout import RESULT_FENCES
-from slipstream.common.worker.step import (
+from slipstream.common.wire.layout import RESULT_FENCES
+from slipstream.common.wire.step import (
     FenceOps,
     FencePoint,
     FenceWait,

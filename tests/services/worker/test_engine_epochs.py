@@ -19,9 +19,9 @@ from slipstream.common.errors import (
     OutOfMemoryError,
     StaleEpochError,
 )
-from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.contract import PROTOCOL_VERSION
-from slipstream.common.worker.step import Role, StepCommand, WaitPlace
+from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.wire.step import Role, StepCommand, WaitPlace
+from slipstream.common.wire.worker import PROTOCOL_VERSION
 from slipstream.services.worker import epoch
 from slipstream.services.worker.engine import ATTACH, DRAIN, Engine
 from slipstream.services.worker.role import Phase
@@ -30,7 +30,7 @@ from tests.harness.recording_role import PROPOSED, STASH, Recorder, attached
 from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, decode, describe
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.contract import Attachment
+    from slipstream.common.wire.worker import Attachment
     from slipstream.services.worker.epoch import EpochState
 
 pytestmark = pytest.mark.usefixtures("clean")

@@ -11,10 +11,10 @@ import pytest
 from slipstream.common.errors import (
     DeadlineExceededError,
 )
+from slipstream.common.wire.access_log import JsonLinesAccessLog, LogOp, StreamName
+from slipstream.common.wire.layout import DECODE_PART, BufferName
 from slipstream.common.wire.sequence import SamplingParams
-from slipstream.common.worker.access_log import JsonLinesAccessLog, LogOp, StreamName
-from slipstream.common.worker.layout import DECODE_PART, BufferName
-from slipstream.common.worker.step import FenceOps, FenceWait, Role, SlotUpdate, StepCommand, WaitPlace
+from slipstream.common.wire.step import FenceOps, FenceWait, Role, SlotUpdate, StepCommand, WaitPlace
 from slipstream.services.worker.role import Phase
 from tests.harness.recording_role import PROPOSED, PUBLISH, STASH, Recorder, attached
 from tests.harness.workers import LocalWorker, SharedArenas, attach, decode

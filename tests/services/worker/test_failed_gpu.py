@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.common.device.cpu.device import ReadOnlyFence
 from slipstream.common.errors import DeviceError
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.step import FenceName
 from slipstream.services.worker import engine
 from tests.harness.recording_role import Recorder, attached
 from tests.harness.workers import attachment_to, decode

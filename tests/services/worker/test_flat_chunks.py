@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.common.worker.step import PrefillChunk
+from slipstream.common.wire.step import PrefillChunk
 from slipstream.services.worker.staging import FlatChunks, HostStaging
 
 

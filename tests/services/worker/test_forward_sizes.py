@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from slipstream.common.worker.layout import PADDING_SLOT
-from slipstream.common.worker.step import PrefillChunk
+from slipstream.common.wire.layout import PADDING_SLOT
+from slipstream.common.wire.step import PrefillChunk
 from slipstream.services.worker.forward_sizes import (
     MOST_PADDING,
     PADDING_SHARE,

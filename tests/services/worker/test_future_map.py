@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.common.errors import FutureMapError
-from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.contract import DraftSizes
-from slipstream.common.worker.layout import DECODE_PART, LENT_WEIGHTS, PREFILL_PART, BufferName, DraftShape
+from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.wire.layout import DECODE_PART, LENT_WEIGHTS, PREFILL_PART, BufferName, DraftShape
+from slipstream.common.wire.worker import DraftSizes
 from slipstream.services.models.sampler import Logprobs
 from slipstream.services.worker.future_map import FutureMap
 from slipstream.services.worker.region import POISON, Region

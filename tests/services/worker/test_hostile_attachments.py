@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.common.device.cpu.shared_file import DIRECTORY, PREFIX
-from slipstream.common.device.manifest import DTYPES
 from slipstream.common.errors import ManifestError, MismatchError, OutOfMemoryError
-from slipstream.common.worker.wire import command_to_pb, manifest_from_pb
+from slipstream.common.wire.manifest import DTYPES
+from slipstream.common.wire.worker import command_to_pb, manifest_from_pb
 from tests.harness.hosted import (
     FUZZ,
     TIMEOUT_S,

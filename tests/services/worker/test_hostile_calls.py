@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.common.worker.wire import command_to_pb
+from slipstream.common.wire.worker import command_to_pb
 from slipstream.protos import worker_pb2 as pb
 from tests.harness.hosted import (
     EPOCHS,

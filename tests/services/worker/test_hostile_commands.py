@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.common.wire.sequence import SamplingParams
-from slipstream.common.worker.step import (
+from slipstream.common.wire.step import (
     FenceName,
     FenceOps,
     FencePoint,
@@ -20,7 +20,7 @@ from slipstream.common.worker.step import (
     StepCommand,
     WaitPlace,
 )
-from slipstream.common.worker.wire import command_to_pb
+from slipstream.common.wire.worker import command_to_pb
 from tests.harness.checkpoints import VOCAB_SIZE
 from tests.harness.hosted import (
     ATTACHMENT,

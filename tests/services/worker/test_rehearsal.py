@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from slipstream.common.worker.step import PrefillChunk
+from slipstream.common.wire.step import PrefillChunk
 from slipstream.scheduler.core.batch_sizes import BatchSizes
 from slipstream.services.worker import rehearsal
 from slipstream.services.worker.forward_sizes import with_padding

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from slipstream.common.errors import FailedPreconditionError, UnavailableError
-from slipstream.common.worker.step import FenceOps, Role
+from slipstream.common.wire.step import FenceOps, Role
 from slipstream.scheduler.workers.link import LinkThread, WorkerLink
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.leaks import check_it_holds_no_more_than, held_by

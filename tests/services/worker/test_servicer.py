@@ -15,8 +15,8 @@ from slipstream.benchmarks.dummy_model import DummyDraft
 from slipstream.cli.health import check, health_checks, until_hung
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, StaleEpochError, UnavailableError
 from slipstream.common.rpc.status import error_from_rpc
-from slipstream.common.worker.step import FenceName, Role
-from slipstream.common.worker.wire import attachment_to_pb, command_to_pb, description_from_pb
+from slipstream.common.wire.step import FenceName, Role
+from slipstream.common.wire.worker import attachment_to_pb, command_to_pb, description_from_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.worker.device_thread import DeviceThread

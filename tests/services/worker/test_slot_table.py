@@ -10,7 +10,7 @@ import torch
 
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.wire.sequence import SamplingParams
-from slipstream.common.worker.step import SlotUpdate
+from slipstream.common.wire.step import SlotUpdate
 from slipstream.services.worker.slots import SamplingMode, SlotTable
 from slipstream.services.worker.staging import HostStaging, PinnedStaging
 from tests.harness.workers import SHAPE, SharedArenas, attachment_to, decode

@@ -11,8 +11,8 @@ import torch
 from slipstream.benchmarks.dummy_worker import make_dummy
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import InvalidArgumentError
-from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import (
+from slipstream.common.wire.layout import BufferName
+from slipstream.common.wire.step import (
     DRAFT_FENCES,
     FenceName,
     FenceOps,

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from slipstream.common.device.cpu.device import HostArena, HostDevice
 from slipstream.common.device.cpu.shared_file import DIRECTORY, PREFIX
-from slipstream.common.device.manifest import BufferSpec
 from slipstream.common.errors import DeviceError, FailedPreconditionError, ManifestError, OutOfMemoryError
-from slipstream.common.worker.step import FenceName
-from slipstream.common.worker.wire import manifest_from_pb, manifest_to_pb
+from slipstream.common.wire.manifest import BufferSpec
+from slipstream.common.wire.step import FenceName
+from slipstream.common.wire.worker import manifest_from_pb, manifest_to_pb
 from tests.common.device.conftest import SPECS
 from tests.harness.other_process import ArenaReader
 
@@ -233,7 +233,7 @@ def test_the_file_of_a_killed_owner_is_removed_by_the_next(arena: HostArena) -> 
     script = (
         "import torch, os, signal\n"
         "from slipstream.common.device.cpu.device import HostArena\n"
-        "from slipstream.common.device.manifest import BufferSpec\n"
+        "from slipstream.common.wire.manifest import BufferSpec\n"
         "arena = HostArena.create([BufferSpec('a', (4,), torch.int64, 'x')], [])\n"
         "print(arena.manifest.path, flush=True)\n"
         "signal.pause()\n"

@@ -13,7 +13,7 @@ import torch
 
 from slipstream.common.device.cpu.device import HostDevice, HostFence, HostStream
 from slipstream.common.errors import DeadlineExceededError
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.step import FenceName
 from tests.harness.other_process import FenceUser
 
 if TYPE_CHECKING:

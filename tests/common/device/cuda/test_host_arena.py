@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from slipstream.common.device.interface import Look
-from slipstream.common.device.manifest import BufferSpec
 from slipstream.common.errors import DeviceError, FailedPreconditionError, ManifestError
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.manifest import BufferSpec
+from slipstream.common.wire.step import FenceName
 from tests.harness import fake_cuda
 from tests.harness.fake_cuda import Result
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from slipstream.common.device.manifest import EVENT, EVENTS, TIMELINE, BufferSpec, FenceWord, Manifest, lay_out
 from slipstream.common.errors import ConfigError, DeviceError, ManifestError, MismatchError, OutOfMemoryError
-from slipstream.common.worker.step import FenceName
+from slipstream.common.wire.manifest import EVENT, EVENTS, TIMELINE, BufferSpec, FenceWord, Manifest, lay_out
+from slipstream.common.wire.step import FenceName
 from tests.harness import fake_cuda
 from tests.harness.fake_cuda import Result
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from slipstream.common.worker.step import FINAL_NORM
+from slipstream.common.wire.step import FINAL_NORM
 from slipstream.services.models import decoder
 from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV, RaggedRows
 from slipstream.services.models.checkpoint import load_decoder, load_head

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.wire.layout import NOT_FINITE, BufferName, DraftShape, EpochShape
 from slipstream.common.wire.sequence import SamplingParams
-from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.contract import DraftSizes
-from slipstream.common.worker.layout import NOT_FINITE, BufferName, DraftShape, EpochShape
+from slipstream.common.wire.worker import DraftSizes
 from slipstream.services.models import sampler
 from slipstream.services.models.kernels import step_ops
 from slipstream.services.models.kernels.step_ops import (
@@ -33,7 +33,7 @@ from tests.harness.kernel_launches import KernelLaunches
 if TYPE_CHECKING:
     from typing import Any
 
-    from slipstream.common.device.manifest import BufferSpec
+    from slipstream.common.wire.manifest import BufferSpec
 
 SLOTS = 6
 RING = 3

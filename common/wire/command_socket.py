@@ -23,13 +23,13 @@ from google.protobuf.message import DecodeError
 
 from slipstream.common.errors import InvalidArgumentError, UnavailableError
 from slipstream.common.rpc.address import MAX_UNIX_PATH_BYTES, UnixAddress, parse_address
-from slipstream.common.worker.wire import command_to_pb
+from slipstream.common.wire.worker import command_to_pb
 from slipstream.protos import worker_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.wire.step import StepCommand
 
 logger = logging.getLogger(__name__)
 

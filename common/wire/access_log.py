@@ -18,14 +18,14 @@ import time
 from typing import TYPE_CHECKING, Literal
 
 from slipstream.common.errors import ConfigError
-from slipstream.common.worker.step import Role
+from slipstream.common.wire.step import Role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from slipstream.common.worker.layout import BufferName
-    from slipstream.common.worker.step import FenceName
+    from slipstream.common.wire.layout import BufferName
+    from slipstream.common.wire.step import FenceName
 
 BUFFER_BYTES = 1 << 20
 

@@ -17,7 +17,7 @@ from slipstream.common.errors import ManifestError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from slipstream.common.worker.step import FenceName
+    from slipstream.common.wire.step import FenceName
 
 ALIGNMENT_BYTES = 256
 FENCE_BYTES = 64

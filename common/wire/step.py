@@ -1,4 +1,4 @@
-"""One step as the scheduler orders it and a worker carries it out, as plain data (`wire.py` encodes it)."""
+"""One step as the scheduler orders it and a worker carries it out, as plain data (`worker.py` encodes it)."""
 
 from __future__ import annotations
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from slipstream.common.device.interface import ClockSample
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.wire.messages import Readers, decode, encode
-from slipstream.common.worker.recorder import Record, Site
-from slipstream.common.worker.step import FenceName, FenceWait, WaitPlace
+from slipstream.common.wire.recorder import Record, Site
+from slipstream.common.wire.step import FenceName, FenceWait, WaitPlace
 from slipstream.protos import trace_pb2
 
 if TYPE_CHECKING:
@@ -21,6 +20,16 @@ if TYPE_CHECKING:
 MAX_STEPS = 1000
 MAX_WAIT_MS = 60_000
 DEFAULT_WAIT_MS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class ClockSample:
+    """One moment on both clocks, in nanoseconds."""
+
+    device_ns: int
+    host_ns: int
+    uncertainty_ns: int = 0
+    """The largest error of one against the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

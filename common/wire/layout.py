@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.common.device.manifest import BufferSpec
+from slipstream.common.wire.manifest import BufferSpec
 from slipstream.common.wire.sequence import MAX_TOP_LOGPROBS
-from slipstream.common.worker.step import DRAFT_FENCES, FenceName, Role
+from slipstream.common.wire.step import DRAFT_FENCES, FenceName, Role
 
 PADDING_SLOT = 0
 """The row of the slot buffers that belongs to no request: any process may write it, and none uses it."""

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
-from slipstream.common.worker import command_socket
-from slipstream.common.worker.command_socket import (
+from slipstream.common.wire import command_socket
+from slipstream.common.wire.command_socket import (
     MAX_COMMAND_BYTES,
     CommandReceiver,
     CommandSender,
     serve_on_event_loop,
 )
-from slipstream.common.worker.wire import command_to_pb
+from slipstream.common.wire.worker import command_to_pb
 from slipstream.services.worker.device_thread import DeviceThread
 from tests.harness.waiting import until
 from tests.harness.workers import decode
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from slipstream.common.worker.command_socket import Serve
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.wire.command_socket import Serve
+    from slipstream.common.wire.step import StepCommand
     from slipstream.protos import worker_pb2 as pb
 
 pytestmark = pytest.mark.timeout(20)

@@ -8,23 +8,21 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 
-from slipstream.common.device.manifest import BufferSpec, FenceWord, Manifest, lay_out
 from slipstream.common.errors import ConfigError, InvalidArgumentError, ManifestError
-from slipstream.common.worker.contract import (
-    Attachment,
-    DraftRegion,
-    StepTokens,
-    WorkerDescription,
-)
-from slipstream.common.worker.layout import (
+from slipstream.common.wire.layout import (
     GIVEN_FENCES,
     OWN_FENCES,
     RESULT_FENCES,
     DraftShape,
     EpochShape,
 )
-from slipstream.common.worker.step import FenceName, Role, StepCommand
-from slipstream.common.worker.wire import (
+from slipstream.common.wire.manifest import BufferSpec, FenceWord, Manifest, lay_out
+from slipstream.common.wire.step import FenceName, Role, StepCommand
+from slipstream.common.wire.worker import (
+    Attachment,
+    DraftRegion,
+    StepTokens,
+    WorkerDescription,
     attached_to_pb,
     attachment_from_pb,
     attachment_to_pb,

@@ -1,1 +1,0 @@
-"""The contract between the scheduler and its workers: steps, attachments, shared buffers, records."""
