@@ -9,10 +9,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from slipstream.common.wire.job import FinishReason, JobInfo, JobState, Usage
-from slipstream.gateway.metrics import FAILED
-from slipstream.gateway.request import MAX_SAMPLES
+from slipstream.gateway.metrics import FAILED, RequestTimes
 from slipstream.gateway.sample import Sample
-from slipstream.gateway.sample_output import SampleOutput
 
 if TYPE_CHECKING:
     import asyncio
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from slipstream.gateway.metrics import RequestMetrics
     from slipstream.gateway.model import ServedModel
     from slipstream.gateway.request import CheckedRequest
-    from slipstream.gateway.sample import RunningSequence
     from slipstream.gateway.text import Vocabulary
 
 
@@ -37,17 +34,18 @@ class Job:
     def __init__(
         self,
         request: CheckedRequest,
-        sequences: Iterable[RunningSequence],
         model: ServedModel,
         *,
         number: int,
         attempt: int,
         created_at: datetime | None = None,
+        arrived_at: float | None = None,
         owner: str = "",
     ) -> None:
-        """`sequences`: one for each sample. `number` grows from job to job, `attempt` with each of the same name.
+        """`number` grows from job to job, `attempt` with each job of the same name.
 
-        `created_at` is now if it is not given. `owner` is the API key that it was made with.
+        `created_at`, and `arrived_at` by `time.monotonic`, are now if they are not given. `owner` is the API key that
+        it was made with.
         """
         self.request = request
         self.job_id = request.job_id
@@ -56,18 +54,12 @@ class Job:
         self.num_prompt_tokens = len(request.samples[0].prompt)
         self.attempt = attempt
         self.model_identity = model.identity
+        self.times = RequestTimes()
+        self.created_at = created_at or datetime.now(UTC)
+        arrived_at = time.monotonic() if arrived_at is None else arrived_at
+        new_sample = partial(Sample, request, number=number, attempt=attempt, arrived_at=arrived_at, times=self.times)
         vocabulary = model.vocabulary.for_output(shows_special=request.shows_special)
-        detokenizer = partial(vocabulary.new_detokenizer, request.text_before)
-        self.samples = tuple(
-            Sample(
-                sequence,
-                SampleOutput(
-                    request, detokenizer(), token_bytes=vocabulary.token_bytes, sample_index=index, attempt=attempt
-                ),
-                key=_key(number, index),
-            )
-            for index, sequence in enumerate(sequences)
-        )
+        self.samples = tuple(new_sample(vocabulary, index=index) for index in range(len(request.samples)))
         self.num_callers = 0
         """Open Generate calls; the job is cancelled with the last of them, unless it is detached."""
         self.is_detached = False
@@ -78,40 +70,37 @@ class Job:
         """True once a client cancelled it."""
         self.is_over = False
         """True if there will be no more tokens."""
-        self.created_at = created_at or datetime.now(UTC)
-        self._arrived_at = self.samples[0].arrived_at
-        self._has_started = False
         self.failure: SlipstreamError | None = None
         """Set if it failed as a whole."""
         self.waiting: dict[asyncio.Future[None], None] = {}
         """Set when there is more to read, in the order in which readers added them, who take them out again."""
         self.waiting_for_turn: dict[asyncio.Future[None], None] = {}
         """The same of readers to whom only the first token and the end of a sample are urgent."""
+        self._arrived_at = arrived_at
+        self._has_started = False
+        self._num_over = 0
 
     @property
-    def sequences(self) -> tuple[RunningSequence, ...]:
-        """The sequences that are not over."""
-        return tuple(sample.sequence for sample in self.samples if sample.sequence is not None)
+    def unfinished(self) -> tuple[Sample, ...]:
+        """The samples that are not over."""
+        return tuple(sample for sample in self.samples if not sample.is_over)
 
     @property
     def num_tokens(self) -> int:
         """Tokens so far, of all samples together."""
-        return sum(sample.output.num_tokens for sample in self.samples)
+        return sum(sample.num_tokens for sample in self.samples)
 
     @property
     def num_bytes(self) -> int:
         """Memory that it takes, roughly."""
-        return _JOB_BYTES + 8 * self.num_prompt_tokens + sum(one.output.num_bytes for one in self.samples)
+        return _JOB_BYTES + 8 * self.num_prompt_tokens + sum(sample.num_bytes for sample in self.samples)
 
     @property
     def error(self) -> SlipstreamError | None:
         """The reason why the job could not go on."""
         if self.failure is not None:
             return self.failure
-        for sample in self.samples:
-            if sample.error is not None:
-                return sample.error
-        return None
+        return next((sample.error for sample in self.samples if sample.error is not None), None)
 
     @property
     def can_go_on(self) -> bool:
@@ -123,7 +112,7 @@ class Job:
         """The reason of the end; None while a sample goes on, and if one has failed."""
         if self.error is not None:
             return None
-        reasons = {sample.output.finish_reason for sample in self.samples}
+        reasons = {sample.finish_reason for sample in self.samples}
         return None if None in reasons else next(reason for reason in _STRONGEST_FIRST if reason in reasons)
 
     @property
@@ -138,37 +127,29 @@ class Job:
             self.failure = error
 
     async def forget_tokenizer(self) -> None:
-        """Detokenizes the rest and lets go of the tokenizer. Called when its model is not served any more."""
+        """Detokenizes the rest and drops the tokenizer. Called when its model is not served any more."""
         for sample in self.samples:
-            await sample.output.forget_tokenizer()
+            await sample.forget_tokenizer()
 
     def settle(self) -> None:
         """Called when all of its output has come back from the journal."""
         for sample in self.samples:
             sample.settle()
         self._has_started = self.num_tokens > 0
-        self.is_over = all(sample.sequence is None for sample in self.samples)
+        self.is_over = not self.unfinished
 
-    def go_on(self, number: int, vocabulary: Vocabulary) -> list[tuple[Sample, RunningSequence]]:
-        """Begins again from the output kept, under a new number.
-
-        Returns the samples that are not whole, with their new sequences.
-        """
+    def go_on(self, number: int, vocabulary: Vocabulary) -> list[Sample]:
+        """Begins again from the output kept, under a new number. Returns the samples that are not whole."""
         self.number = number
         self.left_as = self.failure = None
         self.is_over = self.is_cancelled = False
         vocabulary = vocabulary.for_output(shows_special=self.request.shows_special)
-        detokenizer = partial(vocabulary.new_detokenizer, self.request.text_before)
-        begun = [
-            (sample, sequence)
-            for index, sample in enumerate(self.samples)
-            if (sequence := sample.go_on(detokenizer(), vocabulary.token_bytes, key=_key(number, index))) is not None
-        ]
+        begun = [sample for sample in self.samples if sample.go_on(vocabulary, number)]
         if self.error is None:
             return begun
-        # What one of them has cannot become text: a job fails with any of its samples.
-        for sample, _ in begun:
-            sample.end(FinishReason.ABORT, None)
+        # What a sample has cannot become text: a job fails with any of its samples.
+        for sample in begun:
+            sample.end(FinishReason.ABORT)
         return []
 
     def update(self, metrics: RequestMetrics, now: float, turns: LoopTurns) -> int:
@@ -176,18 +157,15 @@ class Job:
 
         Wakes the readers in turns. `now` is in seconds of `time.monotonic`. Called until the job is over, not after.
         """
-        is_urgent = False
-        if not self._has_started and self.num_tokens:
-            is_urgent = self._has_started = True
+        is_urgent = not self._has_started and self.num_tokens > 0
+        if is_urgent:
+            self._has_started = True
             self._measure_start(metrics, now)
-        num_new, is_over = 0, True
-        for sample in self.samples:
-            num_new += sample.measure(metrics, now)
-            if sample.sequence is None:
-                is_urgent = True
-            else:
-                is_over = False
-        if is_over:
+        num_new = sum(sample.measure(metrics, now) for sample in self.samples)
+        num_over = sum(sample.is_over for sample in self.samples)
+        is_urgent = is_urgent or num_over != self._num_over
+        self._num_over = num_over
+        if num_over == len(self.samples):
             self.is_over = True
             reason = self.finish_reason
             if self.left_as is None and reason is not None:
@@ -203,12 +181,10 @@ class Job:
         return num_new
 
     def info(self) -> JobInfo:
-        """The job as it is now."""
+        """Returns the job as it is now."""
         state = JobState.ENDED
         if not self.is_over:
-            is_waiting = all(sample.usage is None for sample in self.samples) and all(
-                sequence.stats.admitted_at is None for sequence in self.sequences
-            )
+            is_waiting = all(sample.admitted_at is None and not sample.is_over for sample in self.samples)
             state = JobState.WAITING if is_waiting else JobState.RUNNING
         return JobInfo(
             job_id=self.job_id,
@@ -223,19 +199,13 @@ class Job:
         )
 
     def _measure_start(self, metrics: RequestMetrics, now: float) -> None:
-        stats = [sequence.stats for sequence in self.sequences]
-        admitted_at = min((one.admitted_at or now for one in stats), default=now)
-        first_token_at = min((one.first_token_at or now for one in stats), default=now)
+        admitted_at = min(sample.admitted_at or now for sample in self.samples)
+        first_token_at = min(sample.first_token_at or now for sample in self.samples)
         metrics.started(
             prompt_tokens=self.num_prompt_tokens,
             queue_seconds=max(0.0, admitted_at - self._arrived_at),
             first_token_seconds=max(0.0, first_token_at - self._arrived_at),
         )
-
-
-def _key(number: int, index: int) -> int:
-    """Names a sample in the journal."""
-    return number * MAX_SAMPLES + index
 
 
 class JobStore:
@@ -254,7 +224,7 @@ class JobStore:
     ) -> None:
         """Keeps `capacity` jobs at most after their end, each for `ttl_s` seconds of `clock`.
 
-        Together they take `max_bytes` of memory at most; the one that ended first goes first.
+        Together they take `max_bytes` of memory at most; the job that ended first is forgotten first.
         """
         self.on_forget: Callable[[Job], None] = lambda _: None
         """Called with each job that is not kept any longer."""
@@ -264,7 +234,7 @@ class JobStore:
         self._clock = clock
         self._jobs: dict[tuple[str, str], Job] = {}
         self._ended: dict[Job, tuple[float, int]] = {}
-        """When each of them is forgotten, and its bytes; the one that ended first comes first."""
+        """When each of them is forgotten, and its bytes; the job that ended first is the first."""
         self._ended_bytes = 0
 
     def __len__(self) -> int:
@@ -272,11 +242,11 @@ class JobStore:
         return len(self._jobs)
 
     def jobs(self) -> Iterable[Job]:
-        """All that are kept, the earliest first."""
+        """Returns all jobs that are kept, the earliest first."""
         return self._jobs.values()
 
     def add(self, job: Job) -> None:
-        """Adds a job that begins, in place of its owner's of the same id."""
+        """Adds a job that begins, in place of its owner's job of the same id."""
         before = self._jobs.pop((job.owner, job.job_id), None)
         if before is not None:
             self._take_from_ended(before)
@@ -294,12 +264,12 @@ class JobStore:
         self._forget()
 
     def get(self, owner: str, job_id: str) -> Job | None:
-        """The owner's job of this id; None if there is none, or no more."""
+        """Returns the owner's job of this id; None if there is none, or no more."""
         self._forget()
         return self._jobs.get((owner, job_id))
 
     def latest(self, owner: str, count: int, before: int = 0) -> list[Job]:
-        """The owner's latest jobs, at most `count`, with numbers below `before`, unless that is 0."""
+        """Returns the owner's latest jobs, at most `count`, with numbers below `before`, unless that is 0."""
         self._forget()
         earlier = (job for job in reversed(self._jobs.values()) if not before or job.number < before)
         return list(islice((job for job in earlier if job.owner == owner), count))

@@ -23,7 +23,7 @@ from slipstream.gateway.job import Job
 from slipstream.gateway.journal import JobJournal
 from slipstream.gateway.keys import TokenQuota, current_owner
 from slipstream.gateway.metrics import DEADLINE, DISCONNECTED, REFUSED
-from slipstream.gateway.sample import BROKEN_OUTPUT, RunningSequence
+from slipstream.gateway.sample import BROKEN_OUTPUT
 from slipstream.gateway.stream import JobReader
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ class JobManager:
         self._store = store
         self._metrics = metrics
         self._stream_interval_s = stream_interval_s
-        self._alive: dict[RunningSequence, tuple[Job, Sample]] = {}
+        self._alive: dict[Sample, Job] = {}
+        """The samples that are not over."""
         self.journal = JobJournal(
             journal_file, jobs=store.jobs, metrics=metrics, on_failure=self._fail_all, on_writable=on_writable
         )
@@ -94,7 +95,7 @@ class JobManager:
     @property
     def num_jobs(self) -> int:
         """Jobs that are not over."""
-        return len({job for job, _ in self._alive.values()})
+        return len(set(self._alive.values()))
 
     async def wait_idle(self) -> None:
         """Returns when no job is alive."""
@@ -109,10 +110,8 @@ class JobManager:
         restored = await self.journal.restore(model)
         for job, _ in restored:
             self._store.add(job)
-            for sample in job.samples:
-                if sample.sequence is not None:
-                    self._alive[sample.sequence] = (job, sample)
-                    self._link.add(sample.sequence)
+            self._alive |= dict.fromkeys(job.unfinished, job)
+            self._link.add(*job.unfinished)
         for job, _ in sorted(restored, key=lambda item: item[1]):
             if job.is_over:
                 self._store.end(job)
@@ -123,67 +122,60 @@ class JobManager:
         unfinished = [job for job, _ in restored if not job.is_over]
         asyncio.get_running_loop().call_later(self._return_s, self._cancel_without_callers, unfinished)
 
-    def find(self, job_id: str, digest: bytes, model: ServedModel | None = None) -> Job | None:
-        """Finds the job that the same request made before; None if there is none, or if it has to begin anew.
+    def find(self, job_id: str, digest: bytes) -> Job | None:
+        """Finds the job that the same request made before; None if there is none.
 
-        A job that its caller left, or that failed, goes on from the output that it has if `model` is still the same.
-        Raises AlreadyExistsError if another request made the job of this id, and the errors of `check_room`.
+        Raises AlreadyExistsError if another request made the job of this id, and UnavailableError while jobs come back
+        from the journal.
         """
+        if not job_id:
+            return None
         self._check_complete()
         job = self._store.get(current_owner(), job_id)
-        if job is None:
-            return None
-        if job.request.digest != digest:
+        if job is not None and job.request.digest != digest:
             raise AlreadyExistsError(f"there is a job {job_id!r}, and another request made it")
-        if not job.can_go_on:
-            return job
-        if model is None or model.identity != job.model_identity:
-            return None
-        self._go_on(job, model)
         return job
 
-    def _go_on(self, job: Job, model: ServedModel) -> None:
+    def go_on(self, job: Job, model: ServedModel) -> None:
+        """Has a job that its caller left, or that failed, go on from the output that it has, with the same model.
+
+        Raises the errors of `TokenQuota.check` and `check_room`.
+        """
         begins = [sample.spec for sample in job.samples if not sample.is_whole]
-        others = [found for found in self._alive.values() if found[0] is not job]
+        others = ((sample, other) for sample, other in self._alive.items() if other is not job)
         self._check_bounds(job.owner, begins, others)
-        # What the scheduler still sends for the sequences before is of no interest.
-        self._cancel_sequences(job)
-        for sequence in job.sequences:
-            self._alive.pop(sequence, None)
+        for sample in job.samples:
+            self._link.drop(sample)
+            self._alive.pop(sample, None)
         # Under its old number, the journal may have output that was not taken in.
         old_number = job.number
         begun = job.go_on(next(self._numbers), model.vocabulary)
         self.journal.accept(job)
         self.journal.forget(old_number)
-        for sample, sequence in begun:
-            self._alive[sequence] = (job, sample)
-            self._link.add(sequence)
         self._store.add(job)
-        self._is_idle.clear()
+        self._begin(job, begun)
         if not begun:
             self._update([job], time.monotonic())
 
-    def create(self, request: CheckedRequest, model: ServedModel) -> Job:
-        """Makes the job of a request, unless `find` finds it.
+    def create(self, request: CheckedRequest, model: ServedModel, before: Job | None = None) -> Job:
+        """Makes the job of a request, in place of the job `before` of the same id.
 
-        Raises what `find`, `TokenQuota.check` and `check_room` do.
+        Raises the errors of `TokenQuota.check` and `check_room`.
         """
-        found = self.find(request.job_id, request.digest, model)
-        if found is not None:
-            return found
         owner = current_owner()
-        self._check_bounds(owner, request.samples, self._alive.values())
-        sequences = tuple(map(RunningSequence, request.samples))
-        self._link.add(*sequences)
-        before = self._store.get(owner, request.job_id)
+        self._check_bounds(owner, request.samples, self._alive.items())
         number = next(self._numbers)
         attempt = max(number, 0 if before is None else before.attempt + 1)
-        job = Job(request, sequences, model, number=number, attempt=attempt, owner=owner)
-        self._alive |= {sequence: (job, sample) for sequence, sample in zip(sequences, job.samples, strict=True)}
+        job = Job(request, model, number=number, attempt=attempt, owner=owner)
         self._store.add(job)
         self.journal.accept(job)
-        self._is_idle.clear()
+        self._begin(job, job.samples)
         return job
+
+    def _begin(self, job: Job, samples: Sequence[Sample]) -> None:
+        self._alive |= dict.fromkeys(samples, job)
+        self._link.add(*samples)
+        self._is_idle.clear()
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
@@ -199,7 +191,7 @@ class JobManager:
         with self.counting_refusals():
             self._link.check_room(num_samples)
 
-    def _check_bounds(self, owner: str, samples: Sequence[SequenceSpec], alive: Iterable[tuple[Job, Sample]]) -> None:
+    def _check_bounds(self, owner: str, samples: Sequence[SequenceSpec], alive: Iterable[tuple[Sample, Job]]) -> None:
         """Raises the error for samples that its owner, or the queue, has no room for beside those `alive`."""
         self._quota.check(owner, samples, alive)
         self.check_room(len(samples))
@@ -226,7 +218,7 @@ class JobManager:
         if not job.is_over and not job.is_cancelled:
             job.is_cancelled = True
             self.journal.accept(job)
-            self._cancel_sequences(job)
+            self._cancel(job)
 
     def detach(self, job: Job) -> None:
         """Lets a job go on without a caller. No effect if it is over."""
@@ -265,29 +257,29 @@ class JobManager:
             return
         is_late = time_left_s is not None and time_left_s <= DEADLINE_SLACK_S
         job.left_as = DEADLINE if is_late else DISCONNECTED
-        self._cancel_sequences(job)
+        self._cancel(job)
 
     def deliver(self, step: StepOutput) -> None:
         self.journal.take_in(step, self._link.running, partial(self._apply, step))
 
-    def end(
-        self, sequence: RunningSequence, reason: FinishReason | None = None, error: SlipstreamError | None = None
-    ) -> None:
-        self.journal.after(partial(self._end, sequence, reason, error))
+    def end(self, sample: Sample, reason: FinishReason | None = None, error: SlipstreamError | None = None) -> None:
+        self.journal.after(partial(self._end, sample, sample.key, reason, error))
 
     async def settled(self) -> None:
         with suppress(SlipstreamError):
             await self.journal.flush()
 
-    def _end(self, sequence: RunningSequence, reason: FinishReason | None, error: SlipstreamError | None) -> None:
-        self._link.release(sequence)
-        if sequence not in self._alive:
+    def _end(self, sample: Sample, key: int, reason: FinishReason | None, error: SlipstreamError | None) -> None:
+        if sample.key != key:
+            return  # it has begun again
+        self._link.release(sample)
+        job = self._alive.pop(sample, None)
+        if job is None:
             return
-        job, sample = self._alive.pop(sequence)
         sample.end(reason, error)
         if sample.error is not None:
             # A job fails with any of its samples.
-            self._cancel_sequences(job)
+            self._cancel(job)
         self._update([job], time.monotonic())
 
     def _apply(self, step: StepOutput) -> None:
@@ -301,12 +293,11 @@ class JobManager:
             step.sequences, step.num_tokens, step.num_accepted, step.finish_reasons, is_beyond, strict=True
         ):
             start, end = end, end + num_tokens
-            sequence = running.get(number)
-            if sequence is None:
+            sample = running.get(number)
+            if sample is None:
                 continue
-            found = alive.get(sequence)
-            if found is not None:
-                job, sample = found
+            job = alive.get(sample)
+            if job is not None:
                 changed[job] = None
                 try:
                     if sample.add(
@@ -318,16 +309,16 @@ class JobManager:
                         published_ns=published_ns,
                         is_beyond_draft=is_beyond_draft,
                     ):
-                        self._link.cancel(sequence)
+                        self._link.cancel(sample)
                 except Exception:
                     # Output that cannot be turned into text fails its own job, no other.
                     logger.exception("the output of a step cannot be taken in", extra={"job": job.job_id})
                     sample.end(None, InternalError(BROKEN_OUTPUT))
-                    self._cancel_sequences(job)
-                if sample.usage is not None:
-                    del alive[sequence]
+                    self._cancel(job)
+                if sample.is_over:
+                    del alive[sample]
             if reason is not None:
-                self._link.release(sequence)
+                self._link.release(sample)
         self._update(changed, published_ns / 1e9)
 
     def _update(self, changed: Iterable[Job], now: float) -> None:
@@ -348,7 +339,7 @@ class JobManager:
         if job.error is None:
             logger.error("the output cannot be read", exc_info=error, extra={"job": job.job_id})
             job.fail(InternalError(BROKEN_OUTPUT))
-            self._cancel_sequences(job)
+            self._cancel(job)
 
     def _check_complete(self) -> None:
         if not self._is_complete:
@@ -360,18 +351,18 @@ class JobManager:
         for job in jobs:
             if not (job.is_over or job.is_detached or job.num_callers):
                 job.left_as = DISCONNECTED
-                self._cancel_sequences(job)
+                self._cancel(job)
 
     def _fail_all(self, error: SlipstreamError) -> None:
         """Ends all that is alive: what came of it last is not in the journal."""
         # Some are of no job any more, and wait for an end that may be lost as well.
-        for sequence in self._link.sequences:
-            self._link.cancel(sequence)
-            self._end(sequence, None, error)
+        for sample in self._link.samples:
+            self._link.cancel(sample)
+            self._end(sample, sample.key, None, error)
 
-    def _cancel_sequences(self, job: Job) -> None:
-        for sequence in job.sequences:
-            self._link.cancel(sequence)
+    def _cancel(self, job: Job) -> None:
+        for sample in job.samples:
+            self._link.cancel(sample)
 
 
 def _log_end(job: Job) -> None:

@@ -1,31 +1,39 @@
-"""The journal of jobs: what is in it survives the gateway's process."""
+"""The journal of jobs: what is in it survives the gateway's process.
+
+It has times since 1970, because those of `time.monotonic` begin anew with each boot. The clock may be set between two
+of them: they say when something was, and decide nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import sqlite3
 import threading
 import time
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import ResourceExhaustedError, SlipstreamError, UnavailableError
 from slipstream.common.rpc.shutdown import raise_failure
 from slipstream.common.wire.job import FinishReason
-from slipstream.gateway.journal_codec import add_rows, job_id_of, job_of, output_of, record_of, rows_of
+from slipstream.common.wire.sequence import Refusal, SequenceSpec, StepOutput
+from slipstream.gateway.job import Job
 from slipstream.gateway.journal_file import Accepted, Forgotten, Saved
 from slipstream.gateway.journal_repair import Damage
 from slipstream.gateway.metrics import DISCONNECTED
+from slipstream.gateway.request import MAX_SAMPLES, CheckedRequest, samples_of
+from slipstream.protos import journal_pb2, scheduler_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from slipstream.common.wire.sequence import StepOutput
-    from slipstream.gateway.job import Job
     from slipstream.gateway.journal_file import Change, JournalFile, StoredJob
     from slipstream.gateway.metrics import RequestMetrics
     from slipstream.gateway.model import ServedModel
-    from slipstream.gateway.sample import RunningSequence
+    from slipstream.gateway.sample import Sample
 
 
 RETRY_AFTER_MS = 1000
@@ -35,6 +43,8 @@ LOOK_FOR_ROOM_S = 1.0
 _RESTORED_AT_ONCE = 32
 
 logger = logging.getLogger(__name__)
+_ID_LENGTH = re.compile(rb"\x0a[\x80-\xff]*[\x00-\x7f]\x1a([\x00-\x80])\x01?", re.DOTALL)
+"""After the length of JournaledJob's first field, that of the job's id, of 128 bytes at most, in the sequence."""
 
 
 class Journal:
@@ -260,8 +270,8 @@ class JobJournal(Journal):
         if self._is_on:
             self.accepted(job.number, record_of(job), output_of(job) if job.num_tokens else None)
 
-    def take_in(self, step: StepOutput, running: Mapping[int, RunningSequence], then: Callable[[], None]) -> None:
-        """Keeps the output of a step, and calls `then` when that is done. `running`: sequences by their ids."""
+    def take_in(self, step: StepOutput, running: Mapping[int, Sample], then: Callable[[], None]) -> None:
+        """Keeps the output of a step, and calls `then` when that is done. `running`: samples by sequence ids."""
         if not self._is_on:
             then()
             return
@@ -301,13 +311,13 @@ class JobJournal(Journal):
             self._lacks_output = True
             return await self.restore(model)
         for _, job in unfinished:
-            has_abort = any(sample.output.finish_reason is FinishReason.ABORT for sample in job.samples)
+            has_abort = any(sample.finish_reason is FinishReason.ABORT for sample in job.samples)
             if has_abort and not job.is_cancelled and job.left_as is None:
                 # Its last caller had left, and the output was kept before that was.
                 job.left_as = DISCONNECTED
             if job.is_cancelled or job.left_as is not None or job.error is not None:
                 for sample in job.samples:
-                    sample.end(FinishReason.ABORT, None)
+                    sample.end(FinishReason.ABORT)
         for _, job in restored:
             job.settle()
         for _, job in unfinished:
@@ -354,3 +364,141 @@ class JobJournal(Journal):
                 self.save(jobs[number])
             else:
                 self.forget(number)
+
+
+def record_of(job: Job) -> bytes:
+    """Encodes the request of a job, and the facts about it that change without output."""
+    request = job.request
+    return journal_pb2.JournaledJob(
+        first=request.samples[0].to_pb(0, 0),
+        num_samples=len(request.samples),
+        stop=request.stop,
+        min_new_tokens=request.min_new_tokens,
+        continues_prompt=request.continues_prompt,
+        shows_special=request.shows_special,
+        digest=request.digest,
+        attempt=job.attempt,
+        created_ns=round(job.created_at.timestamp() * 1e9),
+        is_detached=job.is_detached,
+        is_cancelled=job.is_cancelled,
+        model_identity=repr(job.model_identity),
+        owner=job.owner,
+    ).SerializeToString()
+
+
+def output_of(job: Job) -> bytes:
+    """Encodes the output of a job so far, and how it ended."""
+    return journal_pb2.JournaledOutput(
+        samples=[sample.to_journal(_unix_epoch_ns()) for sample in job.samples],
+        failure=None if job.failure is None else Refusal(0, job.failure).to_pb(),
+        left_as=job.left_as or "",
+    ).SerializeToString()
+
+
+def rows_of(step: StepOutput, keys: Mapping[int, int]) -> bytes:
+    """Encodes the output of a step; `keys` names the sample of each sequence that counts."""
+    unix_epoch_ns = _unix_epoch_ns()
+    admitted = [
+        (keys[sequence], at + unix_epoch_ns)
+        for sequence, at in zip(step.admitted, step.admitted_ns, strict=True)
+        if sequence in keys
+    ]
+    return (
+        replace(
+            step,
+            sequences=[keys.get(sequence, 0) for sequence in step.sequences],
+            admitted=[key for key, _ in admitted],
+            admitted_ns=[at for _, at in admitted],
+            published_ns=step.published_ns + unix_epoch_ns,
+            logprobs={keys[sequence]: row for sequence, row in step.logprobs.items() if sequence in keys},
+            cached_tokens={keys[sequence]: n for sequence, n in step.cached_tokens.items() if sequence in keys},
+        )
+        .to_pb()
+        .SerializeToString()
+    )
+
+
+def job_of(stored: StoredJob, model: ServedModel, *, lacks_output: bool = False) -> Job | None:
+    """Makes the job with the output that was saved with it; None if it is one of another model.
+
+    `add_rows` adds the rest, then `Job.settle` must be called. `lacks_output`: clients may have had more output than it
+    has; the rest is made again, which is another attempt.
+    """
+    record = journal_pb2.JournaledJob.FromString(stored.record)
+    if record.model_identity != repr(model.identity):
+        return None
+    first = SequenceSpec.from_pb(record.first)
+    request = CheckedRequest(
+        job_id=first.job_id,
+        digest=record.digest,
+        samples=samples_of(first, record.num_samples),
+        stop=tuple(record.stop),
+        min_new_tokens=record.min_new_tokens,
+        continues_prompt=record.continues_prompt,
+        shows_special=record.shows_special,
+    )
+    job = Job(
+        request,
+        model,
+        number=stored.number,
+        attempt=record.attempt + lacks_output,
+        created_at=datetime.fromtimestamp(record.created_ns / 1e9, UTC),
+        arrived_at=_to_monotonic(record.created_ns) / 1e9,
+        owner=record.owner,
+    )
+    output = journal_pb2.JournaledOutput.FromString(stored.output or b"")
+    for sample, message in zip(job.samples, output.samples, strict=bool(output.samples)):
+        sample.restore(message, _unix_epoch_ns())
+    job.is_detached, job.is_cancelled = record.is_detached, record.is_cancelled
+    job.left_as = output.left_as or None
+    job.failure = Refusal.from_pb(output.failure).error if output.HasField("failure") else None
+    return job
+
+
+def job_id_of(record: bytes) -> str:
+    """Returns the id of a job by its record, damaged or not, of which it is the beginning."""
+    found = _ID_LENGTH.match(record)
+    job_id = record[found.end() :][: found[1][0]].decode(errors="replace") if found is not None else ""
+    return job_id if job_id.isprintable() and job_id else "unknown"
+
+
+def add_rows(row: bytes, jobs: Mapping[int, Job]) -> None:
+    """Adds the output of a step to those of these jobs that take part in it."""
+    step = StepOutput.from_pb(scheduler_pb2.StepOutput.FromString(row))
+    for key, admitted_ns in zip(step.admitted, step.admitted_ns, strict=True):
+        if (sample := _sample(jobs, key)) is not None and sample.admitted_at is None:
+            sample.admitted_at = _to_monotonic(admitted_ns) / 1e9
+    for key, num_tokens in step.cached_tokens.items():
+        if (sample := _sample(jobs, key)) is not None and not sample.num_tokens:
+            sample.cached_tokens = num_tokens
+    end, published_ns = 0, _to_monotonic(step.published_ns)
+    columns = (step.sequences, step.num_tokens, step.num_accepted, step.finish_reasons)
+    is_beyond = step.is_beyond_draft or [False] * len(step.sequences)
+    for key, num_tokens, num_accepted, reason, is_beyond_draft in zip(*columns, is_beyond, strict=True):
+        start, end = end, end + num_tokens
+        if (sample := _sample(jobs, key)) is not None:
+            with sample.failing_alone():
+                sample.add(
+                    step.tokens[start:end],
+                    num_accepted,
+                    step.logprobs.get(key, ()),
+                    reason,
+                    num_draft_tokens=step.num_draft_tokens,
+                    published_ns=published_ns,
+                    is_beyond_draft=is_beyond_draft,
+                )
+
+
+def _sample(jobs: Mapping[int, Job], key: int) -> Sample | None:
+    job = jobs.get(key // MAX_SAMPLES)
+    return None if job is None else job.samples[key % MAX_SAMPLES]
+
+
+def _to_monotonic(unix_ns: int) -> int:
+    """Returns the time of `time.monotonic_ns`: negative for one before the boot, and never in the future."""
+    return min(unix_ns - _unix_epoch_ns(), time.monotonic_ns())
+
+
+def _unix_epoch_ns() -> int:
+    """Returns the nanoseconds since 1970, as the clock is set now, less those of `time.monotonic_ns`."""
+    return time.time_ns() - time.monotonic_ns()

@@ -216,7 +216,7 @@ class TokenQuota:
         """`max_tokens`: None sets no limit."""
         self._max_tokens = max_tokens
 
-    def check(self, owner: str, samples: Iterable[SequenceSpec], alive: Iterable[tuple[Job, Sample]]) -> None:
+    def check(self, owner: str, samples: Iterable[SequenceSpec], alive: Iterable[tuple[Sample, Job]]) -> None:
         """Checks a new job of these samples; `alive` are all samples that have not ended.
 
         Raises ResourceExhaustedError if its tokens are too many now, InvalidArgumentError if they always are.
@@ -228,7 +228,7 @@ class TokenQuota:
         if wanted > limit:
             given = f"{wanted} tokens, with the prompt and all samples"
             raise InvalidArgumentError("sampling_params.max_new_tokens", given, f"at most {limit} for a key together")
-        in_flight = sum(_tokens_of(sample.spec) for job, sample in alive if job.owner == owner)
+        in_flight = sum(_tokens_of(sample.spec) for sample, job in alive if job.owner == owner)
         if in_flight + wanted > limit:
             message = f"this key has {in_flight} tokens in flight; {wanted} more exceed {limit}"
             raise ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)

@@ -1,15 +1,18 @@
-"""Metrics of requests: waiting time, first token, time between tokens, duration, and outcome."""
+"""Metrics and times of requests: waiting time, first token, time between tokens, duration, and outcome."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client.registry import Collector
 
 from slipstream.common.rpc.metrics import BUILD_INFO, counter, gauge, histogram
+from slipstream.common.wire.recorder import Record, Site
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from prometheus_client import CollectorRegistry, Metric
 
@@ -19,6 +22,9 @@ REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 8
 FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
 TOKEN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 SEND_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 1)
+
+KEPT_REQUEST_TIMES = 2048
+"""Requests whose times are kept for `slipstream trace`."""
 
 FAILED = "error"
 REFUSED = "refused"
@@ -96,6 +102,46 @@ SPECS = (
         QUEUE_CAPACITY,
     ),
 )
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """What happened to a request when, by `time.monotonic_ns`; 0: not yet."""
+
+    received_ns: int = 0
+    tokenised_ns: int = 0
+    submitted_ns: int = 0
+    """When it was sent to a scheduler for the first time."""
+    first_sent_ns: int = 0
+    """When its first token was sent to a client."""
+
+    def records(self, number: int) -> Iterator[Record]:
+        """Yields what has happened to the request of a job's number."""
+        yield Record(Site.TOKENISE, number, self.received_ns, self.tokenised_ns)
+        if self.submitted_ns:
+            yield Record(Site.SUBMIT, number, self.tokenised_ns, self.submitted_ns)
+            if self.first_sent_ns:
+                yield Record(Site.FIRST_TOKEN, number, self.submitted_ns, self.first_sent_ns)
+
+
+class TimesOfRequests:
+    """The times of the last requests, for `slipstream trace`. Belongs to the event loop."""
+
+    def __init__(self, capacity: int = KEPT_REQUEST_TIMES) -> None:
+        self._capacity = capacity
+        self._requests: OrderedDict[int, tuple[str, RequestTimes]] = OrderedDict()
+
+    def add(self, number: int, owner: str, times: RequestTimes) -> None:
+        """Adds a request by its job's number; the oldest one goes."""
+        self._requests[number] = owner, times
+        if len(self._requests) > self._capacity:
+            self._requests.popitem(last=False)
+
+    def records(self, owner: str, from_number: int = 0) -> Iterator[Record]:
+        """Yields what has happened to an owner's requests, or to all if it is empty, from a job's number on."""
+        for number, (owner_of, times) in self._requests.items():
+            if number >= from_number and owner in ("", owner_of):
+                yield from times.records(number)
 
 
 class RequestMetrics:

@@ -22,7 +22,7 @@ from slipstream.common.wire.messages import decode, encode
 from slipstream.common.wire.server import ServiceState
 from slipstream.gateway.home import gateway_name
 from slipstream.gateway.keys import act_for, client_of, current_owner
-from slipstream.gateway.scheduler_stream import channel_options
+from slipstream.gateway.scheduler import channel_options
 from slipstream.protos import generation_pb2, peers_pb2, peers_pb2_grpc
 
 if TYPE_CHECKING:

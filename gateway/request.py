@@ -85,13 +85,13 @@ class CheckedRequest:
 
 
 def parse_request(
-    request: JobRequest, limits: RequestLimits, tokenizer: PromptTokenizer, home: Home = ALONE
+    request: JobRequest, limits: RequestLimits, tokenizer: PromptTokenizer, home: Home = ALONE, *, digest: bytes = b""
 ) -> CheckedRequest:
-    """Checks a request. Raises InvalidArgumentError naming the field that cannot be honoured.
+    """Checks a request without unknown fields. Raises InvalidArgumentError naming the field that cannot be honoured.
 
     An unset job id, at home at `home`, or seed is drawn here, so that the job can be named, and repeated, from then on.
+    `digest`: see `digest_of`.
     """
-    reject_unknown_fields(request)
     params = request.sampling_params
     # Cheap checks come before the text is tokenised.
     sampling = _sampling(params, limits)
@@ -124,7 +124,7 @@ def parse_request(
     )
     return CheckedRequest(
         job_id=job_id,
-        digest=digest_of(request),
+        digest=digest,
         samples=samples_of(first, num_samples),
         stop=stop,
         min_new_tokens=min_new_tokens,
@@ -134,10 +134,11 @@ def parse_request(
 
 
 def digest_of(request: JobRequest) -> bytes:
-    """Hash of a request but for its job id, which the server may have drawn.
+    """Returns the hash of a request but for its job id, which the server may have drawn. Rejects unknown fields.
 
-    The same for GenerateRequest and CreateJobRequest: their fields have the same numbers.
+    It is equal for GenerateRequest and CreateJobRequest: their fields have the same numbers.
     """
+    reject_unknown_fields(request)
     unnamed = request.__class__()
     unnamed.MergeFrom(request)  # type: ignore[arg-type]
     unnamed.ClearField("job_id")

@@ -90,13 +90,13 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
             server.add_service(PEERS_NAME, peers_pb2_grpc.add_PeersServicer_to_server, PeersServicer(jobs, own_state))
         if config.vllm_engine:
             # Its messages come with an extra.
-            from slipstream.gateway import vllm_engine
+            from slipstream.gateway import vllm
 
-            engine = vllm_engine.VllmEngineServicer(
+            engine = vllm.VllmEngineServicer(
                 servicer, jobs, model=link.model, state=state, is_serving=lambda: servers[0].is_serving
             )
             for server in servers:
-                server.add_service(vllm_engine.SERVICE_NAME, vllm_engine.add_to_server, engine)
+                server.add_service(vllm.SERVICE_NAME, vllm.add_to_server, engine)
         return await _serve(link, jobs, servers, forwarding, signals, config.grace_s)
 
 

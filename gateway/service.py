@@ -7,27 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from slipstream.common.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    UnavailableError,
-)
+from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError
 from slipstream.common.rpc.interceptor import reject_unknown_fields
-from slipstream.common.wire.recorder import Record, Site
 from slipstream.common.wire.trace import HostRecords
-from slipstream.gateway.keys import NO_OWNER, client_of, current_owner
+from slipstream.gateway.keys import client_of, current_owner
+from slipstream.gateway.metrics import TimesOfRequests
 from slipstream.gateway.request import (
     check_ids,
     check_job_id,
     check_most,
     check_num_messages,
-    check_size,
     digest_of,
     parse_request,
     tokenized,
@@ -35,17 +28,15 @@ from slipstream.gateway.request import (
 from slipstream.protos import generation_pb2, generation_pb2_grpc, trace_pb2, trace_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
-    from slipstream.common.wire.job import OutputChunk
     from slipstream.common.wire.server import ServerState
     from slipstream.gateway.fair_turns import FairTurns
     from slipstream.gateway.job import Job
     from slipstream.gateway.jobs import JobManager
     from slipstream.gateway.model import ServedModel
     from slipstream.gateway.peers import Peers
-    from slipstream.gateway.request import CheckedRequest, JobRequest, RequestLimits
-    from slipstream.gateway.sample import SequenceStats
+    from slipstream.gateway.request import CheckedRequest, JobRequest
     from slipstream.gateway.stream import Encode, JobReader, StreamWrites
 
 
@@ -57,9 +48,6 @@ LONG_TEXT_CHARACTERS = 4096
 
 LARGE_REQUEST_BYTES = 2**16
 """Bytes of a request from which on it is looked through on a thread, in fair turns."""
-
-KEPT_REQUEST_TIMES = 2048
-"""Requests whose times are kept for `slipstream trace`."""
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
@@ -87,9 +75,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._peers = peers
         self._writes = writes
         self._served_names = served_names
-        self.request_times = RequestTimes()
-        self._encoded: tuple[OutputChunk, generation_pb2.GenerateResponse] | None = None
-        """The chunk that was encoded last."""
+        self.request_times = TimesOfRequests()
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:
         from_tokens, attempt = _take_resume(request)
@@ -169,33 +155,47 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         return self._jobs.get(request.job_id)
 
     async def admit(self, request: JobRequest, client: str, *, attempt: int = 0) -> Job:
-        """The job of a request, new or not. Raises FailedPreconditionError if it is not that of `attempt`; 0 is any."""
+        """Returns the job of a request, new or not. Raises FailedPreconditionError if its attempt is not `attempt`.
+
+        0 is any attempt.
+        """
         received_ns = time.monotonic_ns()
         check_num_messages(request)
-        with suppress(UnavailableError, FailedPreconditionError):
-            check_size(request, self._model().limits)
-        digest = await self._look_through(request, client)
-        # A request that comes again needs no model, nor room in the queue, unless its job was left or failed.
-        job = self._jobs.find(request.job_id, digest) if request.job_id else None
-        if job is not None:
-            return job
+        num_bytes = request.ByteSize()
+        if num_bytes < LARGE_REQUEST_BYTES:
+            digest = digest_of(request)
+        else:
+            digest = await self._turns.run(client, num_bytes, partial(digest_of, request))
+        checked: CheckedRequest | None = None
+        model: ServedModel | None = None
         while True:
-            model = self._present_model()
-            job = self._jobs.find(request.job_id, digest, model) if request.job_id else None
-            if job is not None:
+            # A request that was made before needs no model, nor room in the queue, unless its job was left or failed.
+            job = self._jobs.find(request.job_id, digest)
+            if job is not None and not job.can_go_on:
+                return job
+            present = self._present_model()
+            if job is not None and job.model_identity == present.identity:
+                self._jobs.go_on(job, present)
                 return job
             if attempt:
                 message = f"attempt: got {attempt}, but job {request.job_id!r} is not known any more"
                 raise FailedPreconditionError(message)
-            # Before the text is tokenised: under overload most requests come no further.
-            self._jobs.check_room()
-            checked = await self._parse(request, model.limits, model.tokenizer, client)
-            # Other workers may have come meanwhile, with another context length or vocabulary.
-            if self._present_model() is model:
-                tokenised_ns = time.monotonic_ns()
-                job = self._jobs.create(checked, model)
-                self.request_times.add(job, received_ns, tokenised_ns)
-                return job
+            if checked is None or present is not model:
+                # Before the text is tokenised: under overload most requests come no further.
+                self._jobs.check_room()
+                model = present
+                parse = partial(parse_request, request, model.limits, model.tokenizer, self._peers.home, digest=digest)
+                # The time that a chat template takes is unbounded.
+                if len(request.text) > LONG_TEXT_CHARACTERS or request.HasField("messages"):
+                    checked = await self._turns.run(client, num_bytes, parse)
+                    # Meanwhile another call may have made the job, and workers with another model may have attached.
+                    continue
+                checked = parse()
+            tokenised_ns = time.monotonic_ns()
+            job = self._jobs.create(checked, model, job)
+            job.times.received_ns, job.times.tokenised_ns = received_ns, tokenised_ns
+            self.request_times.add(job.number, job.owner, job.times)
+            return job
 
     async def follow(
         self,
@@ -206,7 +206,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         attempt: int = 0,
         encode: Encode | None = None,
     ) -> None:
-        """Sends a job's output to a caller that it lives for: each chunk as a message, or as those of `encode`."""
+        """Sends a job's output to a caller that it lives for: each chunk or the messages that `encode` makes of it."""
         self._jobs.enter(job)
         try:
             reader = self._jobs.reader(job, from_tokens, field="resume.from_tokens", attempt=attempt)
@@ -214,44 +214,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         finally:
             self._jobs.leave(job, context.time_remaining())
 
-    async def _look_through(self, request: JobRequest, client: str) -> bytes:
-        """Raises InvalidArgumentError for unknown fields. Returns the digest of a request with a job id."""
-
-        def look_through() -> bytes:
-            reject_unknown_fields(request)
-            return digest_of(request) if request.job_id else b""
-
-        num_bytes = request.ByteSize()
-        if num_bytes < LARGE_REQUEST_BYTES:
-            return look_through()
-        return await self._turns.run(client, num_bytes, look_through)
-
     def _present_model(self) -> ServedModel:
         with self._jobs.counting_refusals():
             return self._model()
 
-    async def _parse(self, request: JobRequest, limits: RequestLimits, tokenizer: Any, client: str) -> CheckedRequest:
-        parse = partial(parse_request, request, limits, tokenizer, self._peers.home)
-        # The time that a chat template takes is unbounded.
-        if len(request.text) <= LONG_TEXT_CHARACTERS and not request.HasField("messages"):
-            return parse()
-        return await self._turns.run(client, request.ByteSize(), parse)
-
     async def _send(self, reader: JobReader, context: Any, encode: Encode | None = None) -> None:
         timeout_s = context.time_remaining()
-        async with self._writes.bounding(context.write) as write_message:
+        async with self._writes.bounding(context.write) as write:
             # In a task of its own, which each message wakes: the way to it would lead through all interceptors' frames.
-            await asyncio.create_task(
-                reader.send(
-                    write_message, encode=encode or self._messages, takes_bytes=encode is None, timeout_s=timeout_s
-                )
-            )
-
-    def _messages(self, chunk: OutputChunk) -> tuple[generation_pb2.GenerateResponse]:
-        """Encodes a chunk once for readers of a job that are at the same place."""
-        if self._encoded is None or self._encoded[0] is not chunk:
-            self._encoded = chunk, chunk.to_pb()
-        return (self._encoded[1],)
+            await asyncio.create_task(reader.send(write, encode=encode, timeout_s=timeout_s))
 
 
 def _take_resume(request: generation_pb2.GenerateRequest) -> tuple[list[int], int]:
@@ -264,54 +235,13 @@ def _take_resume(request: generation_pb2.GenerateRequest) -> tuple[list[int], in
     return from_tokens, attempt
 
 
-class RequestTimes:
-    """The times of the last requests, for `slipstream trace`. Belongs to the event loop."""
-
-    def __init__(self, capacity: int = KEPT_REQUEST_TIMES) -> None:
-        self._capacity = capacity
-        self._requests: OrderedDict[int, _Request] = OrderedDict()
-
-    def add(self, job: Job, received_ns: int, tokenised_ns: int) -> None:
-        """Adds a request by its job, unless it is there; the oldest one goes. Times are of `time.monotonic_ns`."""
-        stats = tuple(sample.stats for sample in job.samples)
-        self._requests.setdefault(job.number, _Request(job.owner, received_ns, tokenised_ns, stats))
-        if len(self._requests) > self._capacity:
-            self._requests.popitem(last=False)
-
-    def records(self, owner: str = NO_OWNER, from_number: int = 0) -> Iterator[Record]:
-        """Yields what has happened of an owner's requests, or of all for `NO_OWNER`, from a job's number on."""
-        for number, request in self._requests.items():
-            if number < from_number or owner not in (NO_OWNER, request.owner):
-                continue
-            yield Record(Site.TOKENISE, number, request.received_ns, request.tokenised_ns)
-            submitted_ns = _first_ns(stats.submitted_at for stats in request.stats)
-            if submitted_ns is None:
-                continue
-            yield Record(Site.SUBMIT, number, request.tokenised_ns, submitted_ns)
-            sent_ns = _first_ns(stats.first_sent_at for stats in request.stats)
-            if sent_ns is not None:
-                yield Record(Site.FIRST_TOKEN, number, submitted_ns, sent_ns)
-
-
 class RecorderServicer(trace_pb2_grpc.RecorderServicer):
     """Serves `Recorder` on a gateway: with an API key, that key's requests; where none is asked for, all."""
 
-    def __init__(self, times: RequestTimes) -> None:
+    def __init__(self, times: TimesOfRequests) -> None:
         self._times = times
 
     async def ReadRecords(self, request: trace_pb2.ReadRecordsRequest, context: Any) -> trace_pb2.ReadRecordsResponse:
         reject_unknown_fields(request)
         records = self._times.records(current_owner(), request.from_step)
         return HostRecords(0, tuple(records), None).to_pb()
-
-
-class _Request(NamedTuple):
-    owner: str
-    received_ns: int
-    tokenised_ns: int
-    stats: tuple[SequenceStats, ...]
-    """For each sample; they are still written."""
-
-
-def _first_ns(times: Iterator[float | None]) -> int | None:
-    return min((round(1e9 * time) for time in times if time is not None), default=None)

@@ -6,12 +6,11 @@ import asyncio
 import time
 from collections import deque
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import DeadlineExceededError, InternalError, InvalidArgumentError, ResourceExhaustedError
-from slipstream.common.wire.job import FinishReason
-from slipstream.gateway.sample import BROKEN_OUTPUT
+from slipstream.gateway.sample import BROKEN_OUTPUT, Chunk
+from slipstream.protos.generation_pb2 import FINISH_REASON_ABORT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
@@ -19,13 +18,12 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from slipstream.common.rpc.loop_turns import LoopTurns
-    from slipstream.common.wire.job import OutputChunk
     from slipstream.gateway.job import Job
     from slipstream.gateway.metrics import RequestMetrics
-    from slipstream.gateway.sample_output import SampleOutput
+    from slipstream.gateway.sample import Sample
 
     Write = Callable[[Any], Awaitable[None]]
-    Encode = Callable[[OutputChunk], Iterable[Message]]
+    Encode = Callable[[Chunk], Iterable[Message]]
 
 
 class JobReader:
@@ -52,9 +50,9 @@ class JobReader:
         if len(from_tokens) > len(samples):
             raise InvalidArgumentError(field, f"{len(from_tokens)} numbers", f"at most {len(samples)}, one a sample")
         for index, (offset, sample) in enumerate(zip(from_tokens, samples, strict=False)):
-            if offset > sample.output.num_tokens:
+            if offset > sample.num_tokens:
                 name = field if len(from_tokens) == 1 else f"{field}[{index}]"
-                accepted = f"0 to {sample.output.num_tokens}, the tokens that there are"
+                accepted = f"0 to {sample.num_tokens}, the tokens that there are"
                 raise InvalidArgumentError(name, offset, accepted)
         self._job = job
         self._metrics = metrics
@@ -72,18 +70,11 @@ class JobReader:
         """True once all that there was is read."""
         self._sent_at = 0.0
 
-    async def send(
-        self,
-        write: Write,
-        *,
-        encode: Encode,
-        takes_bytes: bool = False,
-        timeout_s: float | None = None,
-    ) -> None:
-        """Writes each chunk as the output comes, as the messages that `encode` makes of it; returns after the last one.
+    async def send(self, write: Write, *, encode: Encode | None = None, timeout_s: float | None = None) -> None:
+        """Writes each chunk when it is there, or the messages that `encode` makes of it; returns after the last one.
 
-        With `takes_bytes`, most chunks of plain text are written as they are, encoded. Raises DeadlineExceededError
-        when `timeout_s` is over, the error that ends the job, and InternalError if the output is broken.
+        Raises DeadlineExceededError when `timeout_s` is over, the error that ends the job, and InternalError if the
+        output is broken.
         """
         job, turns, offsets = self._job, self._turns, self._offsets
         with self._deadline(timeout_s):
@@ -93,76 +84,79 @@ class JobReader:
                 for index in tuple(self._unfinished):
                     sample = job.samples[index]
                     # A reader that has sent all there is goes to wait at once, without a turn for it.
-                    if not sample.output.can_read(offsets[index]):
+                    if not sample.can_read(offsets[index]):
                         continue
                     if not turns.has_time():
                         await turns.begin()
-                    chunk = self._read_next(sample.output, index, takes_bytes)
+                    chunk = self._next(sample, is_plain=encode is None)
                     if chunk is None:
                         continue
                     has_read = True
-                    if isinstance(chunk, bytes):
+                    if encode is None or isinstance(chunk, bytes):
                         await write(chunk)
                     else:
                         for message in encode(chunk):
                             await write(message)
-                    if sample.stats.first_sent_at is None and offsets[index]:
-                        sample.stats.first_sent_at = time.monotonic()
+                    if not job.times.first_sent_ns and offsets[index]:
+                        job.times.first_sent_ns = time.monotonic_ns()
                 if not has_read:
                     self._check_goes_on()
                     self._is_live = True
-                    wake = self._wake = self._loop.create_future()
-                    job.waiting[wake] = None
-                    try:
-                        await wake
-                    finally:
-                        job.waiting.pop(wake, None)
+                    await self._wait(job.waiting)
                 elif self._interval_s and self._unfinished and not self._has_end():
-                    await self._wait_for_turn()
+                    # Until the next chunk may be sent.
+                    timer = self._loop.call_later(self._interval_s, self._wake_up)
+                    try:
+                        await self._wait(job.waiting_for_turn)
+                    finally:
+                        timer.cancel()
 
-    def _read_next(self, output: SampleOutput, index: int, takes_bytes: bool) -> OutputChunk | bytes | None:
+    def _next(self, sample: Sample, *, is_plain: bool) -> Chunk | bytes | None:
+        """Returns the next chunk of a sample, encoded if it is one of many; None if there is none."""
+        offset = self._offsets[sample.index]
         try:
-            if takes_bytes:
-                encoded = output.read_encoded(self._offsets[index])
-                if encoded is not None:
-                    self._advance(output, index, len(output.token_ids))
-                    return encoded
-            return self._read(output, index)
+            if is_plain and (encoded := sample.read_encoded(offset)) is not None:
+                self._advance(sample, sample.num_tokens - offset)
+                return encoded
+            return self._read(sample, offset)
         except Exception as error:
             # Without stop strings, tokens become text with their first reader.
             self._on_broken(error)
             raise InternalError(BROKEN_OUTPUT) from error
 
-    def _read(self, output: SampleOutput, index: int) -> OutputChunk | None:
-        """The next chunk of a sample, if it has one."""
-        chunk = output.read(self._offsets[index])
+    def _read(self, sample: Sample, offset: int) -> Chunk | None:
+        chunk = sample.read(offset)
         if chunk is None:
             return None
-        if chunk.finish_reason is FinishReason.ABORT and self._job.error is not None:
-            # Another sample's error is the end of this one, too, and comes behind all output.
+        if chunk.finish_reason == FINISH_REASON_ABORT and self._job.error is not None:
+            # Another sample's error is the end of this one, too, and is told after all output.
             if not chunk.token_ids:
                 return None
-            chunk = replace(chunk, finish_reason=None, usage=None)
+            chunk = _copy(chunk)
+            chunk.ClearField("finish_reason")
+            chunk.ClearField("usage")
         if chunk.token_ids:
-            self._advance(output, index, self._offsets[index] + len(chunk.token_ids))
-        if chunk.finish_reason is not None:
-            self._unfinished.remove(index)
+            self._advance(sample, len(chunk.token_ids))
+        if chunk.finish_reason:
+            self._unfinished.remove(sample.index)
             if not self._unfinished:
-                return replace(chunk, job_usage=self._job.usage)
+                chunk, usage = _copy(chunk), self._job.usage
+                assert usage is not None, "all samples have ended"
+                chunk.job_usage.CopyFrom(usage.to_pb())
         return chunk
 
-    def _advance(self, output: SampleOutput, index: int, offset: int) -> None:
+    def _advance(self, sample: Sample, num_tokens: int) -> None:
         if self._is_live:
-            self._measure(output, index)
-        self._steps[index] = output.num_steps
-        self._offsets[index] = offset
+            self._measure(sample)
+        self._steps[sample.index] = sample.num_steps
+        self._offsets[sample.index] += num_tokens
 
-    def _measure(self, output: SampleOutput, index: int) -> None:
+    def _measure(self, sample: Sample) -> None:
         """Measures a chunk that is sent while the job runs."""
         now = time.monotonic()
-        self._metrics.publish_to_send.observe(now - output.published_ns / 1e9)
-        if output.num_steps - self._steps[index] > 1:
-            is_behind = output.published_before_ns / 1e9 >= self._sent_at + self._interval_s
+        self._metrics.publish_to_send.observe(now - sample.published_ns / 1e9)
+        if sample.num_steps - self._steps[sample.index] > 1:
+            is_behind = sample.published_before_ns / 1e9 >= self._sent_at + self._interval_s
             if is_behind or not self._interval_s:
                 self._metrics.coalesced.inc()
         self._sent_at = now
@@ -170,7 +164,7 @@ class JobReader:
     async def _detokenize_up_to_offsets(self) -> None:
         """Detokenizes what is before the offsets bit by bit, so that the event loop serves other calls in between."""
         for sample, offset in zip(self._job.samples, self._offsets, strict=True):
-            await sample.output.detokenize_in_turns(offset)
+            await sample.detokenize_in_turns(offset)
 
     def _check_goes_on(self) -> None:
         """Raises the error that ends the job, or DeadlineExceededError. Called when there is nothing more to read."""
@@ -182,18 +176,20 @@ class JobReader:
 
     def _has_end(self) -> bool:
         """True if the end of a sample is there to be read."""
-        return any(self._job.samples[index].usage is not None for index in self._unfinished)
+        return any(self._job.samples[index].is_over for index in self._unfinished)
 
-    async def _wait_for_turn(self) -> None:
-        """Waits until the next chunk may be sent."""
+    async def _wait(self, waiting: dict[asyncio.Future[None], None]) -> None:
+        """Waits among the readers of the job that are woken alike."""
         wake = self._wake = self._loop.create_future()
-        timer = self._loop.call_later(self._interval_s, _set, wake)
-        self._job.waiting_for_turn[wake] = None
+        waiting[wake] = None
         try:
             await wake
         finally:
-            self._job.waiting_for_turn.pop(wake, None)
-            timer.cancel()
+            waiting.pop(wake, None)
+
+    def _wake_up(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
 
     @contextmanager
     def _deadline(self, timeout_s: float | None) -> Iterator[None]:
@@ -207,13 +203,14 @@ class JobReader:
 
     def _be_late(self) -> None:
         self._is_late = True
-        if self._wake is not None:
-            _set(self._wake)
+        self._wake_up()
 
 
-def _set(wake: asyncio.Future[None]) -> None:
-    if not wake.done():
-        wake.set_result(None)
+def _copy(chunk: Chunk) -> Chunk:
+    """Returns a chunk to be changed: other readers may get the same one."""
+    copied = Chunk()
+    copied.CopyFrom(chunk)
+    return copied
 
 
 MAX_PENDING = 64

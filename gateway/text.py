@@ -1,8 +1,9 @@
-"""Turns tokens into text as they come: no character is sent in halves, and none is decoded twice.
+"""The text of a sample: tokens become text as they arrive, and stop strings end it.
 
-The parts of a text, put together, equal the tokenizer's text for all tokens at once. That rules out decoding each
-token alone (a character may take several tokens, and the first token may lose a space), and speed rules out decoding
-all tokens again. So the kind of the tokenizer's decoder decides, and the text of each token is cached:
+No character is sent in halves, and no token is decoded twice. The parts of a text, put together, equal the tokenizer's
+text for all tokens at once. That rules out decoding each token alone (a character may take several tokens, and the
+first token may lose a space), and speed rules out decoding all tokens again. So the kind of the tokenizer's decoder
+decides, and the text of each token is cached:
 
 - Byte-level decoders: a token is bytes, and the text is their UTF-8.
 - Decoders that go piece by piece, with bytes as a fallback (SentencePiece, as a rule): the text of a token depends
@@ -16,15 +17,17 @@ prompt's last tokens are decoded first, and their text is dropped.
 from __future__ import annotations
 
 import codecs
+import io
 import json
 import re
-from functools import lru_cache, partial
-from itertools import takewhile
-from operator import eq
+from array import array
+from functools import cache, lru_cache, partial
+from itertools import accumulate, chain, takewhile
+from operator import eq, sub
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 REPLACEMENT = "\ufffd"
 
@@ -53,30 +56,8 @@ class Detokenizer(Protocol):
         """Returns the rest, with U+FFFD in place of bytes that are no character."""
 
 
-class KnownTexts(dict[int, str | None]):
-    """A cache of each token's text; None if the text depends on its neighbours.
-
-    `join` looks up many tokens without interpreter work for each.
-    """
-
-    def __init__(self, text_of: Callable[[int], str | None]) -> None:
-        super().__init__()
-        self._text_of = text_of
-
-    def __missing__(self, token_id: int) -> str | None:
-        return self.setdefault(token_id, self._text_of(token_id))
-
-    def join(self, token_ids: Sequence[int]) -> tuple[str, list[int]] | None:
-        """The text of tokens and the length of each; None if the text of one depends on its neighbours."""
-        texts: list[Any] = list(map(self.__getitem__, token_ids))
-        try:
-            return "".join(texts), list(map(len, texts))
-        except TypeError:
-            return None
-
-
 class Vocabulary:
-    """The text of each token of a tokenizer, shared by all jobs; a cache that fills up as tokens are seen."""
+    """The text of each token of a tokenizer, shared by all jobs: cached as tokens are seen."""
 
     def __init__(self, tokenizer: Any, *, skips_special: bool = True) -> None:
         """`skips_special`: special tokens have no text; else they have their names."""
@@ -89,16 +70,19 @@ class Vocabulary:
         """By name, the ids of the special tokens."""
         self._names = {token_id: name for name, token_id in self.special_tokens.items()}
         self._is_bytewise = any(step["type"] == "ByteFallback" for step in self._steps)
-        self._bytes: dict[int, bytes] = {}
-        self._pieces: dict[int, str | None] = {}
-        self._texts: dict[int, tuple[str, str]] = {}
-        self.whole_characters = KnownTexts(self._whole_characters)
-        """For a byte-level vocabulary: tokens that neither begin nor end within a character."""
-        self.inner_pieces = KnownTexts(self._inner_piece)
-        """For a vocabulary of pieces: pieces after the first that are no single byte."""
+        self.piece = cache(self._find_piece)
+        """Maps a token to its piece, as the decoder sees it; to None if it is special or does not exist."""
+        self.bytes_of = cache(lambda token_id: _byte_level(self.piece(token_id) or ""))
+        """Maps a token of a byte-level vocabulary to its bytes."""
+        self.texts_of = cache(self._find_texts)
+        """Maps a token that has a piece to its text as the first of all tokens, and after another one."""
+        self.whole_characters = cache(self._find_whole_characters)
+        """Maps a token of a byte-level vocabulary to its text; to None if it begins or ends within a character."""
+        self.inner_pieces = cache(self._find_inner_piece)
+        """Maps a token to its text after other pieces; to None if it is a single byte."""
 
     def for_output(self, *, shows_special: bool) -> Vocabulary:
-        """The vocabulary for a text with the names of special tokens, or this one."""
+        """Returns the vocabulary for a text with the names of special tokens, or this one."""
         if not shows_special:
             return self
         if self._showing is None:
@@ -120,7 +104,7 @@ class Vocabulary:
         return WindowDetokenizer(self.decode)
 
     def end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of a prompt, on which the text of the next tokens may depend. Special tokens are left out.
+        """Returns the last tokens of a prompt, on which the text of the next tokens may depend; no special tokens.
 
         They begin before any byte tokens at the end, which are text only together; of more than MAX_ROW_TOKENS, with
         the first byte of a character.
@@ -137,29 +121,8 @@ class Vocabulary:
                 break
         return end[::-1]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The tokenizer's text of the tokens, without special tokens."""
-        options = {"skip_special_tokens": self._skips_special, "clean_up_tokenization_spaces": False}
-        return _text_by(self._tokenizer.decode, list(token_ids), **options)
-
-    def piece(self, token_id: int) -> str | None:
-        """The token as the decoder sees it; None if it is special or does not exist."""
-        try:
-            return self._pieces[token_id]
-        except KeyError:
-            assert self._backend is not None, "pieces are a tokenizer backend's"
-            piece = self._backend.id_to_token(token_id)
-            is_skipped = self._skips_special and piece in self.special_tokens
-            return self._pieces.setdefault(token_id, None if is_skipped else piece)
-
-    def _piece_of_any(self, token_id: int) -> str | None:
-        """`piece`; empty for a tokenizer without a backend, which has no pieces."""
-        if self._backend is not None:
-            return self.piece(token_id)
-        return None if self._skips_special and token_id in self.special_tokens.values() else ""
-
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text that goes on; the name of a special token."""
+        """Returns the bytes that a token adds to a text that goes on; the name of a special token."""
         if (name := self._names.get(token_id)) is not None:
             return name.encode()
         if self._backend is None or not (piece := self.piece(token_id)):
@@ -168,43 +131,49 @@ class Vocabulary:
             return self.bytes_of(token_id)
         if self._is_bytewise and _BYTE_PIECE.fullmatch(piece):
             return bytes([int(piece[3:5], 16)])
-        return self.texts_of(token_id, piece)[1].encode()
+        return self.texts_of(token_id)[1].encode()
 
-    def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token of a byte-level vocabulary."""
-        try:
-            return self._bytes[token_id]
-        except KeyError:
-            return self._bytes.setdefault(token_id, _byte_level(self.piece(token_id) or ""))
-
-    def texts_of(self, token_id: int, piece: str) -> tuple[str, str]:
-        """The text of a piece as the first of all, and behind another."""
-        try:
-            return self._texts[token_id]
-        except KeyError:
-            return self._texts.setdefault(token_id, (self.join([piece]), self.join_behind([piece])))
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the tokenizer's text of the tokens."""
+        options = {"skip_special_tokens": self._skips_special, "clean_up_tokenization_spaces": False}
+        return _text_by(self._tokenizer.decode, list(token_ids), **options)
 
     def join(self, pieces: list[str]) -> str:
-        """The text of pieces at the beginning."""
+        """Returns the text of pieces at the beginning."""
         assert self._backend is not None, "pieces are a tokenizer backend's"
         decoder = self._backend.decoder
         return " ".join(pieces) if decoder is None else _text_by(decoder.decode, pieces)
 
-    def join_behind(self, pieces: list[str]) -> str:
-        """The text that pieces add behind other pieces."""
+    def join_after(self, pieces: list[str]) -> str:
+        """Returns the text that pieces add after other pieces."""
         return self.join(["a", *pieces])[len(self.join(["a"])) :]
 
-    def _whole_characters(self, token_id: int) -> str | None:
+    def _find_piece(self, token_id: int) -> str | None:
+        assert self._backend is not None, "pieces are a tokenizer backend's"
+        piece: str | None = self._backend.id_to_token(token_id)
+        return None if self._skips_special and piece in self.special_tokens else piece
+
+    def _piece_of_any(self, token_id: int) -> str | None:
+        """Returns `piece`; empty for a tokenizer without a backend, which has no pieces."""
+        if self._backend is not None:
+            return self.piece(token_id)
+        return None if self._skips_special and token_id in self._names else ""
+
+    def _find_texts(self, token_id: int) -> tuple[str, str]:
+        pieces = [self.piece(token_id) or ""]
+        return self.join(pieces), self.join_after(pieces)
+
+    def _find_whole_characters(self, token_id: int) -> str | None:
         try:
             return self.bytes_of(token_id).decode()
         except UnicodeDecodeError:
             return None
 
-    def _inner_piece(self, token_id: int) -> str | None:
+    def _find_inner_piece(self, token_id: int) -> str | None:
         piece = self.piece(token_id)
         if piece is None:
             return ""
-        return None if _BYTE_PIECE.fullmatch(piece) else self.texts_of(token_id, piece)[1]
+        return None if _BYTE_PIECE.fullmatch(piece) else self.texts_of(token_id)[1]
 
     def _special_tokens(self) -> dict[str, int]:
         if self._backend is None:
@@ -228,7 +197,7 @@ class ByteLevelDetokenizer:
         return text
 
     def push_all(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-        known = None if self._is_within_character else self._known.join(token_ids)
+        known = None if self._is_within_character else _join_known(self._known, token_ids)
         return known or _push_each(self, token_ids)
 
     def finish(self) -> str:
@@ -252,20 +221,20 @@ class PieceDetokenizer:
             self._bytes.append(piece)
             return ""
         before = self.finish() if self._bytes else ""
-        first, behind = self._vocabulary.texts_of(token_id, piece)
-        text = before + (first if self._is_first else behind)
+        first, after = self._vocabulary.texts_of(token_id)
+        text = before + (first if self._is_first else after)
         self._is_first = False
         return text
 
     def push_all(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-        known = None if self._is_first or self._bytes else self._vocabulary.inner_pieces.join(token_ids)
+        known = None if self._is_first or self._bytes else _join_known(self._vocabulary.inner_pieces, token_ids)
         return known or _push_each(self, token_ids)
 
     def finish(self) -> str:
         pieces, self._bytes = self._bytes, []
         if not pieces:
             return ""
-        join = self._vocabulary.join if self._is_first else self._vocabulary.join_behind
+        join = self._vocabulary.join if self._is_first else self._vocabulary.join_after
         self._is_first = False
         return join(pieces)
 
@@ -285,7 +254,7 @@ class WindowDetokenizer:
         if text.endswith(REPLACEMENT) and len(self._window) - self._num_read < MAX_WINDOW_TOKENS:
             return ""
         new = text[len(self._sent) :]
-        # The next tokens are decoded behind those whose text is new. Spaces would not do: a decoder may leave them
+        # The next tokens are decoded after those whose text is new. Spaces would not do: a decoder may leave them
         # out at the beginning of a text.
         if new.strip() or len(self._window) >= 2 * MAX_WINDOW_TOKENS:
             self._window = self._window[self._num_read :]
@@ -305,7 +274,7 @@ class ContinuingDetokenizer:
     """Implements `Detokenizer` for a text that continues a prompt's: drops what the prompt's own text has of it."""
 
     def __init__(self, make: Callable[[], Detokenizer], end_of_prompt: Callable[[], Sequence[int]]) -> None:
-        """Both are called when the first token comes, and may raise what `Detokenizer.push` raises."""
+        """Both are called with the first token, and may raise what `Detokenizer.push` raises."""
         self._make = make
         self._end_of_prompt = end_of_prompt
         self._detokenizer: Detokenizer | None = None
@@ -339,6 +308,169 @@ class ContinuingDetokenizer:
         return text[len(list(takewhile(bool, map(eq, rest, text)))) :]
 
 
+class OutputText:
+    """The text of a sample's tokens, up to a stop string: about 4 bytes a token, and the text."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, min_new_tokens: int = 0) -> None:
+        """`detokenizer`: this text's own. The first `min_new_tokens` tokens complete none of the stop strings."""
+        self._detokenizer: Detokenizer | None = detokenizer
+        self._stops = StopMatcher(stops) if stops else None
+        self._min_new_tokens = min_new_tokens
+        self._text = io.StringIO()
+        self._ends = array("I")
+        """For each token, the number of code points up to and including its own."""
+        self.rest: str | None = None
+        """Once the text has ended: what was held back, where it can belong to no token."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are text."""
+        return len(self._ends)
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text."""
+        return None if self._stops is None else self._stops.matched
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Adds the next tokens, up to the one that completes a stop string."""
+        text, lengths = self.decode(token_ids)
+        if self._stops is None or self._stops.passes(text):
+            self.append(text, lengths)
+            return
+        start = 0
+        for length in lengths:
+            certain = self._certain(text[start : start + length])
+            start += length
+            self.append(certain, [len(certain)])
+            if self.matched is not None:
+                self.rest = ""
+                return
+
+    def decode(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
+        """Returns the text of the next tokens, and the length of each, for `append`. Only without stop strings."""
+        return self._present_detokenizer.push_all(token_ids)
+
+    def end(self, token_id: int | None, *, is_shown: bool) -> None:
+        """Ends the text, with its last token if that came with the end; one that stops the output is not shown."""
+        text = self._present_detokenizer.push(token_id) if token_id is not None and is_shown else ""
+        text = self._certain(text + self._present_detokenizer.finish())
+        if self._stops is not None:
+            text += self._stops.finish()
+        if token_id is None:
+            self.rest = text
+        else:
+            self.append(text, [len(text)])
+            self.rest = ""
+
+    def read(self, start: int, end: int) -> tuple[str, list[int]]:
+        """Returns the text of the tokens [start, end), and the number of its code points with each."""
+        first, ends = self._ends[start - 1] if start else 0, self._ends[start:end]
+        self._text.seek(first)
+        text = self._text.read(ends[-1] - first) if ends else ""
+        return text, list(map(sub, ends, chain((first,), ends)))
+
+    def forget_tokenizer(self) -> None:
+        """Drops the tokenizer: no token is added any more."""
+        self._detokenizer = None
+
+    @property
+    def _present_detokenizer(self) -> Detokenizer:
+        assert self._detokenizer is not None, "all was text before the tokenizer was forgotten"
+        return self._detokenizer
+
+    def _certain(self, text: str) -> str:
+        """Returns the part of the text so far that cannot belong to a stop string; `text` is the next token's."""
+        if self._stops is None:
+            return text
+        return self._stops.push(text, counts=len(self._ends) >= self._min_new_tokens)
+
+    def append(self, text: str, lengths: list[int]) -> None:
+        """Adds the text of tokens, and the length of each; takes the list over."""
+        self._text.seek(0, io.SEEK_END)
+        self._text.write(text)
+        lengths[0] += self._ends[-1] if self._ends else 0
+        self._ends.extend(accumulate(lengths))
+
+
+class StopMatcher:
+    """Finds the stop strings of a sample in text that arrives in parts; holds back text that may become one.
+
+    The stop string that is complete first ends the text, the longest if several are complete at once: so the end
+    depends on the text alone, not on its parts.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        """`stops`: none of them empty."""
+        self.matched: str | None = None
+        """The stop string that ended the text."""
+        self._patterns = [_Pattern(stop) for stop in stops]
+        self._held = ""
+        firsts = "".join(re.escape(pattern.text[0]) for pattern in self._patterns)
+        self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")
+
+    def passes(self, text: str) -> bool:
+        """True if no stop string is under way or begins in the text; then it need not be pushed."""
+        return not self._held and self.matched is None and self._first.search(text) is None
+
+    def push(self, text: str, *, counts: bool = True) -> str:
+        """Adds text and returns the text that is certain to stay; after the end, nothing.
+
+        A stop string that is complete with text that does not count (`counts`) is ignored.
+        """
+        if self.matched is not None:
+            return ""
+        if self.passes(text):
+            return text
+        known = self._held + text
+        for end, character in enumerate(text, start=len(self._held) + 1):
+            # All patterns advance before one is chosen.
+            complete = [pattern.text for pattern in self._patterns if pattern.advance(character)]
+            if complete and counts:
+                self.matched, self._held = max(complete, key=len), ""
+                return known[: end - len(self.matched)]
+        certain = len(known) - max((pattern.num_matching for pattern in self._patterns), default=0)
+        self._held = known[certain:]
+        return known[:certain]
+
+    def finish(self) -> str:
+        """Returns the text held back: there is no more text to complete a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Pattern:
+    """Matches one string character by character (Knuth, Morris and Pratt, 1977)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matching = 0
+        """Length of the string's longest proper prefix that ends the text seen so far."""
+        self._fallback = _borders(text)
+
+    def advance(self, character: str) -> bool:
+        """Returns True if the string is complete with this character."""
+        while self.num_matching and self.text[self.num_matching] != character:
+            self.num_matching = self._fallback[self.num_matching - 1]
+        self.num_matching += self.text[self.num_matching] == character
+        if self.num_matching < len(self.text):
+            return False
+        self.num_matching = self._fallback[-1]
+        return True
+
+
+def _borders(text: str) -> list[int]:
+    """For each prefix, the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(text)
+    length = 0
+    for end in range(1, len(text)):
+        while length and text[end] != text[length]:
+            length = borders[length - 1]
+        length += text[end] == text[length]
+        borders[end] = length
+    return borders
+
+
 def _text_by(decode: Callable[..., str], tokens: list[Any], **options: bool) -> str:
     """Calls a tokenizer. A panic of its backend, which is no Exception, becomes one: it is one output's error."""
     try:
@@ -347,6 +479,15 @@ def _text_by(decode: Callable[..., str], tokens: list[Any], **options: bool) -> 
         raise
     except BaseException as panic:
         raise ValueError(f"the tokenizer cannot decode {tokens}: {panic}") from panic
+
+
+def _join_known(text_of: Callable[[int], str | None], token_ids: Sequence[int]) -> tuple[str, list[int]] | None:
+    """Returns the text of tokens and the length of each; None if the text of one depends on its neighbours."""
+    texts: list[Any] = list(map(text_of, token_ids))
+    try:
+        return "".join(texts), list(map(len, texts))
+    except TypeError:
+        return None
 
 
 def _push_each(detokenizer: Detokenizer, token_ids: Sequence[int]) -> tuple[str, list[int]]:

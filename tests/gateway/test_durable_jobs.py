@@ -481,14 +481,14 @@ async def test_a_sequence_whose_end_is_lost_with_a_commit_is_forgotten(path: Pat
 
         journal._file.commit, commit = fail, journal._file.commit  # type: ignore[method-assign]
         server.manager.leave(job, None)
-        server.manager.create(job.request, server.model)
+        server.manager.go_on(job, server.model)
         # Both sequences' news, the one's end and the other's admission, come in one message.
         await until(lambda: any(item.then is not None for item in journal._pending))
         may_fail.set()
         with pytest.raises(UnavailableError, match="the disk has failed"):
             await stream
         journal._file.commit = commit  # type: ignore[method-assign]
-        await until(lambda: not server.link._sequences)
+        await until(lambda: not server.link.samples)
         assert server.link.running == {}
         server.loop.pause_tokens = None
         assert len(tokens_of(await collect(client.generate(PROMPT, max_new_tokens=3)))) == 3

@@ -19,7 +19,7 @@ from slipstream.common.errors import (
 )
 from slipstream.common.wire.job import JobState
 from slipstream.gateway.keys import current_owner
-from slipstream.gateway.sample_output import SampleOutput
+from slipstream.gateway.sample import Sample
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.generation_server import TTL_S, collect, generation_server, state_of, tokens_of
 from tests.harness.scripted_scheduler import EOS_ID
@@ -155,8 +155,8 @@ async def test_a_job_that_was_cancelled_does_not_go_on(
         job = server.store.get(current_owner(), "mine")
         assert job is not None
         await until(lambda: not job.num_callers)
-    for sequence in job.sequences:
-        server.link.cancel(sequence)
+    for sample in job.unfinished:
+        server.link.cancel(sample)
     await state_of(client, "mine", JobState.ENDED)
     server.loop.pause_tokens = None
     again = await collect(client.generate([5], job_id="mine", max_new_tokens=9))
@@ -179,7 +179,7 @@ async def test_a_job_that_cannot_go_on_is_over(
         await call()
     server.loop.error = None
     with monkeypatch.context() as broken:
-        broken.setattr(SampleOutput, "reopen", fail)
+        broken.setattr(Sample, "detokenize", fail)
         for _ in range(2):
             with pytest.raises(InternalError, match="could not be taken in"):
                 await call()
@@ -280,14 +280,14 @@ async def test_unknown_fields_are_refused(server: GenerationServer) -> None:
 async def test_an_output_that_cannot_be_taken_in_fails_its_own_job_alone(
     server: GenerationServer, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = SampleOutput.add
+    add = Sample.add
 
-    def break_one(output: SampleOutput, token_ids: list[int], *others: Any, **more: Any) -> None:
-        if output.num_tokens and set(token_ids) <= {5, 6}:
+    def break_one(sample: Sample, token_ids: list[int], *others: Any, **more: Any) -> bool:
+        if sample.num_tokens and set(token_ids) <= {5, 6}:
             raise OverflowError("no token has this number")
-        add(output, token_ids, *others, **more)
+        return add(sample, token_ids, *others, **more)
 
-    monkeypatch.setattr(SampleOutput, "add", break_one)
+    monkeypatch.setattr(Sample, "add", break_one)
     server.loop.may_step.clear()
     await client.create_job([5, 6], job_id="broken", max_new_tokens=300)
     await client.create_job([7, 8], job_id="whole", max_new_tokens=30)

@@ -13,13 +13,11 @@ from slipstream.common.errors import InternalError
 from slipstream.common.wire.job import FinishReason
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec, StepOutput
 from slipstream.gateway.job import Job
-from slipstream.gateway.journal import JobJournal
-from slipstream.gateway.journal_codec import output_of, record_of, rows_of
+from slipstream.gateway.journal import JobJournal, output_of, record_of, rows_of
 from slipstream.gateway.journal_file import Accepted, JournalFile, JournalMode
 from slipstream.gateway.metrics import RequestMetrics
 from slipstream.gateway.request import CheckedRequest
-from slipstream.gateway.sample import RunningSequence
-from slipstream.gateway.sample_output import SampleOutput
+from slipstream.gateway.sample import Sample
 from slipstream.protos import journal_pb2
 from tests.harness.generation_server import collect, generation_server, killed, model_of, tokens_of
 from tests.harness.scripted_scheduler import DESCRIPTION
@@ -34,9 +32,9 @@ async def test_a_job_ends_as_cancelled_only_if_a_client_cancelled_it(tmp_path: P
     spec = SequenceSpec(
         job_id="a", prompt=(70,), max_new_tokens=9, sampling=SamplingParams(), stop_token_ids=frozenset()
     )
-    sequence, model = RunningSequence(spec), model_of(DESCRIPTION)
+    model = model_of(DESCRIPTION)
     request = CheckedRequest(job_id="a", digest=b"a", samples=(spec,))
-    job = Job(request, (sequence,), model, number=1, attempt=1)
+    job = Job(request, model, number=1, attempt=1)
     job.is_cancelled = is_cancelled
     last = StepOutput(
         sequences=[7],
@@ -51,16 +49,16 @@ async def test_a_job_ends_as_cancelled_only_if_a_client_cancelled_it(tmp_path: P
         cached_tokens={7: 1},
     )
     file = JournalFile.open(tmp_path / "journal", JournalMode.PROCESS)
-    file.commit([Accepted(1, record_of(job))], [rows_of(last, {7: sequence.key})])
+    file.commit([Accepted(1, record_of(job))], [rows_of(last, {7: job.samples[0].key})])
     metrics = RequestMetrics(CollectorRegistry(), num_running=lambda: 0, num_waiting=lambda: 0)
     journal = JobJournal(file, jobs=tuple, metrics=metrics, on_failure=lambda error: pytest.fail(str(error)))
     ((restored, _),) = await journal.restore(model)
     await journal.close()
     assert (restored.is_over, restored.num_tokens) == (True, 1)
     assert restored.can_go_on != is_cancelled
-    stats = restored.samples[0].stats
-    assert (stats.tokens_beyond_draft, stats.cached_tokens) == (1, 1)
-    assert stats.admitted_at == pytest.approx(time.monotonic(), abs=60)
+    (sample,) = restored.samples
+    assert (sample.tokens_beyond_draft, sample.cached_tokens) == (1, 1)
+    assert sample.admitted_at == pytest.approx(time.monotonic(), abs=60)
     assert journal_pb2.JournaledOutput.FromString(output_of(restored)).samples[0].tokens_beyond_draft == 1
 
 
@@ -77,14 +75,14 @@ async def test_output_that_cannot_become_text_fails_its_own_job_at_the_start(
             pass
         await server.manager.journal.flush()
         left = killed(path)
-    detokenize = SampleOutput.detokenize
+    detokenize = Sample.detokenize
 
-    def break_one(output: SampleOutput, end: int) -> None:
-        if output._job_id == "broken":
+    def break_one(sample: Sample, end: int) -> None:
+        if sample.spec.job_id == "broken":
             raise OverflowError("no token has this number")
-        detokenize(output, end)
+        detokenize(sample, end)
 
-    monkeypatch.setattr(SampleOutput, "detokenize", break_one)
+    monkeypatch.setattr(Sample, "detokenize", break_one)
     async with generation_server(journal=left) as server, AsyncClient(server.address) as client:
         assert tokens_of(await collect(client.watch_job("whole"))) == [70, 71] * 10
         with pytest.raises(InternalError, match="could not be taken in"):

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.common.wire.job import FinishReason, TokenLogprobs
+from slipstream.common.wire.job import FinishReason, OutputChunk, TokenLogprobs
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.gateway.request import CheckedRequest
-from slipstream.gateway.sample_output import SampleOutput
+from slipstream.gateway.sample import Sample
 from slipstream.gateway.text import Vocabulary
 from tests.harness.sampling import examples
 from tests.harness.tokenizers_by_kind import make_tokenizer
-
-if TYPE_CHECKING:
-    from slipstream.common.wire.job import OutputChunk
 
 MAX_ID = 345
 ENDS = (*FinishReason, None)
 
 
-def output_of(kind: str, stop: tuple[str, ...]) -> SampleOutput:
+def output_of(kind: str, stop: tuple[str, ...]) -> Sample:
     """The output of a sample of a job with logprobs."""
     spec = SequenceSpec(
         job_id="a",
@@ -34,7 +29,7 @@ def output_of(kind: str, stop: tuple[str, ...]) -> SampleOutput:
         top_logprobs=0,
     )
     request = CheckedRequest(job_id="a", digest=b"", samples=(spec,), stop=stop, min_new_tokens=2)
-    return SampleOutput(request, Vocabulary(make_tokenizer(kind)).new_detokenizer())
+    return Sample(request, Vocabulary(make_tokenizer(kind)))
 
 
 Step = tuple[list[int], FinishReason | None]
@@ -48,17 +43,17 @@ def steps_of(tokens: list[list[int]], end: FinishReason | None, *, ends_with_tok
     return [*steps[:-1], (tokens[-1], end)] if ends_with_token else [*steps, ([], end)]
 
 
-def add(output: SampleOutput, step: Step) -> None:
+def add(output: Sample, step: Step) -> None:
     """Adds a step."""
     ids, end = step
     output.add(ids, 0, tuple(TokenLogprobs(-token) for token in ids), end)
 
 
-def read_all(output: SampleOutput, chunks: list[OutputChunk]) -> None:
+def read_all(output: Sample, chunks: list[OutputChunk]) -> None:
     """Adds what is new."""
     chunk = output.read(sum(len(chunk.token_ids) for chunk in chunks))
     if chunk is not None:
-        chunks.append(chunk)
+        chunks.append(OutputChunk.from_pb(chunk))
 
 
 def seen_in(chunks: list[OutputChunk]) -> tuple[object, ...]:
@@ -104,7 +99,7 @@ def test_output_does_not_depend_on_when_it_is_read(kind: str) -> None:
             if number == reopened_after and not parts.is_cut:
                 # Ends, and goes on from the output that it has.
                 add(parts, ([], FinishReason.ABORT))
-                parts.reopen(Vocabulary(tokenizer).new_detokenizer())
+                assert parts.go_on(Vocabulary(tokenizer), number=2)
             add(parts, step)
             if is_read[number]:
                 read_all(parts, seen)

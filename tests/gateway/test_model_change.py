@@ -80,11 +80,11 @@ async def test_output_that_cannot_become_text_keeps_no_tokenizer() -> None:
         def fail(*_: object) -> None:
             raise RuntimeError("no text")
 
-        output = server.store.get("", "broken").samples[0].output
-        output._detokenizer.push_all = fail
+        text = server.store.get("", "broken").samples[0]._text
+        text._detokenizer.push_all = fail
         before = parts_of_the_model(server)
         await change_model(server, "another")
-        del output, fail
+        del text, fail
         assert those_alive(before) == []
         with pytest.raises(InternalError, match="could not be taken in"):
             await collect(client.watch_job("broken"))

@@ -1,4 +1,4 @@
-"""Tests that chunks of plain text are encoded as protobuf does it, and are those that `SampleOutput.read` returns."""
+"""Tests that chunks of plain text are encoded as protobuf does it, and are those that `Sample.read` returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.common.wire.job import FinishReason, OutputChunk, PlainChunkEnco
 from slipstream.common.wire.messages import VARINTS
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.gateway.request import CheckedRequest
-from slipstream.gateway.sample_output import MAX_SHARED_TOKENS, SampleOutput
+from slipstream.gateway.sample import MAX_SHARED_TOKENS, Sample
 from slipstream.gateway.text import Vocabulary
 from slipstream.protos import generation_pb2
 from tests.harness.tokenizers_by_kind import make_tokenizer
@@ -25,9 +25,7 @@ WORD = st.integers(0, 2**32 - 1)
 LONG = st.integers(0, 2**64 - 1)
 
 
-def sample_output(
-    kind: str = "byte level", *, stop: tuple[str, ...] = (), top_logprobs: int | None = None
-) -> SampleOutput:
+def sample_of(kind: str = "byte level", *, stop: tuple[str, ...] = (), top_logprobs: int | None = None) -> Sample:
     """The output of the only sample of a job."""
     spec = SequenceSpec(
         job_id="a",
@@ -38,7 +36,7 @@ def sample_output(
         top_logprobs=top_logprobs,
     )
     request = CheckedRequest(job_id="a", digest=b"", samples=(spec,), stop=stop, min_new_tokens=0)
-    return SampleOutput(request, Vocabulary(make_tokenizer(kind)).new_detokenizer(), attempt=7)
+    return Sample(request, Vocabulary(make_tokenizer(kind)), attempt=7)
 
 
 @settings(max_examples=300, deadline=None)
@@ -96,7 +94,7 @@ def test_times_take_no_room_of_what_comes_again() -> None:
 )
 def test_both_ways_to_read_agree(kind: str, steps: list[list[int]], num_accepted: int, ways: Sequence[bool]) -> None:
     """Also where readers take turns with them."""
-    mixed, plain = sample_output(kind), sample_output(kind)
+    mixed, plain = sample_of(kind), sample_of(kind)
     offset = 0
     for number, (token_ids, is_encoded) in enumerate(zip(steps, ways, strict=False)):
         for output in (mixed, plain):
@@ -105,7 +103,7 @@ def test_both_ways_to_read_agree(kind: str, steps: list[list[int]], num_accepted
         assert expected is not None
         encoded = mixed.read_encoded(offset) if is_encoded else None
         if is_encoded:
-            assert encoded == expected.to_pb().SerializeToString(deterministic=True)
+            assert encoded == expected.SerializeToString(deterministic=True)
             assert mixed.read_encoded(offset) is encoded, "readers at the same place share it"
         else:
             assert mixed.read(offset) == expected
@@ -114,15 +112,16 @@ def test_both_ways_to_read_agree(kind: str, steps: list[list[int]], num_accepted
     for output in (mixed, plain):
         output.add((), reason=FinishReason.ABORT)
     assert mixed.read_encoded(offset) is None, "the end has more to say"
+    plain.usage = mixed.usage  # but for its times
     assert mixed.read(offset) == plain.read(offset)
     assert mixed.read(0) == plain.read(0)
 
 
 def test_other_samples_are_read_as_objects() -> None:
-    for output in (sample_output(stop=("x",)), sample_output(top_logprobs=0)):
+    for output in (sample_of(stop=("x",)), sample_of(top_logprobs=0)):
         output.add((5,))
         assert output.read_encoded(0) is None
-    late = sample_output()
+    late = sample_of()
     late.add([5] * (MAX_SHARED_TOKENS + 1))
     assert late.read_encoded(0) is None, "so much would be kept for as long as the sample is"
     assert late.read_encoded(1) is None, "the tokens before are not text yet"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -14,8 +13,7 @@ from slipstream.client import AsyncClient
 from slipstream.common.wire.recorder import Record, Site
 from slipstream.common.wire.trace import HostRecords
 from slipstream.gateway.keys import KeyFile, KeyInterceptor
-from slipstream.gateway.sample import SequenceStats
-from slipstream.gateway.service import RequestTimes
+from slipstream.gateway.metrics import RequestTimes, TimesOfRequests
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from tests.harness.generation_server import collect, generation_server
 from tests.harness.waiting import TIMEOUT_S, until
@@ -25,11 +23,6 @@ if TYPE_CHECKING:
 
 ANN, BOB = "ann-0123456789abcdef", "bob-0123456789abcdef"
 PHASES = [Site.TOKENISE, Site.SUBMIT, Site.FIRST_TOKEN]
-
-
-def job(number: int, *stats: SequenceStats) -> Any:
-    """A job as far as the ring looks at it."""
-    return SimpleNamespace(number=number, owner="", samples=[SimpleNamespace(stats=one) for one in stats])
 
 
 async def read(address: str, key: str | None = None, **request: int) -> tuple[Record, ...]:
@@ -42,19 +35,10 @@ async def read(address: str, key: str | None = None, **request: int) -> tuple[Re
 
 
 def test_the_oldest_request_goes() -> None:
-    times = RequestTimes(capacity=2)
+    times = TimesOfRequests(capacity=2)
     for number in (5, 6, 6, 7):
-        times.add(job(number, SequenceStats()), 100, 200)
-    assert list(times.records()) == [Record(Site.TOKENISE, number, 100, 200) for number in (6, 7)]
-
-
-def test_the_first_of_several_samples_counts() -> None:
-    times, stats = RequestTimes(), [SequenceStats(), SequenceStats()]
-    times.add(job(5, *stats), 100, 200)
-    stats[0].submitted_at, stats[1].submitted_at = 3e-6, 4e-6
-    assert [record.site for record in times.records()] == PHASES[:2]
-    stats[1].first_sent_at = 5e-6
-    assert list(times.records())[1:] == [Record(Site.SUBMIT, 5, 200, 3000), Record(Site.FIRST_TOKEN, 5, 3000, 5000)]
+        times.add(number, "", RequestTimes(100, 200))
+    assert list(times.records("")) == [Record(Site.TOKENISE, number, 100, 200) for number in (6, 7)]
 
 
 async def test_the_phases_of_a_request_follow_each_other() -> None:

@@ -108,7 +108,7 @@ async def test_cancelled_outputs_keep_no_place_in_the_queue() -> None:
             await client.create_job([5], max_new_tokens=3)
         server.loop.holds_cancelled = False
         server.loop.may_step.set()
-        await until(lambda: not server.link.sequences)
+        await until(lambda: not server.link.samples)
         assert (server.link.num_waiting, server.link.num_running) == (0, 0)
         assert tokens_of(await collect(client.generate([5], n=4, max_new_tokens=3))) == [5] * 12
 
@@ -223,7 +223,7 @@ async def test_the_error_of_one_sample_is_the_end_of_all(server: GenerationServe
     server.loop.pause_tokens = TOKENS_PER_STEP
     await client.create_job([5, 6], job_id="mine", n=2, max_new_tokens=9)
     await until(lambda: server.manager.get("mine").num_tokens == 2 * TOKENS_PER_STEP)
-    failed, _ = server.manager.get("mine").sequences
+    failed, _ = server.manager.get("mine").samples
     server.manager.end(failed, error=UnavailableError("no scheduler for too long", retry_after_ms=10))
     await until(lambda: not server.link.running)
     watched = client.watch_job("mine", reconnect_s=0)

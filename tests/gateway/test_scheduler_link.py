@@ -13,12 +13,14 @@ from slipstream.client import AsyncClient
 from slipstream.common.errors import FailedPreconditionError, InternalError, ResourceExhaustedError, UnavailableError
 from slipstream.common.wire.job import JobState
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.gateway.sample import RunningSequence
+from slipstream.gateway.request import CheckedRequest
+from slipstream.gateway.sample import Sample
 from slipstream.gateway.scheduler import MAX_SEQUENCES_PER_MESSAGE, MAX_TOKENS_PER_MESSAGE
+from slipstream.gateway.text import Vocabulary
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, TOKENS_PER_STEP
 from tests.harness.generation_server import collect, generation_server, logprobs_in, state_of, text_of, tokens_of
 from tests.harness.scripted_scheduler import logprobs_of
-from tests.harness.tokenizers_by_kind import TEXT
+from tests.harness.tokenizers_by_kind import TEXT, make_tokenizer
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:
@@ -313,12 +315,13 @@ async def test_a_sequence_that_ends_every_epoch_fails_and_others_go_on(
 
 def test_tokens_make_up_for_lost_epochs() -> None:
     spec = SequenceSpec(job_id="", prompt=(1,), max_new_tokens=9, sampling=SamplingParams(), stop_token_ids=frozenset())
-    sequence = RunningSequence(spec)
+    request = CheckedRequest(job_id="", digest=b"", samples=(spec,))
+    sample = Sample(request, Vocabulary(make_tokenizer("byte level")))
     for num_tokens, is_in_slot, expected in ((0, True, 1), (0, True, 2), (4, True, 1), (4, False, 1), (4, True, 2)):
-        sequence.output.extend([5] * (num_tokens - len(sequence.output)))
-        sequence.is_in_slot = is_in_slot
-        sequence.lose_epoch()
-        assert (sequence.num_lost_epochs, sequence.is_in_slot) == (expected, False)
+        sample.token_ids.extend([5] * (num_tokens - sample.num_tokens))
+        sample.is_in_slot = is_in_slot
+        sample.lose_epoch()
+        assert (sample.num_lost_epochs, sample.is_in_slot) == (expected, False)
 
 
 async def test_errors_that_are_kept_hold_no_frames_of_the_calls_that_they_end() -> None:
@@ -352,9 +355,9 @@ async def test_a_request_that_comes_back_while_it_is_cancelled_counts_once(
     server.loop.slots = 64
     # In one turn of the event loop, so that one message cancels the one and submits the other.
     server.manager.leave(job, None)
-    assert server.manager.create(job.request, server.model) is job
+    server.manager.go_on(job, server.model)
     assert tokens_of(await chunks) == [5] * 6
-    await until(lambda: not server.link._sequences)
+    await until(lambda: not server.link.samples)
     assert server.link.num_waiting == 0
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.gateway.stop_strings import StopMatcher
+from slipstream.gateway.text import StopMatcher
 from tests.harness.sampling import examples
 
 # Few letters, so that strings overlap each other and themselves.

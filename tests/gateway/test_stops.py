@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from slipstream.client import AsyncClient
 from slipstream.common.errors import UnavailableError
-from slipstream.common.wire.job import FinishReason, JobState, TokenLogprobs
+from slipstream.common.wire.job import FinishReason, JobState, OutputChunk, TokenLogprobs
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.gateway.model import ServedModel
 from slipstream.gateway.request import CheckedRequest
-from slipstream.gateway.sample import RunningSequence, Sample
-from slipstream.gateway.sample_output import SampleOutput
+from slipstream.gateway.sample import Sample
 from slipstream.gateway.text import Vocabulary
-from tests.harness.example_states import TOKENS_PER_STEP, USAGE
+from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of
 from tests.harness.scripted_scheduler import EOS_ID
 from tests.harness.tokenizers_by_kind import make_tokenizer
@@ -27,7 +26,6 @@ from tests.harness.tokenizers_by_kind import make_tokenizer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slipstream.common.wire.job import OutputChunk
     from tests.harness.generation_server import GenerationServer
 
 MAX_ID = 345
@@ -50,6 +48,12 @@ def reference(texts: list[str], stops: list[str], num_ignored: int) -> tuple[str
             num_tokens = next(n for n in range(len(texts) + 1) if len("".join(texts[:n])) >= end)
             return whole[: end - len(stop)], num_tokens, stop
     return whole, len(texts), None
+
+
+def read(sample: Sample, offset: int) -> OutputChunk | None:
+    """Returns the chunk from `offset` on as plain data."""
+    chunk = sample.read(offset)
+    return None if chunk is None else OutputChunk.from_pb(chunk)
 
 
 @pytest.mark.parametrize("kind", ["byte level", "llama", "suffix"])
@@ -77,15 +81,14 @@ def test_an_output_ends_where_the_whole_text_would(kind: str) -> None:
         seen: list[OutputChunk] = []
         for (start, end), has_reader in zip(pairwise(steps), reads, strict=False):
             add(output, ids[start:end], FinishReason.LENGTH if end == len(ids) else None)
-            if has_reader and (chunk := output.read(len(tokens_of(seen)))) is not None:
+            if has_reader and (chunk := read(output, len(tokens_of(seen)))) is not None:
                 seen.append(chunk)
         if output.finish_reason is None:
             # The loop has been told, and has brought one more step by then.
             add(output, [5, 6])
             add(output, [], FinishReason.ABORT)
-        output.finish(USAGE)
         if not seen or seen[-1].finish_reason is None:
-            last = output.read(len(tokens_of(seen)))
+            last = read(output, len(tokens_of(seen)))
             assert last is not None
             seen.append(last)
         assert (text_of(seen), tokens_of(seen)) == (text, ids[:num_tokens])
@@ -94,7 +97,7 @@ def test_an_output_ends_where_the_whole_text_would(kind: str) -> None:
         lengths = [length for chunk in seen for length in chunk.text_lengths]
         assert sum(lengths) == len(text)
         for offset in range(num_tokens + 1):
-            chunk = output.read(offset)
+            chunk = read(output, offset)
             assert chunk is not None
             assert (chunk.text, chunk.token_ids) == (text[sum(lengths[:offset]) :], tuple(ids[offset:num_tokens]))
 
@@ -111,13 +114,13 @@ SPEC = SequenceSpec(
 )
 
 
-def output_of(kind: str, stops: list[str], *, min_new_tokens: int = 0) -> SampleOutput:
+def output_of(kind: str, stops: list[str], *, min_new_tokens: int = 0) -> Sample:
     """The output of a sample of a job with stop strings."""
     request = CheckedRequest(job_id="a", digest=b"", samples=(SPEC,), stop=tuple(stops), min_new_tokens=min_new_tokens)
-    return SampleOutput(request, Vocabulary(make_tokenizer(kind)).new_detokenizer())
+    return Sample(request, Vocabulary(make_tokenizer(kind)))
 
 
-def add(output: SampleOutput, ids: list[int], reason: FinishReason | None = None) -> None:
+def add(output: Sample, ids: list[int], reason: FinishReason | None = None) -> None:
     """Adds the output of a step, with a logprob for each token."""
     output.add(ids, 0, tuple(TokenLogprobs(-token) for token in ids), reason)
 
@@ -128,8 +131,7 @@ def test_the_rest_of_a_cancelled_job_may_be_a_stop_string() -> None:
         output = output_of("byte level", stops)
         add(output, [half])
         add(output, [], FinishReason.ABORT)
-        output.finish(USAGE)
-        chunk = output.read(0)
+        chunk = read(output, 0)
         assert chunk is not None
         assert (chunk.text, chunk.finish_reason, chunk.matched_stop) == expected
 
@@ -229,10 +231,9 @@ async def test_the_first_watcher_of_a_job_that_has_ended(server: GenerationServe
 
 async def test_a_job_that_has_stopped_does_not_fail(server: GenerationServer) -> None:
     """The workers may be lost before the loop knows of the end."""
-    sequence = RunningSequence(SPEC)
-    sample = Sample(sequence, output_of("byte level", ["b"]))
+    sample = output_of("byte level", ["b"])
     ids = server.model.tokenizer.encode("abc")
     logprobs = tuple(TokenLogprobs(-token) for token in ids)
     assert sample.add(ids, 0, logprobs, None, num_draft_tokens=0, published_ns=1), "the scheduler must end it"
     sample.end(None, UnavailableError("verify is gone"))
-    assert (sample.error, sample.output.finish_reason, sample.output.matched_stop) == (None, "stop", "b")
+    assert (sample.error, sample.finish_reason, sample.matched_stop) == (None, "stop", "b")

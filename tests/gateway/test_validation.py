@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.wire.sequence import SamplingParams
-from slipstream.gateway.request import JOB_ID, SEED_STEP, RequestLimits, parse_request
+from slipstream.gateway.request import JOB_ID, SEED_STEP, RequestLimits, digest_of, parse_request
 from slipstream.protos import generation_pb2
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class WordTokenizer:
 
 def parse_all(request: generation_pb2.GenerateRequest, limits: RequestLimits = LIMITS) -> CheckedRequest:
     """Validates a request, with all of its samples."""
-    return parse_request(request, limits, WordTokenizer())
+    return parse_request(request, limits, WordTokenizer(), digest=digest_of(request))
 
 
 def parse(request: generation_pb2.GenerateRequest, limits: RequestLimits = LIMITS) -> SequenceSpec:

@@ -14,7 +14,7 @@ from slipstream.common.errors import DeadlineExceededError, ResourceExhaustedErr
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.wire.job import JobState
 from slipstream.gateway.request import parse_request
-from slipstream.gateway.sample_output import MAX_CHUNK_TOKENS
+from slipstream.gateway.sample import MAX_CHUNK_TOKENS
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from slipstream.common.wire.job import TokenLogprobs
 from slipstream.common.wire.server import ServiceState
-from slipstream.gateway import vllm_engine
+from slipstream.gateway import vllm
 from slipstream.gateway.fair_turns import FairTurns
 from slipstream.gateway.home import Home
 from slipstream.gateway.job import JobStore
@@ -29,7 +29,7 @@ from slipstream.gateway.request import RequestLimits
 from slipstream.gateway.scheduler import SchedulerLink
 from slipstream.gateway.service import RECORDER, SERVICE_NAME, GenerationServicer, RecorderServicer
 from slipstream.gateway.stream import StreamWrites
-from slipstream.gateway.vllm_engine import VllmEngineServicer
+from slipstream.gateway.vllm import VllmEngineServicer
 from slipstream.protos import generation_pb2_grpc, trace_pb2_grpc
 from tests.harness.example_states import CONTEXT_TOKENS, STATE
 from tests.harness.grpc_server import FREE_PORT, running_server
@@ -165,7 +165,7 @@ async def generation_server(
         )
         services = (
             (SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer),
-            (vllm_engine.SERVICE_NAME, vllm_engine.add_to_server, engine),
+            (vllm.SERVICE_NAME, vllm.add_to_server, engine),
             (RECORDER, trace_pb2_grpc.add_RecorderServicer_to_server, RecorderServicer(servicer.request_times)),
         )
         async with running_server(

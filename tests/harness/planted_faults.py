@@ -77,7 +77,7 @@ def _signal(fence: str, *, is_after: bool) -> Method:
 
 _SENDS = ("DispatchTogether.send", "DispatchAcknowledged.send")
 POINTS: Mapping[str, tuple[Method, ...]] = {
-    "gateway.before_submit": (_gateway("scheduler_stream", "SchedulerStream.send"),),
+    "gateway.before_submit": (_gateway("scheduler", "SchedulerStream.send"),),
     "gateway.before_delivery": (_gateway("jobs", "JobManager.deliver"),),
     "gateway.before_commit": (_gateway("journal_file", "JournalFile.commit"),),
     "gateway.after_commit": (_gateway("journal_file", "JournalFile.commit", is_after=True),),

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slipstream.gateway.journal import JobJournal
-from slipstream.gateway.journal_codec import rows_of
+from slipstream.gateway.journal import JobJournal, rows_of
 from slipstream.scheduler.core.accounts import SlotAllocator
 from slipstream.scheduler.core.draft_reach import DraftReach
 from slipstream.scheduler.core.waiting_queue import WaitingQueue

@@ -234,7 +234,7 @@ class Schedule:
         return bool(
             gateway.manager._is_complete
             and not gateway.manager._alive
-            and not gateway.link._sequences
+            and not gateway.link._samples
             and not gateway.link.running
             and not gateway.link.num_waiting
             and not scheduler.queue.num_held

@@ -14,7 +14,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Self
 
 from slipstream.common.errors import ConnectionLostError, SlipstreamError
-from slipstream.gateway.scheduler_stream import Inbox, SchedulerGoneError
+from slipstream.gateway.scheduler import Message, SchedulerGoneError, take_all
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
@@ -88,7 +88,7 @@ class SimulatedRunStream:
     def __init__(self, gateway: GatewayProcess, scheduler: SchedulerProcess | None) -> None:
         self._gateway = gateway
         self._scheduler = scheduler
-        self._inbox = Inbox()
+        self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._requests: deque[scheduler_pb2.RunRequest | None] = deque()
         self._requested: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
@@ -110,9 +110,9 @@ class SimulatedRunStream:
         """See `RunStream.send`."""
         self._up.send(self._take, request)
 
-    async def receive(self) -> list[scheduler_pb2.RunResponse]:
+    async def receive(self) -> list[Message]:
         """See `RunStream.receive`."""
-        return await self._inbox.take()
+        return await take_all(self._inbox)
 
     def close(self) -> None:
         """See `RunStream.close`."""
@@ -126,8 +126,8 @@ class SimulatedRunStream:
             self._down.break_off(lambda: self._put(SchedulerGoneError("the connection broke")))
             self._up.break_off(self._cancel)
 
-    def _put(self, message: scheduler_pb2.RunResponse | SchedulerGoneError) -> None:
-        self._gateway.loop.run_call(self._inbox.put, message)
+    def _put(self, message: Message) -> None:
+        self._gateway.loop.run_call(self._inbox.put_nowait, message)
 
     # The scheduler's side.
 
