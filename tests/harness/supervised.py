@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from slipstream.cli.service import ServiceState
 from slipstream.cli.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     MakeCommand = Callable[..., ServiceCommand]
     """`fake_command` in a folder."""
@@ -32,6 +33,15 @@ def fake_command(folder: Path, name: str, *options: str) -> ServiceCommand:
 def supervisor_of(**settings: Any) -> Supervisor:
     """A supervisor; `settings` replace some of its arguments."""
     return Supervisor(**{"ready_timeout_s": 20.0, "drain_timeout_s": 10.0, "exit_timeout_s": 0.5, **settings})
+
+
+@asynccontextmanager
+async def serving(*commands: ServiceCommand, **settings: Any) -> AsyncIterator[Supervisor]:
+    """A supervisor whose services are started side by side, and ready; `settings` as of `supervisor_of`."""
+    async with supervisor_of(**settings) as supervisor:
+        supervisor.start(*commands)
+        await supervisor.wait_ready()
+        yield supervisor
 
 
 class States(list[tuple[str, ServiceState]]):
