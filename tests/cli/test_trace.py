@@ -15,11 +15,10 @@ from slipstream.cli.trace import fetch_requests, trace_json
 from slipstream.cli.trace_timeline import StampClock
 from slipstream.client import Client
 from slipstream.common.device.interface import ClockBounds
-from slipstream.common.wire.trace import ClockSample
-from slipstream.common.wire.server import ServiceState
 from slipstream.common.wire.recorder import Record, Site
+from slipstream.common.wire.server import ServiceState
 from slipstream.common.wire.step import FenceName, FenceWait
-from slipstream.common.wire.trace import Trace, TracedProcess, TracedStep
+from slipstream.common.wire.trace import ClockSample, Trace, TracedProcess, TracedStep
 from tests.harness.grpc_server import running_server, unserved_address
 from tests.harness.running import running, slipstream, until
 from tests.harness.trace_format import around, arrows, check, slices_by_thread
