@@ -36,7 +36,7 @@ class StopSignals:
         return 128 + self._received[-1] if len(self._received) > 1 else 0
 
     async def cancel(self, work: Coroutine[object, object, T]) -> T | None:
-        """Runs the work and gives its result, or None when a signal cancelled it. Takes the main thread's signals.
+        """Runs the work and returns its result. None: a signal cancelled it. Takes the main thread's signals.
 
         Raises InternalError when a callback of the event loop failed, which cancels the work, too.
         """

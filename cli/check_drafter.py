@@ -35,7 +35,7 @@ POLL_S = 0.01
 PROMPT = [1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 5, 2, 1, 2, 3]
 """Longer than a chunk, and it repeats itself in more than one way."""
 OTHER_PROMPT = PROMPT[2:5]
-"""The other one has these tokens, too, and others behind them."""
+"""A prompt whose tokens PROMPT has, too, followed by others."""
 ACCEPTED = (0, 1, NUM_DRAFT_TOKENS, 0)
 """Guesses that verify accepts in the steps of a sequence."""
 
@@ -176,7 +176,7 @@ def refuses_what_does_not_fit(bench: Bench) -> None:
         ("a verify on another device", lambda made: setattr(made.peer, "device", "GPU-0")),
         ("memory that is smaller than its manifest says", lambda made: setattr(made.manifest, "size", 2**40)),
         ("a buffer of another shape", lambda made: made.manifest.buffers[0].shape.append(2)),
-        ("a buffer behind the end", lambda made: setattr(made.given.buffers[0], "offset", made.given.size)),
+        ("a buffer after the end", lambda made: setattr(made.given.buffers[0], "offset", made.given.size)),
         ("memory without a fence", lambda made: made.manifest.ClearField("fences")),
         ("memory that is not there", _without_memory),
     ):
@@ -215,14 +215,14 @@ def waits_for_the_stash(bench: Bench) -> None:
     with bench.attached(run_ahead=2) as verify:
         verify.take_in(1, PROMPT)
         step = verify.send((1,))
-        behind = [verify.send((1,), wants_acknowledgement=True) for _ in range(2)]
-        verify.await_acknowledgement(behind[-1])
-        for each in (step, *behind):
+        queued = [verify.send((1,), wants_acknowledgement=True) for _ in range(2)]
+        verify.await_acknowledgement(queued[-1])
+        for each in (step, *queued):
             verify.accept(each, (1,), verify.finish(each, (1,)), NUM_DRAFT_TOKENS)
 
 
 def guesses_alike(bench: Bench) -> None:
-    """Guesses alike for equal input, whenever the stash comes."""
+    """Guesses alike for equal input, whenever the stash is signalled."""
     expected = _guesses(bench)
     _compare(_guesses(bench), expected, "equal requests in two attachments")
     with bench.attached() as verify:
@@ -237,7 +237,7 @@ def guesses_alike(bench: Bench) -> None:
             step = following
             found += verify.finish(step, (1,))
         verify.accept(step, (1,), found[-1:], ACCEPTED[-1])
-    _compare(found, expected, "a stash that is there before the command and one that comes after it")
+    _compare(found, expected, "a stash that is there before the command and a later one")
 
 
 def takes_in_where_it_need_not_guess(bench: Bench) -> None:
@@ -437,7 +437,7 @@ def run_check_drafter(address: str, device: str, *, timeout_s: float) -> int:
         except UnavailableError as error:
             raise UnavailableError(f"no drafter answers at {address}: {error}") from error
         if draft.has_scheduler:
-            raise FailedPreconditionError("the drafter has a scheduler: start one for the check alone")
+            raise FailedPreconditionError("the drafter has a scheduler: start one only for the check")
         if device == AUTO:
             device = CPU if draft.device == CPU else CUDA
         bench.device = choose_device(device, AUTO if device == CPU else TIMELINE)

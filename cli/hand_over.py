@@ -89,7 +89,7 @@ def _pass_words(one: _Process, other: _Process) -> None:
 def _time(one: _Process, other: _Process, device: Device, arena: Arena) -> tuple[float, ...]:
     """Returns half of each round, in microseconds.
 
-    A batch is enqueued as a whole and then let go, so that the streams alone hand over. Larger ones would fill the
+    A batch is enqueued as a whole and then released, so that only the streams hand over. Larger ones would fill the
     queue of a GPU's stream and stop it.
     """
     times: list[float] = []
@@ -177,7 +177,7 @@ class _Peer:
         self._here, self._there = self._arena.fence(HERE), self._arena.fence(THERE)
 
     def lead(self, gate: int, last: int) -> None:
-        """Once `gate` is let through: signals each value behind it, waits for its answer, and stamps the time."""
+        """Waits for `gate`; then signals each later value, waits for its answer, and stamps the time."""
         stamps = self._arena.tensor("stamps")
         self._there.wait(self._stream, gate)
         self.device.stamp(self._stream, stamps[gate])

@@ -144,7 +144,7 @@ class GenerateOptions(Settings, heading="Request"):
 
 @contextmanager
 def naming_options(*others: str) -> Iterator[None]:
-    """Has an error that names a field of a request name what it comes from: the prompt, or an option of `generate`.
+    """Renames the field in an error of a request to its source: the prompt, or an option of `generate`.
 
     `others`: further options that are named as their fields.
     """

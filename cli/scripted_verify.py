@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 NUM_SLOTS, NUM_DRAFT_TOKENS, CHUNK_TOKENS, PAGE_TOKENS, SLOT_PAGES = 5, 3, 16, 16, 18
 CONTEXT_TOKENS = 256
 ALPHABET = 11
-"""Tokens that sequences are made of: few, so that they come again."""
+"""Number of different tokens in sequences: few, so that they repeat."""
 NO_TOKEN = -1
 """Stands in draft_tokens and num_proposed until the drafter has written there."""
 PAUSE_S = 0.05
-"""How long a step that waits is watched."""
+"""Seconds for which a waiting step is watched."""
 
 GUARD_WORDS, GUARD_VALUE = 32, 0x5AFE
 
@@ -116,7 +116,7 @@ class ScriptedVerify:
         return self._plan.step
 
     def unfinished(self) -> str:
-        """Says which signals that were ordered have not come; empty if all have."""
+        """Returns which ordered signals are missing; empty if none is."""
         last = {point.fence: point.value for point in self._waits}
         found = [(name, self._fences[name].poll(), value) for name, value in last.items()]
         return " and ".join(f"{name.name} is {now}, not {value}" for name, now, value in found if now != value)
@@ -362,7 +362,7 @@ class ScriptedVerify:
             self.given.write(BufferName.HIDDEN_STATES, slot, states)
 
     def _next_token(self, slot: int) -> int:
-        """Returns what the target "chooses": a function of the sequence alone."""
+        """Returns what the target "chooses": a function only of the sequence."""
         sequence = self.sequences[slot]
         return (sum(sequence[-2:]) + len(sequence)) % ALPHABET
 

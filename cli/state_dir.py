@@ -33,7 +33,7 @@ def hold_state_dir(path: Path) -> Iterator[Callable[[str], None]]:
     """Makes the directory if need be, and holds it until the context ends or the process does.
 
     The context's value leaves the server's address for `server_of` to find. Raises ConfigError when another process
-    holds the directory, when it cannot be made, is not this user's alone or has no room.
+    holds the directory, when it cannot be made, is open to other users or has no room.
     """
     server = path / _SERVER
     make_private_directory(path, field="state_dir", given=str(path))

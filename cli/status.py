@@ -71,7 +71,7 @@ class ServerStatus:
         return all(health in HEALTHY for health in self.health.values())
 
     def service(self, name: str) -> ServiceState:
-        """The service of this name, which there must be."""
+        """Returns the service of this name, which must exist."""
         return next(service for service in self.state.services if service.name == name)
 
     @property
@@ -239,7 +239,7 @@ class Look:
     interval: dict[str, Any] | None = None
     """Figures since the previous look, see `Reading.since`."""
     event: str = ""
-    """Last change, and when: the server went away, came back, was started anew."""
+    """Last change, and when: the server went away, answers again, was started anew."""
 
     def as_json(self) -> dict[str, object]:
         """For `json.dumps`."""

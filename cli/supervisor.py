@@ -112,7 +112,7 @@ class Supervisor:
         return [service for batch in self._batches for service in batch]
 
     def service(self, name: str) -> Service:
-        """The service of this name, which there must be."""
+        """Returns the service of this name, which must exist."""
         return next(service for service in self.services() if service.name == name)
 
     def start(self, *commands: ServiceCommand) -> None:
@@ -189,7 +189,7 @@ class Supervisor:
     async def stop(self, *names: str) -> None:
         """Stops the services of these names, or all: the last started first, each given time to finish its work.
 
-        Raises, when all are stopped, the first error that came up.
+        Raises, when all are stopped, the first error.
         """
         errors: list[BaseException] = []
         for batch in reversed(self._batches):

@@ -1,6 +1,6 @@
 """`slipstream trace`: asks a server for the times of its next steps, and writes them as a file for a viewer.
 
-The times of requests come from the gateways; one that does not return them has no rows in the file.
+The gateways have the times of requests; a gateway that does not return them has no rows in the file.
 
 The file is in the Trace Event Format, which ui.perfetto.dev and chrome://tracing show. Each process has lanes (threads,
 to the viewers). Arrows (flow events) lead along the fences, from the work that signalled to the work that waited; along
@@ -90,7 +90,7 @@ async def fetch_requests(
 ) -> tuple[TracedProcess, ...]:
     """Asks the gateways for the times of their last requests. Leaves out, with a warning, one that does not answer.
 
-    A gateway alone is asked where its clients call it; several share that port, and have addresses of their own.
+    A single gateway is asked where its clients call it; several share that port, and have addresses of their own.
     """
     found = []
     for gateway in gateways:

@@ -102,7 +102,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """Leads from a slice to another one that it let begin. Both times are within their slices."""
+    """Leads from a slice to a slice that it let begin. Both times are within their slices."""
 
     kind: str
     name: str
@@ -115,7 +115,7 @@ class Arrow:
 class StampClock:
     """Maps times of the stamps' clock to the host's by samples of both, between which they drift evenly apart.
 
-    Where the samples are less certain than the drift can be large, the better one counts alone.
+    If the samples are less certain than the drift can be large, only the better sample counts.
     """
 
     def __init__(self, samples: Sequence[ClockSample]) -> None:
@@ -240,21 +240,21 @@ class Timeline:
                 yield name, value, signaller
 
     def _add_results(self) -> None:
-        """Adds the results: to come until publish, about the end of verify's work, and then there but not seen yet."""
+        """Adds the results: awaited until publish, about the end of verify's work, and then not seen yet."""
         free = 0
-        for site, step, begun, landed in self._records["scheduler"]:
+        for site, step, begun, seen in self._records["scheduler"]:
             begin, published = max(begun, free), self._kernels.get((Role.VERIFY, Site.STREAM, step))
-            if site is not Site.RESULT or begin >= landed:
+            if site is not Site.RESULT or begin >= seen:
                 continue
-            free = landed
+            free = seen
             wait, details = f"wait for verify.publish >= {step}", {"step": step}
             ended = begin if published is None else max(begin, published.end_ns)
-            if ended >= landed:
-                result = self._add(Lane.RESULTS, WAIT, f"{wait}, and look", begin, landed, details)
+            if ended >= seen:
+                result = self._add(Lane.RESULTS, WAIT, f"{wait}, and look", begin, seen, details)
             else:
                 if begin < ended:
                     self._add(Lane.RESULTS, WAIT, wait, begin, ended, details)
-                result = self._add(Lane.RESULTS, RESULT, f"unseen {step}", ended, landed, details)
+                result = self._add(Lane.RESULTS, RESULT, f"unseen {step}", ended, seen, details)
             if published is not None and published.begin_ns <= result.last_ns:
                 at = max(result.begin_ns, published.last_ns) if published.last_ns <= result.last_ns else result.last_ns
                 self.arrows.append(Arrow(FENCE, "verify.publish", published, published.within(at), result, at))

@@ -129,7 +129,7 @@ class UpConfig(
     def worker(self, name: str) -> WorkerConfig:
         """Settings of the "verify" or the "draft" service."""
         models = self.models
-        # Prompt lookup's settings are for a draft that comes with a swap, too.
+        # Prompt lookup's settings are for the draft of a later swap, too.
         lookup = {} if name == "draft" and models.algorithm == NGRAM else PROMPT_LOOKUP
         if name == "verify":
             width = self.scheduler.most_draft_tokens + 1 if self.deterministic else None

@@ -50,14 +50,14 @@ class _Output:
     retry: Reconnection
 
     def call(self) -> Any:
-        """Makes the next call, for the output that has not come yet."""
+        """Makes the next call, for the output that has not arrived yet."""
         return self.method(self.next_request(), timeout=self.retry.time_left_s)
 
     def read(self, message: Any) -> OutputChunk | None:
         """Reads a call's next message."""
         chunk = self.reader.read(message)
         if chunk is not None:
-            self.retry.came_through()
+            self.retry.on_message()
         return chunk
 
 
@@ -148,7 +148,7 @@ class AsyncClient(_Client):
         reconnect_s: float = RECONNECT_S,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[OutputChunk, None]:
-        """Continues a text or token ids, or answers a conversation, and yields the output as it comes.
+        """Continues a text or token ids, or answers a conversation, and yields the output as it arrives.
 
         Closing the generator cancels the job. Parameters are those of generation.proto; None takes the server's
         default. With `n` samples each chunk names its sample; the last of all has the `job_usage`. After `timeout_s`
@@ -168,7 +168,7 @@ class AsyncClient(_Client):
     ) -> JobInfo:
         """Creates a job that goes on without this client. `timeout_s` is for the call.
 
-        Sent again for `reconnect_s` when the connection breaks, or the server is away and says that it comes back: the
+        Sent again for `reconnect_s` when the connection breaks, or the server is away and says that it will return: the
         job's name, given or drawn here, makes that safe.
         Raises AlreadyExistsError when another request has made a job of this name.
         """
@@ -303,7 +303,7 @@ class Client(_Client):
         reconnect_s: float = RECONNECT_S,
         **options: Unpack[RequestOptions],
     ) -> Generator[OutputChunk, None, None]:
-        """Yields the output as it comes; closing the generator cancels the job. See `AsyncClient.generate`."""
+        """Yields the output as it arrives; closing the generator cancels the job. See `AsyncClient.generate`."""
         return self._follow(self._generated(prompt, job_id, options, reconnect_s, timeout_s))
 
     def create_job(

@@ -28,7 +28,7 @@ class AccessOptions(TypedDict, total=False):
     api_key: str | None
     """The token of a key, without its name; by default the variable SLIPSTREAM_API_KEY."""
     tls: bool
-    """TLS with the authorities that gRPC brings."""
+    """TLS with the authorities that gRPC has."""
     tls_ca: str | Path | None
     """TLS with these authorities instead."""
     tls_cert: str | Path | None

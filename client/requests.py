@@ -208,7 +208,7 @@ def _tool_call(call: Any, field: str) -> generation_pb2.ToolCall:
 
 
 def build(kind: type[_Request], *, within: str = "", **values: Any) -> _Request:
-    """Builds a message. Raises InvalidArgumentError naming the field, behind `within`, of a value of the wrong type."""
+    """Builds a message. Raises InvalidArgumentError naming the field, after `within`, of a value of the wrong type."""
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
@@ -260,7 +260,7 @@ class OutputReader:
         """
         offsets = [from_token] if isinstance(from_token, int) else from_token
         self.is_over = False
-        """True if the job's last message has come."""
+        """True if the job's last message has arrived."""
         self._attempt = attempt
         self._job_id = ""
         self._offsets = dict(enumerate(offsets))
@@ -294,7 +294,7 @@ class OutputReader:
         self._attempt, self._job_id = chunk.attempt, chunk.job_id
         self.is_over = chunk.job_usage is not None
         if sample in self._finished:
-            # A new call repeats the end of a sample, and the job's end may come with it.
+            # A new call repeats the end of a sample, perhaps with the job's end.
             if not self.is_over:
                 return None
             return OutputChunk(
@@ -355,7 +355,7 @@ class FirstContact:
 
 
 class Reconnection:
-    """Decides how long, and how often, to try again. Begins anew whenever a message came through."""
+    """Decides how long, and how often, to try again. Begins anew after each message."""
 
     def __init__(self, contact: FirstContact, reconnect_s: float, timeout_s: float | None) -> None:
         """Tries for `reconnect_s` after a failure, or as `contact` says for a server that has never answered.
@@ -373,7 +373,7 @@ class Reconnection:
         """Timeout of the next call."""
         return None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
 
-    def came_through(self) -> None:
+    def on_message(self) -> None:
         """Called after each message: the connection works."""
         self._contact.is_made = True
         self._lost_at, self._pause_s = None, FIRST_PAUSE_S
