@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from slipstream.common.wire.job import FinishReason
-from slipstream.common.wire.sequence import PackedStep, Refusal, StepOutput
+from slipstream.common.wire.sequence import PackedStep, Refusal
 from slipstream.scheduler.records import StepOutcome
 
 if TYPE_CHECKING:
@@ -46,12 +46,12 @@ class Outgoing:
         self.taken_ns = 0
         """When it was taken out of the outbox; 0 if it is empty."""
 
-    def deliveries(self) -> Iterator[tuple[int, StepOutput | PackedStep | None, tuple[Refusal, ...]]]:
+    def deliveries(self) -> Iterator[tuple[int, PackedStep | None, tuple[Refusal, ...]]]:
         """Yields what each gateway's stream gets, in order: its number, output, refusals. Called once."""
         for stream, packed in self._of_step():
             yield stream, packed, ()
         for stream in {**self.admitted, **self.cached_tokens}:
-            yield stream, StepOutput(published_ns=self.taken_ns, **self._beginnings(stream)), ()
+            yield stream, PackedStep(published_ns=self.taken_ns, **self._beginnings(stream)), ()
         for stream, ids in self.aborted.items():
             yield stream, self._aborted(ids), ()
         for stream, refusals in self.refused.items():
@@ -73,15 +73,9 @@ class Outgoing:
             "cached_tokens": self.cached_tokens.pop(stream, {}),
         }
 
-    def _aborted(self, ids: list[int]) -> StepOutput:
-        nothing = [0] * len(ids)
-        return StepOutput(
-            sequences=ids,
-            num_tokens=nothing,
-            num_accepted=nothing,
-            finish_reasons=[FinishReason.ABORT] * len(ids),
-            published_ns=self.taken_ns,
-        )
+    def _aborted(self, ids: list[int]) -> PackedStep:
+        counts, reasons = np.zeros(len(ids), np.uint32).tobytes(), bytes([FinishReason.ABORT.to_pb()] * len(ids))
+        return PackedStep(np.array(ids, np.uint64).tobytes(), counts, counts, reasons, published_ns=self.taken_ns)
 
 
 class Outbox:
