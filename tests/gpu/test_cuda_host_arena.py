@@ -71,7 +71,7 @@ def test_a_gpu_without_memory_operations_on_streams_sets_it_by_a_kernel(
     device: CudaDevice, hosted: Arena, has_timelines: bool
 ) -> None:
     # Imported here: cuda-bindings need not be there where these tests are only collected.
-    from slipstream.common.device.cuda.host_arena import WrittenArena
+    from slipstream.common.device.cuda.arena import WrittenArena
 
     gpu: Any = SimpleNamespace(driver=device.driver, kernels=device.kernels, has_timelines=has_timelines)
     written, before = WrittenArena.of(hosted.manifest, gpu), torch.cuda.current_stream()

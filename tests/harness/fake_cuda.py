@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PREFIX = "slipstream.common.device"
-OTHER_MODULES = ("cuda.host_arena",)
 MODULES = (
     "cuda.driver",
     "cuda.stream",
@@ -106,7 +105,7 @@ def installed() -> Iterator[FakeCuda]:
     """In place of the real one, which the modules that use it forget again."""
     fake = FakeCuda()
     packages = {"cuda": ModuleType("cuda"), "cuda.bindings": SimpleNamespace(driver=fake), fake.__name__: fake}
-    names = [*packages, *(f"{PREFIX}.{module}" for module in (*MODULES, *OTHER_MODULES))]
+    names = [*packages, *(f"{PREFIX}.{module}" for module in MODULES)]
     before = {name: sys.modules.pop(name, None) for name in names}
     sys.modules.update(packages)  # type: ignore[arg-type]
     driver: Any = importlib.import_module(f"{PREFIX}.cuda.driver")

@@ -33,7 +33,7 @@ from slipstream.common.wire.worker import manifest_from_pb
 from slipstream.protos import worker_pb2 as pb
 
 if TYPE_CHECKING:
-    from slipstream.common.device.cuda.host_arena import WrittenArena
+    from slipstream.common.device.cuda.arena import WrittenArena
 
 
 class GpuUser:

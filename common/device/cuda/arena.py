@@ -1,24 +1,39 @@
-"""The arena of a GPU: one plain allocation of its owner, which other processes map by its IPC handle."""
+"""The arenas of a GPU: memory of its owner that others map by its IPC handle, and memory of the host that it writes."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import time
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
+import numpy as np
 import torch
 from cuda.bindings import driver as cu
 
+from slipstream.common.device.cpu.device import HostArena, HostFence
 from slipstream.common.device.cuda.fences import EventFence, EventRing, TimelineFence
-from slipstream.common.errors import ConfigError, DeviceError, ManifestError, MismatchError, OutOfMemoryError
+from slipstream.common.device.cuda.poll_backoff import wait_for_expected
+from slipstream.common.device.cuda.stream import handle_of
+from slipstream.common.device.interface import ANY_TIME
+from slipstream.common.errors import (
+    ConfigError,
+    DeviceError,
+    FailedPreconditionError,
+    ManifestError,
+    MismatchError,
+    OutOfMemoryError,
+)
 from slipstream.common.wire.manifest import EVENT, FEWEST_EVENTS, HANDLE_BYTES, TIMELINE, FenceWord, Manifest, lay_out
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Callable, Iterable
 
     from slipstream.common.device.cuda.driver import CudaDriver, CudaKernels
     from slipstream.common.device.cuda.stream import SideStream
+    from slipstream.common.device.interface import Look, Stream
     from slipstream.common.wire.manifest import BufferSpec
     from slipstream.common.wire.step import FenceName
 
@@ -250,3 +265,82 @@ def _open_ring(word: FenceWord, driver: CudaDriver) -> EventRing:
             raise
         remedy = "containers need the same IPC namespace (a shared /dev/shm)"
         raise ManifestError(f"fence {word.fence.name}: an event handle cannot be opened ({error}): {remedy}") from error
+
+
+class PolledFence(HostFence):
+    """A word that a GPU sets, which wakes nobody: the host looks at it again and again."""
+
+    def wait(self, stream: Stream, value: int) -> None:
+        """Raises FailedPreconditionError: a stream cannot wait for it."""
+        raise FailedPreconditionError(f"stream {stream.name}: a fence for the host alone cannot be waited for")
+
+    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
+        if self._word.value >= value:
+            return True
+        deadline = time.monotonic() + timeout_s
+        return wait_for_expected(lambda: self._word.value >= value, deadline, look)
+
+
+class PolledArena(HostArena):
+    """The end of who made it and reads it. Needs nothing of a GPU."""
+
+    fence_class = PolledFence
+
+
+class _WrittenFence(PolledFence):
+    """The end of who sets it, by a stream."""
+
+    def __init__(self, memory: memoryview, offset: int, store: Callable[[int, int], None]) -> None:
+        """`store`: is called with a stream's handle and the value."""
+        super().__init__(memory, offset)
+        self._store_on = store
+
+    def signal(self, stream: Stream, value: int) -> None:
+        """Sets the word when the stream gets there; a host that sees it sees all that the stream has written before."""
+        stream.enqueue(lambda: self._store_on(handle_of(stream), value))
+
+
+class _Registered:
+    """A mapping that the GPU can use, for as long as this object lives."""
+
+    def __init__(self, memory: mmap.mmap, driver: CudaDriver) -> None:
+        mapped = np.frombuffer(memory, np.uint8)
+        start = mapped.ctypes.data
+
+        def give_back() -> None:
+            # The mapping, too, lives until then.
+            driver.call(cu.cuMemHostUnregister, start)
+            _ = mapped
+
+        driver.call(cu.cuMemHostRegister, start, len(mapped), cu.CU_MEMHOSTREGISTER_DEVICEMAP)
+        weakref.finalize(self, ignoring_errors, give_back).atexit = False
+        self.address = int(driver.call(cu.cuMemHostGetDevicePointer, start, 0))
+        """Where the GPU has it."""
+
+
+class WrittenArena(HostArena):
+    """The end of who writes it, on a GPU: its tensors are the device's."""
+
+    def __init__(self, manifest: Manifest, memory: mmap.mmap, gpu: Gpu) -> None:
+        """Use `of`."""
+        super().__init__(manifest, memory)
+        self._registered = registered = _Registered(memory, gpu.driver)
+        words = memoryview(memory)
+
+        def fence_at(offset: int) -> HostFence:
+            write = gpu.driver.streams.write if gpu.has_timelines else gpu.kernels.store
+            # Keeps the memory registered for as long as a stream may write there.
+            return _WrittenFence(words, offset, lambda handle, value: write(handle, registered.address + offset, value))
+
+        self._fences = {word.fence: fence_at(word.offset) for word in manifest.fences}
+
+    @classmethod
+    def of(cls, manifest: Manifest, gpu: Gpu) -> Self:
+        """Maps another process's memory. Raises ManifestError if it is not what the manifest says, DeviceError."""
+        return cls(manifest, cls._mapped(manifest), gpu)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        placed = self._places.get(name)
+        if placed is None:
+            raise ManifestError(f"the arena has no buffer {name}")
+        return view(self._registered, self._registered.address + placed.offset, placed.spec)

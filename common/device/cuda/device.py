@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from cuda.bindings import driver as cu
 
-from slipstream.common.device.cuda.arena import CudaArena
+from slipstream.common.device.cpu.device import KIND as FILE
+from slipstream.common.device.cuda.arena import CudaArena, PolledArena, WrittenArena
 from slipstream.common.device.cuda.driver import WORD_BYTES, CudaDriver, CudaKernels
 from slipstream.common.device.cuda.fences import has_timelines
-from slipstream.common.device.cuda.host_arena import FILE, PolledArena, WrittenArena
 from slipstream.common.device.cuda.stream import CudaStream, SideStream, handle_of
 from slipstream.common.errors import ConfigError
 from slipstream.common.wire.manifest import EVENT, TIMELINE

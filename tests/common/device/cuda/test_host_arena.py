@@ -50,21 +50,21 @@ class Stores:
 
 def polled() -> Arena:
     """The scheduler's end."""
-    made: Arena = fake_cuda.module("cuda.host_arena").PolledArena.create(SPECS, (PROPOSED,))
+    made: Arena = fake_cuda.module("cuda.arena").PolledArena.create(SPECS, (PROPOSED,))
     return made
 
 
 def written(arena: Arena, stores: Stores | None = None) -> Any:
     """A worker's end, of a GPU whose streams write no words themselves."""
     gpu = SimpleNamespace(driver=fake_cuda.driver(), kernels=stores or Stores(), has_timelines=False)
-    return fake_cuda.module("cuda.host_arena").WrittenArena.of(arena.manifest, gpu)
+    return fake_cuda.module("cuda.arena").WrittenArena.of(arena.manifest, gpu)
 
 
 def test_the_host_sees_a_value_that_nobody_wakes_it_for(cuda: FakeCuda) -> None:
     arena = polled()
     fence = arena.fence(PROPOSED)
     assert not fence.wait_on_host(1, 0.01)
-    memory = fake_cuda.module("cuda.host_arena").HostArena.open(arena.manifest)
+    memory = fake_cuda.module("cuda.arena").HostArena.open(arena.manifest)
     thread = threading.Thread(target=memory.fence(PROPOSED).release, args=(3,))
     thread.start()
     assert fence.wait_on_host(2, 10.0, Look(time.monotonic() + 0.001, usual_s=0.001))
