@@ -19,9 +19,9 @@ from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART
 from slipstream.common.wire.step import FenceName, WaitPlace
 from slipstream.services.models.sampler import accept
 from slipstream.services.verify.graphs import phases_of_decode
+from slipstream.services.worker.future_map import VerifyResult
 from slipstream.services.worker.graphs import Latest, at_once, batch_buckets, capture_buckets
 from slipstream.services.worker.role import Phase
-from slipstream.services.worker.verify_result import VerifyResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from slipstream.common.wire.step import StepCommand
     from slipstream.common.wire.worker import WorkerDescription
     from slipstream.services.worker.epoch import EpochState
+    from slipstream.services.worker.future_map import Region, StepNumber
     from slipstream.services.worker.graphs import Buckets, GraphedPart, GraphedStep
-    from slipstream.services.worker.region import Region
-    from slipstream.services.worker.shared_buffers import StepNumber
 
 T = TypeVar("T")
 

@@ -27,9 +27,9 @@ from slipstream.services.worker.slots import SamplingMode
 if TYPE_CHECKING:
     from slipstream.services.models.heads import DraftHead
     from slipstream.services.worker.epoch import EpochState
+    from slipstream.services.worker.future_map import NextStepState
     from slipstream.services.worker.language_model import LanguageModel, SlotRows
-    from slipstream.services.worker.region import NextStepState
-    from slipstream.services.worker.staging import FlatChunks
+    from slipstream.services.worker.slots import FlatChunks
 
 
 class StandaloneDrafter:

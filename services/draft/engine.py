@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART
 from slipstream.common.wire.step import FenceName, WaitPlace
-from slipstream.services.worker.forward_sizes import with_padding
-from slipstream.services.worker.graphs import GRAPHED_MODES, at_once, batch_buckets, capture_buckets
+from slipstream.services.worker.graphs import GRAPHED_MODES, at_once, batch_buckets, capture_buckets, with_padding
 from slipstream.services.worker.rehearsal import rehearse_drafting, rehearse_prompts
 from slipstream.services.worker.role import Phase
-from slipstream.services.worker.slots import SamplingMode, check_draft_tokens
-from slipstream.services.worker.staging import FlatChunks
+from slipstream.services.worker.slots import FlatChunks, SamplingMode, check_draft_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,9 +21,8 @@ if TYPE_CHECKING:
     from slipstream.common.wire.step import StepCommand
     from slipstream.common.wire.worker import WorkerDescription
     from slipstream.services.worker.epoch import EpochState
+    from slipstream.services.worker.future_map import NextStepState, Region, StepNumber
     from slipstream.services.worker.graphs import Buckets, GraphedPart, GraphedStep
-    from slipstream.services.worker.region import NextStepState, Region
-    from slipstream.services.worker.shared_buffers import StepNumber
 
 
 class Drafter(Protocol):

@@ -17,9 +17,8 @@ from slipstream.services.models.attention import PADDING_PAGE
 
 if TYPE_CHECKING:
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.region import NextStepState
-    from slipstream.services.worker.slots import SamplingMode
-    from slipstream.services.worker.staging import FlatChunks
+    from slipstream.services.worker.future_map import NextStepState
+    from slipstream.services.worker.slots import FlatChunks, SamplingMode
 
 
 class NgramDrafter:

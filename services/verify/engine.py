@@ -15,12 +15,10 @@ from slipstream.services.models.sampler import SimulatedAcceptance
 from slipstream.services.verify.graphs import VerifyGraphs, waits_for_stash_read
 from slipstream.services.verify.step_tokens import measure_step_tokens
 from slipstream.services.verify.target import PromptEnds, Target, TargetStep
-from slipstream.services.worker.forward_sizes import forward_size, padded_to, sizes_up_to, with_padding
-from slipstream.services.worker.graphs import at_once
+from slipstream.services.worker.graphs import at_once, forward_size, padded_to, sizes_up_to, with_padding
 from slipstream.services.worker.rehearsal import rehearse_mixed, rehearse_prompts
 from slipstream.services.worker.role import Phase
-from slipstream.services.worker.slots import check_draft_tokens
-from slipstream.services.worker.staging import FlatChunks
+from slipstream.services.worker.slots import FlatChunks, check_draft_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -28,9 +26,8 @@ if TYPE_CHECKING:
     from slipstream.common.wire.step import PrefillChunk, StepCommand
     from slipstream.common.wire.worker import StepTokens, WorkerDescription
     from slipstream.services.worker.epoch import EpochState
+    from slipstream.services.worker.future_map import Region, VerifyResult
     from slipstream.services.worker.language_model import LanguageModel
-    from slipstream.services.worker.region import Region
-    from slipstream.services.worker.verify_result import VerifyResult
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,9 @@ from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.step import FenceName, WaitPlace
 from slipstream.common.wire.worker import DraftSizes
 from slipstream.services.verify.target import TargetForward, merged
+from slipstream.services.worker.future_map import NO_REGION, CapturedStep, StampPlace, VerifyResult
 from slipstream.services.worker.graphs import GRAPHED_MODES, GraphedPart, Latest, batch_buckets, capture_buckets
-from slipstream.services.worker.region import NO_REGION
 from slipstream.services.worker.role import Phase
-from slipstream.services.worker.shared_buffers import CapturedStep, StampPlace
-from slipstream.services.worker.verify_result import VerifyResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -31,8 +29,8 @@ if TYPE_CHECKING:
     from slipstream.common.wire.step import StepCommand
     from slipstream.services.verify.target import Target
     from slipstream.services.worker.epoch import EpochState
+    from slipstream.services.worker.future_map import Region
     from slipstream.services.worker.graphs import Buckets, GraphedStep
-    from slipstream.services.worker.region import Region
     from slipstream.services.worker.slots import SamplingMode
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from slipstream.common.wire.step import PrefillChunk, SlotUpdate
 from slipstream.common.wire.worker import StepTokens
 from slipstream.services.worker.graphs import shortest_seconds
-from slipstream.services.worker.staging import FlatChunks
+from slipstream.services.worker.slots import FlatChunks
 
 if TYPE_CHECKING:
     from slipstream.services.worker.epoch import EpochState

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from slipstream.services.models.sampler import Logprobs, accept, logprobs_of, row_parts
-from slipstream.services.worker.forward_sizes import forward_size
-from slipstream.services.worker.verify_result import VerifyResult
+from slipstream.services.worker.future_map import VerifyResult
+from slipstream.services.worker.graphs import forward_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from slipstream.services.models.decoder import DecoderOutput
     from slipstream.services.models.sampler import SimulatedAcceptance
     from slipstream.services.worker.epoch import EpochState
+    from slipstream.services.worker.future_map import Region, StepNumber
     from slipstream.services.worker.language_model import LanguageModel, SlotRows
-    from slipstream.services.worker.region import Region
-    from slipstream.services.worker.shared_buffers import StepNumber
-    from slipstream.services.worker.slots import SamplingMode
-    from slipstream.services.worker.staging import FlatChunks, Staging
+    from slipstream.services.worker.slots import FlatChunks, SamplingMode, Staging
 
 _Result = TypeVar("_Result", VerifyResult, Logprobs)
 

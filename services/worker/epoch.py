@@ -27,12 +27,9 @@ from slipstream.common.wire.manifest import DTYPES
 from slipstream.common.wire.step import FenceName, Role
 from slipstream.common.wire.worker import PROTOCOL_VERSION, DraftSizes, hidden_of
 from slipstream.services.models.config import MAX_VOCAB_SIZE
-from slipstream.services.worker.future_map import FutureMap
+from slipstream.services.worker.future_map import NO_REGION, CapturedStep, FutureMap, Region, StampPlace
 from slipstream.services.worker.graphs import CudaCapture, GraphedStep, HostCapture
-from slipstream.services.worker.region import NO_REGION, Region
-from slipstream.services.worker.shared_buffers import CapturedStep, StampPlace
-from slipstream.services.worker.slots import SlotTable
-from slipstream.services.worker.staging import HostStaging, PinnedStaging, staged_bytes
+from slipstream.services.worker.slots import HostStaging, PinnedStaging, SlotTable, staged_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,7 +43,7 @@ if TYPE_CHECKING:
     from slipstream.common.wire.manifest import Manifest
     from slipstream.common.wire.step import FencePoint, FenceWait, StepCommand
     from slipstream.common.wire.worker import Attachment, DraftRegion, WorkerDescription
-    from slipstream.services.worker.staging import Staging
+    from slipstream.services.worker.slots import Staging
 
 RELEASED_TIMEOUT_S = 60.0
 """For work that is enqueued behind a released wait."""

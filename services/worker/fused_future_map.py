@@ -17,13 +17,10 @@ from slipstream.services.models.kernels.step_ops import (
     stash_kernel,
     token_block,
 )
-from slipstream.services.worker.future_map import FutureMap
-from slipstream.services.worker.region import PROPOSED, STASHED, NextStepState, Region
-from slipstream.services.worker.shared_buffers import CapturedStep
+from slipstream.services.worker.future_map import PROPOSED, STASHED, CapturedStep, FutureMap, NextStepState, Region
 
 if TYPE_CHECKING:
-    from slipstream.services.worker.shared_buffers import StampPlace, StepNumber
-    from slipstream.services.worker.verify_result import VerifyResult
+    from slipstream.services.worker.future_map import StampPlace, StepNumber, VerifyResult
 
 HIDDEN_BLOCK = 1024
 """Numbers of a hidden state that a program of the stash copies."""

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 import torch
 
 from slipstream.common.wire.layout import PADDING_SLOT
+from slipstream.common.wire.step import PrefillChunk
 from slipstream.services.worker.memory import first_line, is_out_of_memory
 from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
 
     from slipstream.common.wire.step import StepCommand
-    from slipstream.services.worker.shared_buffers import CapturedAccess, CapturedStep, SharedBuffers
+    from slipstream.services.worker.future_map import CapturedAccess, CapturedStep, SharedBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,14 @@ GRAPHED_MODES = (SamplingMode.NOISE, SamplingMode.FILTERS)
 MIB = 2**20
 _SPACINGS = ((4, 1), (16, 2), (64, 4), (256, 16), (math.inf, 64))
 """Up to so many rows, the sizes of batches that are captured are so many apart."""
+_SIZES: tuple[int, ...] = (16, 32, *range(64, 512, 64), *range(512, 2049, 128))
+"""Numbers of tokens of forwards over prompts on a GPU: few, all of which are rehearsed.
+
+Libraries choose the kernel of a product by its exact number of rows, and load each at its first use, while all steps
+wait.
+"""
+_FURTHER_BITS = 5
+"""Sixteen larger ones lie between a power of two and the next, so that rehearsing large steps does not take minutes."""
 _REPEATS = 3
 """Runs of which the shortest counts: other processes start at the same time."""
 T = TypeVar("T")
@@ -139,6 +148,41 @@ class Latest(Generic[T]):
     """Hands a value from one captured part to the next: set at each capture; in replays its memory stays the same."""
 
     value: T
+
+
+def forward_size(num_tokens: int) -> int:
+    """Returns the size of a forward over so many tokens."""
+    if num_tokens <= _SIZES[-1]:
+        return next(size for size in _SIZES if size >= num_tokens)
+    granule = 1 << ((num_tokens - 1).bit_length() - _FURTHER_BITS)
+    return -(-num_tokens // granule) * granule
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """Returns all sizes that forwards over up to `most` tokens have, `most` included, the largest first."""
+    sizes, size = [most], forward_size(1)
+    while size < most:
+        sizes.append(size)
+        size = forward_size(size + 1)
+    return sorted(sizes, reverse=True)
+
+
+def with_padding(chunks: Sequence[PrefillChunk], most: int, *, beside: int = 0) -> tuple[PrefillChunk, ...]:
+    """Adds a chunk in the padding slot that gives a forward over the chunks its size.
+
+    `most`: tokens of the largest step of prompts alone, which is a size, too; `beside`: the forward's other tokens.
+    """
+    num_tokens = beside + sum(len(chunk.tokens) for chunk in chunks)
+    size = forward_size(num_tokens)
+    return padded_to((min(size, most) if num_tokens <= most else size) - beside, chunks)
+
+
+def padded_to(size: int, chunks: Sequence[PrefillChunk]) -> tuple[PrefillChunk, ...]:
+    """Adds a chunk in the padding slot that makes them `size` tokens together, if they are fewer."""
+    missing = size - sum(len(chunk.tokens) for chunk in chunks)
+    if missing <= 0:
+        return tuple(chunks)
+    return (*chunks, PrefillChunk(slot=PADDING_SLOT, start=0, tokens=(0,) * missing, is_last=False))
 
 
 def batch_buckets(num_rows: int) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from slipstream.common.errors import OutOfMemoryError
 from slipstream.common.host import host_bytes
 from slipstream.common.wire.worker import DeviceMemory
 from slipstream.services.worker.config import NGRAM
-from slipstream.services.worker.forward_sizes import MOST_PADDING, PADDING_SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 MIB = 2**20
 WORK_BYTES = 512 * MIB
 """Graphs, and the workspaces of libraries: as measured on one GPU, rounded up."""
+MOST_PADDING, PADDING_SHARE = 128, 16
+"""A forward has less padding than MOST_PADDING tokens, or than one in PADDING_SHARE."""
 _LOGIT_BYTES = 16
 """Per entry of the vocabulary: logits as computed, in float32, adjusted, and the counts of penalties."""
 

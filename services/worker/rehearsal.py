@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.wire.step import PrefillChunk, SlotUpdate, StepCommand
-from slipstream.services.worker.forward_sizes import sizes_up_to
-from slipstream.services.worker.graphs import batch_buckets
+from slipstream.services.worker.graphs import batch_buckets, sizes_up_to
 
 if TYPE_CHECKING:
     from slipstream.services.worker.epoch import EpochState

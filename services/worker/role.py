@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from slipstream.common.wire.step import FenceName, StepCommand, WaitPlace
     from slipstream.common.wire.worker import StepTokens, WorkerDescription
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.region import Region
+    from slipstream.services.worker.future_map import Region
 
 
 @dataclass(frozen=True, slots=True)

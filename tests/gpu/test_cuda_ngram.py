@@ -9,8 +9,8 @@ import torch
 
 from slipstream.services.draft.ngram import NgramDrafter
 from slipstream.services.worker.epoch import EpochState
+from slipstream.services.worker.future_map import NextStepState, Region
 from slipstream.services.worker.graphs import CudaCapture
-from slipstream.services.worker.region import NextStepState, Region
 from slipstream.services.worker.slots import SamplingMode, SlotTable
 from tests.harness.workers import SHAPE, SharedArenas, attachment_to
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.region import Region
+    from slipstream.services.worker.future_map import Region
 
 PUBLISH, STASH, PROPOSED = FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH, FenceName.DRAFT_PROPOSED
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Device
     from slipstream.services.draft.engine import Drafter
-    from slipstream.services.worker.region import NextStepState
+    from slipstream.services.worker.future_map import NextStepState
     from slipstream.services.worker.slots import SamplingMode
 
 __all__ = ["checkpoints"]

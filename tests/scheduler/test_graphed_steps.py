@@ -18,8 +18,7 @@ from slipstream.services.verify import graphs as verify_graphs
 from slipstream.services.verify.engine import VerifyEngine
 from slipstream.services.worker.config import NGRAM, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
-from slipstream.services.worker.language_model import LanguageModel
-from slipstream.services.worker.ragged_graphs import RaggedGraphs
+from slipstream.services.worker.language_model import LanguageModel, RaggedGraphs
 from tests.harness import seeded_jobs
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.eagle3_checkpoints import MODULES, make_head, write_head

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.scheduler.workers.link import Link
-    from slipstream.services.worker.region import NextStepState
+    from slipstream.services.worker.future_map import NextStepState
     from slipstream.services.worker.role import RoleEngine
     from slipstream.services.worker.slots import SamplingMode
     from tests.harness.counted_jobs import OutputRow

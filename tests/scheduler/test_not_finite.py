@@ -14,7 +14,7 @@ from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.services.verify.engine import VerifyEngine
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
-from slipstream.services.worker.region import Region
+from slipstream.services.worker.future_map import Region
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch, Way
@@ -23,8 +23,8 @@ from tests.harness.workers import local_workers
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from slipstream.services.worker.future_map import StepNumber
     from slipstream.services.worker.role import RoleEngine
-    from slipstream.services.worker.shared_buffers import StepNumber
 
 COUNTED = "slipstream_sequences_not_finite_total"
 NUM_TOKENS = 16

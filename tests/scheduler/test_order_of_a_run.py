@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.region import NextStepState
-    from slipstream.services.worker.slots import SamplingMode
-    from slipstream.services.worker.staging import FlatChunks
+    from slipstream.services.worker.future_map import NextStepState
+    from slipstream.services.worker.slots import FlatChunks, SamplingMode
     from tests.ordering.replay import Report
 
 

@@ -11,8 +11,7 @@ from slipstream.common.wire.access_log import AccessLog
 from slipstream.common.wire.layout import GIVEN_FENCES, OWN_FENCES, BufferName, DraftShape, EpochShape
 from slipstream.common.wire.step import FenceName
 from slipstream.common.wire.worker import DraftSizes
-from slipstream.services.worker.future_map import FutureMap
-from slipstream.services.worker.region import Region
+from slipstream.services.worker.future_map import FutureMap, Region
 from tests.harness.workers import VOCAB_SIZE
 from tests.simulator.model import PagedTokens
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from slipstream.services.models.kernels.launching import power_of_two, wait_for_previous
-from slipstream.services.worker.region import RegionWord
+from slipstream.services.worker.future_map import RegionWord
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,8 +17,7 @@ from slipstream.common.wire.step import FenceName
 from slipstream.scheduler.core.results import ResultReader
 from slipstream.scheduler.records import SlotLease, Step, StepResult, StepSlots
 from slipstream.services.models.sampler import Logprobs
-from slipstream.services.worker.future_map import FutureMap
-from slipstream.services.worker.verify_result import VerifyResult
+from slipstream.services.worker.future_map import FutureMap, VerifyResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,9 +19,8 @@ from slipstream.services.draft.ngram import NgramDrafter, look_up
 from slipstream.services.worker.config import NGRAM, WorkerConfig
 from slipstream.services.worker.epoch import EpochState
 from slipstream.services.worker.factory import describe_draft, describe_verify
-from slipstream.services.worker.region import NextStepState, Region
-from slipstream.services.worker.slots import SamplingMode, SlotTable
-from slipstream.services.worker.staging import FlatChunks, HostStaging
+from slipstream.services.worker.future_map import NextStepState, Region
+from slipstream.services.worker.slots import FlatChunks, HostStaging, SamplingMode, SlotTable
 from tests.harness.prompt_lookup import continued
 from tests.harness.workers import SharedArenas, attachment_to
 

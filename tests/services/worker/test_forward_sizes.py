@@ -8,13 +8,12 @@ import pytest
 
 from slipstream.common.wire.layout import PADDING_SLOT
 from slipstream.common.wire.step import PrefillChunk
-from slipstream.services.worker.forward_sizes import (
-    MOST_PADDING,
-    PADDING_SHARE,
+from slipstream.services.worker.graphs import (
     forward_size,
     sizes_up_to,
     with_padding,
 )
+from slipstream.services.worker.memory import MOST_PADDING, PADDING_SHARE
 
 
 def chunk(num_tokens: int) -> PrefillChunk:

@@ -16,9 +16,7 @@ from slipstream.common.wire.access_log import AccessLog
 from slipstream.common.wire.layout import DECODE_PART, LENT_WEIGHTS, PREFILL_PART, BufferName, DraftShape
 from slipstream.common.wire.worker import DraftSizes
 from slipstream.services.models.sampler import Logprobs
-from slipstream.services.worker.future_map import FutureMap
-from slipstream.services.worker.region import POISON, Region
-from slipstream.services.worker.verify_result import VerifyResult
+from slipstream.services.worker.future_map import POISON, FutureMap, Region, VerifyResult
 from tests.harness.workers import ATTACHMENT, SharedArenas, epoch_shape
 
 if TYPE_CHECKING:

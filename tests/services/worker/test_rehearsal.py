@@ -10,7 +10,7 @@ import pytest
 from slipstream.common.wire.step import PrefillChunk
 from slipstream.scheduler.core.batch_sizes import BatchSizes
 from slipstream.services.worker import rehearsal
-from slipstream.services.worker.forward_sizes import with_padding
+from slipstream.services.worker.graphs import with_padding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,8 +11,7 @@ import torch
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.wire.step import SlotUpdate
-from slipstream.services.worker.slots import SamplingMode, SlotTable
-from slipstream.services.worker.staging import HostStaging, PinnedStaging
+from slipstream.services.worker.slots import HostStaging, PinnedStaging, SamplingMode, SlotTable
 from tests.harness.workers import SHAPE, SharedArenas, attachment_to, decode
 
 VOCAB_SIZE = 272

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.services.worker import staging as staging_module
-from slipstream.services.worker.staging import HostStaging, PinnedStaging
+from slipstream.common.wire.step import PrefillChunk
+from slipstream.services.worker import slots as slots_module
+from slipstream.services.worker.slots import FlatChunks, HostStaging, PinnedStaging
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,7 +120,7 @@ class SlowCopy:
 
 
 def test_waits_for_the_device_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_module, "_events", lambda _, count: [SlowCopy() for _ in range(count)])
+    monkeypatch.setattr(slots_module, "_events", lambda _, count: [SlowCopy() for _ in range(count)])
     waits = []
     step = 0
 
@@ -133,3 +134,18 @@ def test_waits_for_the_device_are_reported(monkeypatch: pytest.MonkeyPatch) -> N
         staging.begin(step, ())
         staging.flush()
     assert waits == [3, 4], "the first three steps have a buffer each"
+
+
+def chunk(slot: int, length: int, start: int = 0) -> PrefillChunk:
+    """Tokens 1, 2, 3, …"""
+    return PrefillChunk(slot=slot, start=start, tokens=tuple(range(1, length + 1)), is_last=False)
+
+
+def test_nothing_stands_between_chunks() -> None:
+    flat = FlatChunks.of([chunk(3, 4, start=10), chunk(1, 1, start=7), chunk(2, 2)], HostStaging())
+    assert flat.slots.tolist() == [3, 1, 2]
+    assert flat.tokens.tolist() == [1, 2, 3, 4, 1, 1, 2]
+    assert flat.positions.tolist() == [10, 11, 12, 13, 7, 0, 1]
+    assert flat.ragged.lengths == (4, 1, 2)
+    assert flat.ragged.rows.tolist() == [0, 0, 0, 0, 1, 2, 2]
+    assert flat.ragged.begins.tolist() == [0, 4, 5, 7]

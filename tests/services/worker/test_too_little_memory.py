@@ -17,7 +17,7 @@ from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.head_config import Eagle3Config
 from slipstream.services.worker import factory
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.forward_sizes import forward_size
+from slipstream.services.worker.graphs import forward_size
 from slipstream.services.worker.memory import WORK_BYTES, is_out_of_memory, needed_for_work
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.eagle3_checkpoints import write_head

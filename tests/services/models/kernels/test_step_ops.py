@@ -24,10 +24,7 @@ from slipstream.services.models.kernels.step_ops import (
 from slipstream.services.models.sampler import SamplingRows, SimulatedAcceptance
 from slipstream.services.worker import fused_future_map
 from slipstream.services.worker.fused_future_map import HIDDEN_BLOCK, FusedFutureMap, FusedRegion
-from slipstream.services.worker.future_map import FutureMap
-from slipstream.services.worker.region import NO_REGION, Region
-from slipstream.services.worker.shared_buffers import CapturedStep, StampPlace
-from slipstream.services.worker.verify_result import VerifyResult
+from slipstream.services.worker.future_map import NO_REGION, CapturedStep, FutureMap, Region, StampPlace, VerifyResult
 from tests.harness.kernel_launches import KernelLaunches
 
 if TYPE_CHECKING:
