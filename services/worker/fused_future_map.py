@@ -64,18 +64,11 @@ class FusedRegion(Region):
         num_rows, width = tokens.shape
         draft_tokens = self._buffers[BufferName.DRAFT_TOKENS]
         propose_kernel[(num_rows,)](
-            draft_tokens,
-            self._buffers[BufferName.NUM_PROPOSED],
-            *_stamped(step.end, rows),
-            rows,
-            tokens.contiguous(),
+            draft_tokens, self._buffers[BufferName.NUM_PROPOSED], *_stamped(step.end, rows), rows, tokens.contiguous(),
             width,
-            ROW=draft_tokens.shape[1],
-            BLOCK_W=token_block(width),
-            HAS_STAMP=_has_stamp(step.end),
-            num_warps=1,
+            ROW=draft_tokens.shape[1], BLOCK_W=token_block(width), HAS_STAMP=_has_stamp(step.end), num_warps=1,
             **overlapping(rows.device),
-        )
+        )  # fmt: skip
         _stamp_on_host(step.end)
 
 
@@ -88,26 +81,13 @@ class FusedFutureMap(FutureMap):
             return
         tokens = result.tokens.contiguous()
         publish_kernel[(len(rows),)](
-            self._ring_write(BufferName.NEW_SEQ_LENS, step),
-            self._ring_write(BufferName.NUM_ACCEPTED, step),
-            output_tokens := self._ring_write(BufferName.OUTPUT_TOKENS, step),
-            self._seq_lens,
-            self._bonus_tokens,
-            step.ring_row,
-            rows,
-            result.seq_lens,
-            result.num_accepted,
-            tokens,
-            tokens if result.scores is None else result.scores.contiguous(),
-            self._shape.num_slots,
-            tokens.shape[1],
-            ROW=output_tokens.shape[1],
-            BLOCK_W=token_block(tokens.shape[1]),
-            HAS_SCORES=result.scores is not None,
-            NOT_FINITE=NOT_FINITE,
-            num_warps=1,
-            **overlapping(rows.device),
-        )
+            self._ring_write(BufferName.NEW_SEQ_LENS, step), self._ring_write(BufferName.NUM_ACCEPTED, step),
+            output_tokens := self._ring_write(BufferName.OUTPUT_TOKENS, step), self._seq_lens, self._bonus_tokens,
+            step.ring_row, rows, result.seq_lens, result.num_accepted, tokens,
+            tokens if result.scores is None else result.scores.contiguous(), self._shape.num_slots, tokens.shape[1],
+            ROW=output_tokens.shape[1], BLOCK_W=token_block(tokens.shape[1]), HAS_SCORES=result.scores is not None,
+            NOT_FINITE=NOT_FINITE, num_warps=1, **overlapping(rows.device),
+        )  # fmt: skip
 
     def ends(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not isinstance(step, CapturedStep):
@@ -144,19 +124,10 @@ class FusedFutureMap(FutureMap):
     ) -> torch.Tensor:
         copied = rows.new_empty(len(rows), width)
         copy_in_kernel[(len(rows),)](
-            region_words,
-            self._buffers[BufferName.DRAFT_STAMPS],
-            rows,
-            copied,
-            ring_row,
-            row,
-            self._ring,
-            self._vocab_size,
-            width,
-            BLOCK_W=token_block(width),
-            IS_CAPTURED=is_captured,
-            num_warps=1,
-        )
+            region_words, self._buffers[BufferName.DRAFT_STAMPS], rows, copied, ring_row, row, self._ring,
+            self._vocab_size, width,
+            BLOCK_W=token_block(width), IS_CAPTURED=is_captured, num_warps=1,
+        )  # fmt: skip
         return copied
 
 
@@ -167,22 +138,10 @@ def stash(region_words: torch.Tensor, rows: torch.Tensor, result: VerifyResult, 
     width, source = (0, tokens) if hidden is None else (hidden.shape[2], hidden)
     assert hidden is None or hidden.stride(2) == 1, "a state lies in one piece"
     stash_kernel[num_rows, 1 + num_tokens * -(-width // HIDDEN_BLOCK)](
-        region_words,
-        *_stamped(end, rows),
-        rows,
-        result.seq_lens,
-        result.num_accepted,
-        tokens,
-        source,
-        source.stride(0),
-        source.stride(1),
-        num_tokens,
-        width,
-        BLOCK_W=token_block(num_tokens),
-        BLOCK_H=HIDDEN_BLOCK,
-        HAS_STAMP=_has_stamp(end),
-        num_warps=4 if width else 1,
-    )
+        region_words, *_stamped(end, rows), rows, result.seq_lens, result.num_accepted, tokens, source,
+        source.stride(0), source.stride(1), num_tokens, width,
+        BLOCK_W=token_block(num_tokens), BLOCK_H=HIDDEN_BLOCK, HAS_STAMP=_has_stamp(end), num_warps=4 if width else 1,
+    )  # fmt: skip
     _stamp_on_host(end)
 
 
@@ -204,21 +163,9 @@ def gather(
     last = torch.empty((len(rows), width), dtype=torch.int64, device=rows.device)
     _stamp_on_host(start)
     gather_kernel[(len(rows),)](
-        *buffers,
-        *_stamped(start, rows),
-        rows,
-        limits,
-        seq_lens,
-        bonus_tokens,
-        num_new,
-        last,
-        vocab_size,
-        WIDTH=width,
-        BLOCK_W=power_of_two(width),
-        HAS_LAST=has_last,
-        HAS_STAMP=_has_stamp(start),
-        num_warps=1,
-    )
+        *buffers, *_stamped(start, rows), rows, limits, seq_lens, bonus_tokens, num_new, last, vocab_size,
+        WIDTH=width, BLOCK_W=power_of_two(width), HAS_LAST=has_last, HAS_STAMP=_has_stamp(start), num_warps=1,
+    )  # fmt: skip
     return seq_lens, bonus_tokens, num_new, last
 
 

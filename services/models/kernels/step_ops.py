@@ -301,12 +301,9 @@ def take_sampling(table: SamplingRows, rows: Tensor, width: int) -> SamplingRows
     num_tokens = len(rows) * width
     taken = table.map(lambda column: column.new_empty(num_tokens))
     take_sampling_kernel[(num_tokens,)](
-        *(getattr(table, name) for name in _SAMPLING),
-        rows,
-        *(getattr(taken, name) for name in _SAMPLING),
-        width,
+        *(getattr(table, name) for name in _SAMPLING), rows, *(getattr(taken, name) for name in _SAMPLING), width,
         num_warps=1,
-    )
+    )  # fmt: skip
     return taken
 
 
@@ -330,19 +327,8 @@ def accept(
     num_rows, width = tokens.shape
     new_seq_lens, accepted = torch.empty((2, num_rows), dtype=torch.int64, device=tokens.device)
     accept_kernel[(num_rows,)](
-        tokens,
-        given,
-        scores,
-        rows,
-        seq_lens,
-        most,
-        seeds,
-        new_seq_lens,
-        accepted,
-        threshold if threshold is not None else 0,
-        width,
-        BLOCK_W=token_block(width),
-        IS_SIMULATED=threshold is not None,
-        num_warps=1,
-    )
+        tokens, given, scores, rows, seq_lens, most, seeds, new_seq_lens, accepted,
+        threshold if threshold is not None else 0, width,
+        BLOCK_W=token_block(width), IS_SIMULATED=threshold is not None, num_warps=1,
+    )  # fmt: skip
     return new_seq_lens, accepted

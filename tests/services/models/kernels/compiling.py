@@ -80,6 +80,7 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> 
 
 for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
     import_module(module.name)  # before the tests' settings choose the interpreter
+import_module("slipstream.services.draft.fused_suffix_cache")
 triton.runtime.driver.set_active(HopperDriver())
 JITFunction.run = _compile
 

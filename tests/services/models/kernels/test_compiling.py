@@ -12,7 +12,8 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[3]
-KERNELS = ROOT / "services" / "models" / "kernels"
+SERVICES = ROOT / "services"
+MODULES = (*(SERVICES / "models" / "kernels").glob("*.py"), SERVICES / "draft" / "fused_suffix_cache.py")
 TESTS = {
     ("step_ops",): ("step_ops",),
     ("paged_attention",): ("attention_kernels", "paged_attention"),
@@ -20,7 +21,7 @@ TESTS = {
     ("products",): ("products",),
     ("fp8",): ("fp8",),
     ("sampling",): ("sampling", "token_scores"),
-    ("suffix_ring",): ("suffix_ring",),
+    ("suffix_ring",): ("fused_suffix_cache",),
 }
 """The modules whose kernels some files of tests launch; together all that have any."""
 
@@ -48,9 +49,10 @@ def test_kernels_compile(tests: tuple[str, ...], tmp_path: Path) -> None:
 
 def test_no_module_is_left_out() -> None:
     named = {module for modules in TESTS.values() for module in modules}
-    assert {path.stem for path in KERNELS.glob("*.py") if _kernels_of(path.stem)} == named
+    assert {path.stem for path in MODULES if _kernels_of(path.stem)} == named
 
 
 def _kernels_of(module: str) -> set[str]:
     """The kernels that are launched, which by name end so; other functions are parts of them."""
-    return set(re.findall(r"^def (\w+_kernel)\(", (KERNELS / f"{module}.py").read_text(encoding="utf-8"), re.MULTILINE))
+    (path,) = (path for path in MODULES if path.stem == module)
+    return set(re.findall(r"^def (\w+_kernel)\(", path.read_text(encoding="utf-8"), re.MULTILINE))
