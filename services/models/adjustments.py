@@ -76,6 +76,10 @@ class AdjustmentRows(ParameterRows):
         )
 
 
+TokensSoFar = tuple[Tensor, Tensor]
+"""Of B slots: [B, V] bool, whether each token is in the prompt; [B, V] int32, how often it is in the output."""
+
+
 @torch.inference_mode()
 def adjust(
     logits: Tensor, table: AdjustmentRows, history: TokenHistory, slots: Tensor, positions: Tensor, chain: Tensor
@@ -99,7 +103,7 @@ def adjust(
 
 def _adjusted(logits: Tensor, rows: AdjustmentRows, so_far: TokensSoFar, positions: Tensor, chain: Tensor) -> Tensor:
     biased = _add(logits, rows.biased_ids, rows.biases[:, None])
-    penalised = _penalise(biased, rows, so_far.in_prompt[:, None], so_far.num_in_output[:, None])
+    penalised = _penalise(biased, rows, *(tokens[:, None] for tokens in so_far))
     if chain.shape[1]:
         penalised = _penalise_chain(penalised, biased, rows, so_far, chain)
     is_masked = positions[:, :, None] < rows.masked_before[:, None, None]
@@ -127,27 +131,16 @@ def _penalise_chain(
     is_before = torch.arange(length, device=chain.device) < first_columns
     is_same = chain[:, :, None] == chain[:, None, :]
     more = (is_same[:, None] & is_before[:, None, :]).sum(dim=3)
-    num_in_output = so_far.num_in_output.gather(1, chain)[:, None] + more
+    in_prompt, num_in_output = (of_tokens.gather(1, chain)[:, None] for of_tokens in so_far)
     tokens = chain[:, None].expand(-1, num_columns, -1)
-    in_prompt = so_far.in_prompt.gather(1, chain)[:, None]
     # A token that is in the chain twice gets the same value twice.
-    return penalised.scatter(2, tokens, _penalise(biased.gather(2, tokens), rows, in_prompt, num_in_output))
+    return penalised.scatter(2, tokens, _penalise(biased.gather(2, tokens), rows, in_prompt, num_in_output + more))
 
 
 def _add(logits: Tensor, token_ids: Tensor, values: Tensor) -> Tensor:
     """Adds `values` ([B, 1 or W, L]) to the logits ([B, W, V]) of `token_ids` ([B, L], the same in all columns)."""
     shape = (*logits.shape[:2], token_ids.shape[1])
     return logits.scatter_add(2, token_ids[:, None].expand(shape), values.expand(shape))
-
-
-@dataclass(frozen=True, slots=True)
-class TokensSoFar:
-    """The tokens of B slots."""
-
-    in_prompt: Tensor
-    """[B, V] bool: the token is in the prompt."""
-    num_in_output: Tensor
-    """[B, V] int32: how often the token is in the output."""
 
 
 class TokenHistory:
@@ -179,4 +172,4 @@ class TokenHistory:
 
     def take(self, rows: Tensor) -> TokensSoFar:
         """Copies some rows: [B] int64."""
-        return TokensSoFar(self._in_prompt.index_select(0, rows), self._num_in_output.index_select(0, rows))
+        return self._in_prompt.index_select(0, rows), self._num_in_output.index_select(0, rows)

@@ -210,7 +210,5 @@ class EagleHead(DraftHead):
 
 def make_head(config: HeadConfig, *, device: torch.device, dtype: torch.dtype) -> DraftHead:
     """Makes a head without its weights."""
-    if isinstance(config, EagleConfig):
-        return EagleHead(config, device=device, dtype=dtype)
-    assert isinstance(config, Eagle3Config), "there are two kinds"
-    return Eagle3Head(config, device=device, dtype=dtype)
+    head_class: type[DraftHead] = EagleHead if isinstance(config, EagleConfig) else Eagle3Head
+    return head_class(config, device=device, dtype=dtype)

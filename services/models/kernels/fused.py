@@ -8,19 +8,18 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.services.models.decoder import Decoder, RMSNorm
-from slipstream.services.models.head_config import Eagle3Config, EagleConfig
+from slipstream.services.models.head_config import EagleConfig
 from slipstream.services.models.heads import DraftHead, Eagle3Head, EagleHead, HeadModule
 from slipstream.services.models.kernels.block_ops import add_rms_norm, embed_and_norm, rms_norm, rotation_of, swiglu
 from slipstream.services.models.kernels.paged_attention import JoinedAttention, PagedAttention, paged_attention
 from slipstream.services.models.kernels.products import (
     Scaled,
     add_product,
-    added_product,
-    gated_product,
     has_few_rows,
     linear,
     product,
     suits_tiles,
+    tiled_product,
 )
 from slipstream.services.models.linear import Linear
 
@@ -97,7 +96,7 @@ def run_layer(
         return add_product(x, product(scaled, layer.gate_up, is_gated=True), layer.down, norm)
     x, normed = _add_and_norm(x, mixed, layer.output, layer.mlp_norm)
     if suits_tiles(normed, layer.gate_up, is_gated=True):
-        gated = gated_product(normed, layer.gate_up)
+        gated = tiled_product(normed, layer.gate_up)
     else:
         gated = swiglu(linear(normed, layer.gate_up))
     return _add_and_norm(x, gated, layer.down, norm)
@@ -108,7 +107,7 @@ def _add_and_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes `residual + layer(x)`, [N, hidden_size], N above `MOST_ROWS`, and its norm."""
     if suits_tiles(x, layer):
-        summed = added_product(residual, x, layer)
+        summed = tiled_product(x, layer, residual)
         return summed, rms_norm(summed, norm.weight, norm.eps)
     return add_rms_norm(residual, linear(x, layer), norm.weight, norm.eps)
 
@@ -165,24 +164,15 @@ class FusedEagleHead(FusedHead, EagleHead):
     ) -> torch.Tensor:
         step = self.steps[module]
         assert isinstance(step, HeadModule), "a head consists of its own modules"
-        if self.config.has_norms:
-            return self._run_normed(step, states, tokens, rotation, attend)
-        embedded = F.embedding(tokens.clamp(0, len(self.embedding) - 1), self.embedding)
-        x = linear(torch.cat((embedded, states), dim=-1), step.fc)
-        # What comes next is not normed: of the branches' sum, and of its norm, the sum alone is used.
-        return run_layer(step.layer, x, x, rotation, attend, step.layer.mlp_norm)[0]
-
-    def _run_normed(
-        self,
-        step: HeadModule,
-        states: torch.Tensor,
-        tokens: torch.Tensor,
-        rotation: torch.Tensor,
-        attend: PagedAttention,
-    ) -> torch.Tensor:
-        norms = step.embedding_norm, step.state_norm, step.norm
-        assert all(isinstance(norm, RMSNorm) for norm in norms), "the configuration says so"
-        embedding_norm, state_norm, norm = cast("tuple[RMSNorm, RMSNorm, RMSNorm]", norms)
+        embedding_norm, state_norm, norm = step.embedding_norm, step.state_norm, step.norm
+        if not self.config.has_norms:
+            embedded = F.embedding(tokens.clamp(0, len(self.embedding) - 1), self.embedding)
+            x = linear(torch.cat((embedded, states), dim=-1), step.fc)
+            # What comes next is not normed: of the branches' sum, and of its norm, only the sum is used.
+            return run_layer(step.layer, x, x, rotation, attend, step.layer.mlp_norm)[0]
+        assert isinstance(embedding_norm, RMSNorm), "the configuration says so"
+        assert isinstance(state_norm, RMSNorm), "the configuration says so"
+        assert isinstance(norm, RMSNorm), "the configuration says so"
         weights = embedding_norm.weight, state_norm.weight
         x = linear(embed_and_norm(tokens, self.embedding, states, *weights, norm.eps), step.fc)
         normed = rms_norm(x, step.layer.attention_norm.weight, norm.eps)
@@ -196,7 +186,5 @@ class FusedEagleHead(FusedHead, EagleHead):
 
 def make_fused_head(config: HeadConfig, *, device: torch.device, dtype: torch.dtype) -> FusedHead:
     """Makes a head without its weights."""
-    if isinstance(config, EagleConfig):
-        return FusedEagleHead(config, device=device, dtype=dtype)
-    assert isinstance(config, Eagle3Config), "there are two kinds"
-    return FusedEagle3Head(config, device=device, dtype=dtype)
+    head_class: type[FusedHead] = FusedEagleHead if isinstance(config, EagleConfig) else FusedEagle3Head
+    return head_class(config, device=device, dtype=dtype)

@@ -381,22 +381,14 @@ def _num_tiles(num_rows: int, num_columns: int, *, is_gated: bool) -> int:
     return -(-num_rows // _BLOCK_M) * -(-num_columns // (_BLOCK_N_GATED if is_gated else _BLOCK_N))
 
 
-def gated_product(x: torch.Tensor, layer: Linear) -> torch.Tensor:
-    """Computes `silu(gate) * up` of the halves of `layer(x)`: [N, size], contiguous, to [N, columns].
+def tiled_product(x: torch.Tensor, layer: Linear, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """Computes `residual + layer(x)`, or without a residual `silu(gate) * up` of the halves of `layer(x)`.
 
-    Sums are float32 and rounded once, at the end. N is at least 1, rows are multiples of 16 bytes, there is no bias.
+    `x`: [N, size], contiguous, N at least 1. Returns [N, columns]. Sums are float32 and rounded once, at the end. Rows
+    are multiples of 16 bytes, there is no bias.
     """
-    return _launch_tiled(x, layer, None)
-
-
-def added_product(residual: torch.Tensor, x: torch.Tensor, layer: Linear) -> torch.Tensor:
-    """Computes `residual + layer(x)`, [N, columns], in the same way."""
-    return _launch_tiled(x, layer, residual)
-
-
-def _launch_tiled(x: torch.Tensor, layer: Linear, residual: torch.Tensor | None) -> torch.Tensor:
-    assert layer.weight is not None, "a weight is only given up where it is packed"
     assert layer.bias is None, "the kernel adds none"
+    assert layer.weight is not None, "a weight is only given up where it is packed"
     (num_rows, size), is_gated = x.shape, residual is None
     num_columns = _num_columns(layer, is_gated=is_gated)
     block_n = _BLOCK_N_GATED if is_gated else _BLOCK_N

@@ -8,12 +8,11 @@ from torch import nn
 
 from slipstream.services.models.kernels.products import (
     MOST_ROWS,
-    added_product,
-    gated_product,
     has_few_rows,
     linear,
     product,
     suits_tiles,
+    tiled_product,
 )
 from slipstream.services.models.linear import Linear
 from tests.services.models.kernels.product_case import HAS_CUDA, Case, gated
@@ -69,10 +68,10 @@ def test_a_product_by_tiles(num_rows: int, size: int, columns: int, device: torc
     """Of gates, and one that is added: what a draft head reads of the layer before stays."""
     case = Case(device, dtype, TILES_ROUNDING)
     x, gates, layer = case.some(num_rows, size), case.layer(size, 2 * columns), case.layer(size, columns)
-    case.close(gated_product(x, gates), gated(case.exact(x, gates)))
+    case.close(tiled_product(x, gates), gated(case.exact(x, gates)))
     residual = case.some(num_rows, columns)
     kept = residual.clone()
-    case.close(added_product(residual, x, layer), kept.to(torch.float64) + case.exact(x, layer))
+    case.close(tiled_product(x, layer, residual), kept.to(torch.float64) + case.exact(x, layer))
     assert torch.equal(residual, kept)
 
 
@@ -82,7 +81,7 @@ def test_large_gates(device: torch.device, dtype: torch.dtype) -> None:
     weight = torch.zeros(16, 8, device=device, dtype=dtype)
     weight[:3, 0] = torch.tensor([-200.0, 200.0, -90.0])
     weight[8:11, 0] = torch.tensor([2.0, 3.0, 4.0])
-    output = gated_product(torch.eye(1, 8, device=device, dtype=dtype), plain(weight))
+    output = tiled_product(torch.eye(1, 8, device=device, dtype=dtype), plain(weight))
     expected = torch.tensor([0.0, 600.0, 0.0], device=device)
     torch.testing.assert_close(output[0, :3].float(), expected, atol=1e-30, rtol=0)
 
