@@ -7,7 +7,7 @@ there, which is the same, as nothing brings a token back from minus infinity.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,8 +76,13 @@ class AdjustmentRows(ParameterRows):
         )
 
 
-TokensSoFar = tuple[Tensor, Tensor]
-"""Of B slots: [B, V] bool, whether each token is in the prompt; [B, V] int32, how often it is in the output."""
+class TokensSoFar(NamedTuple):
+    """The tokens of B slots."""
+
+    in_prompt: Tensor
+    """[B, V] bool: the token is in the prompt."""
+    num_in_output: Tensor
+    """[B, V] int32: how often the token is in the output."""
 
 
 @torch.inference_mode()
@@ -172,4 +177,4 @@ class TokenHistory:
 
     def take(self, rows: Tensor) -> TokensSoFar:
         """Copies some rows: [B] int64."""
-        return self._in_prompt.index_select(0, rows), self._num_in_output.index_select(0, rows)
+        return TokensSoFar(self._in_prompt.index_select(0, rows), self._num_in_output.index_select(0, rows))
