@@ -10,6 +10,7 @@ import torch
 
 from slipstream.services.models.attention import ForwardBatch, PagedKV
 from slipstream.services.models.checkpoint import load_decoder
+from slipstream.services.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,12 +27,13 @@ CAPACITY_TOKENS = PAGE_SIZE * PAGES_PER_ROW
 class PagedModel:
     """Each row has its own pages, in an order shuffled by `seed`."""
 
-    def __init__(self, path: Path, *, num_rows: int = 4, seed: int = 0) -> None:
+    def __init__(self, model: Path | Decoder, *, num_rows: int = 4, seed: int = 0) -> None:
+        """`model`: a checkpoint, which computes in float32, or the decoder itself."""
         print(f"page order from seed {seed}")
-        self.decoder = load_decoder(path, device=CPU, dtype=torch.float32)
+        self.decoder = model if isinstance(model, Decoder) else load_decoder(model, device=CPU, dtype=torch.float32)
         num_pages = 1 + num_rows * PAGES_PER_ROW
-        config = self.decoder.config
-        self.cache = PagedKV(config, num_pages=num_pages, page_size=PAGE_SIZE, device=CPU, dtype=torch.float32)
+        config, dtype = self.decoder.config, self.decoder.embedding.dtype
+        self.cache = PagedKV(config, num_pages=num_pages, page_size=PAGE_SIZE, device=CPU, dtype=dtype)
         pages = list(range(1, num_pages))
         random.Random(seed).shuffle(pages)
         self.page_table = torch.tensor(pages).view(num_rows, PAGES_PER_ROW)

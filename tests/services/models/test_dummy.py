@@ -9,32 +9,22 @@ import pytest
 import torch
 
 from slipstream.services.models import checkpoint
-from slipstream.services.models.attention import ForwardBatch, PagedKV
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder, load_head
 from slipstream.services.models.head_config import EAGLE3
 from tests.harness.checkpoints import FAMILIES, LLAMA, VOCAB_SIZE, write_json
 from tests.harness.eagle3_checkpoints import AUTHORS, DRAFT_VOCAB_SIZE, write_head
+from tests.harness.paged_model import CPU, PagedModel
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.services.models.decoder import Decoder
 
-CPU = torch.device("cpu")
 
-
-def logits_of(decoder: Decoder, num_tokens: int = 40) -> torch.Tensor:
-    """Returns logits of a prompt of that many different tokens."""
-    cache = PagedKV(decoder.config, num_pages=4, page_size=16, device=CPU, dtype=torch.float32)
-    positions = torch.arange(num_tokens)[None]
-    batch = ForwardBatch(
-        tokens=positions + 3,
-        positions=positions,
-        is_valid=torch.ones_like(positions, dtype=torch.bool),
-        page_table=torch.tensor([[1, 2, 3]]),
-        limits=torch.tensor([48]),
-    )
-    return decoder.logits(decoder.forward(batch, cache).hidden)
+def logits_of(decoder: Decoder) -> torch.Tensor:
+    """Returns the logits of a prompt of 40 different tokens."""
+    model = PagedModel(decoder)
+    return model.run(model.batch([(0, list(range(3, 43)))]))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.common.errors import CheckpointError
-from slipstream.services.models.attention import ForwardBatch, PagedKV
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
@@ -99,16 +98,8 @@ def test_random_weights_of_config_json_alone(tmp_path: Path) -> None:
     assert isinstance(weight, torch.Tensor)
     assert weight.dtype == FP8
     assert 0.9 < weight.to(torch.float32).std().item() * SIZES["intermediate_size"] ** 0.5 < 1.1
-    cache = PagedKV(decoder.config, num_pages=4, page_size=16, device=CPU, dtype=torch.bfloat16)
-    positions = torch.arange(20)[None]
-    batch = ForwardBatch(
-        tokens=positions + 3,
-        positions=positions,
-        is_valid=torch.ones_like(positions, dtype=torch.bool),
-        page_table=torch.tensor([[1, 2, 3]]),
-        limits=torch.tensor([48]),
-    )
-    logits = decoder.logits(decoder.forward(batch, cache).hidden)
+    model = PagedModel(decoder)
+    logits = model.run(model.batch([(0, list(range(3, 23)))]))
     assert 0.3 < logits.std().item() < 3
 
 

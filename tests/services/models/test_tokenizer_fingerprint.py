@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from slipstream.common.errors import CheckpointError
 from slipstream.services.models.json_files import tokenizer_fingerprint
-from tests.harness.checkpoints import write_json, write_tokenizer
+from tests.harness.checkpoints import refusal, write_json, write_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,33 +17,23 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 
 
-def pairs_as_text(document: Document) -> None:
-    document["model"]["merges"] = [" ".join(merge) for merge in document["model"]["merges"]]
-
-
-def another_order(document: Document) -> None:
-    document["model"]["vocab"] = dict(reversed(document["model"]["vocab"].items()))
-
-
-def another_template(document: Document) -> None:
-    document["post_processor"] = {"type": "TemplateProcessing"}
-
-
-def added_tokens_in_vocabulary(document: Document) -> None:
-    document["added_tokens"] = []
-
-
-def swapped_tokens(document: Document) -> None:
-    vocab = document["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-
-
-def swapped_merges(document: Document) -> None:
-    document["model"]["merges"].reverse()
-
-
-def one_more_token(document: Document) -> None:
-    document["added_tokens"].append({"id": 263, "content": "<|tool|>", "special": True})
+SAME: dict[str, Callable[[Document], object]] = {
+    "pairs as text": lambda document: document["model"].update(
+        merges=[" ".join(merge) for merge in document["model"]["merges"]]
+    ),
+    "another order": lambda document: document["model"].update(
+        vocab=dict(reversed(document["model"]["vocab"].items()))
+    ),
+    "another template": lambda document: document.update(post_processor={"type": "TemplateProcessing"}),
+    "added tokens in vocabulary": lambda document: document.update(added_tokens=[]),
+}
+DIFFERENT: dict[str, Callable[[Document], object]] = {
+    "swapped tokens": lambda document: document["model"]["vocab"].update(
+        a=document["model"]["vocab"]["b"], b=document["model"]["vocab"]["a"]
+    ),
+    "swapped merges": lambda document: document["model"]["merges"].reverse(),
+    "one more token": lambda document: document["added_tokens"].append({"id": 263, "content": "<|tool|>"}),
+}
 
 
 def read(path: Path) -> Document:
@@ -58,22 +47,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("change", [pairs_as_text, another_order, another_template, added_tokens_in_vocabulary])
-def test_same(path: Path, change: Callable[[Document], None]) -> None:
-    document, expected = read(path), tokenizer_fingerprint(path)
-    change(document)
+@pytest.mark.parametrize("name", [*SAME, *DIFFERENT])
+def test_changes(path: Path, name: str) -> None:
+    document, before = read(path), tokenizer_fingerprint(path)
+    (SAME | DIFFERENT)[name](document)
     assert json.dumps(document) != json.dumps(read(path))
     write_json(path / "tokenizer.json", document)
-    assert tokenizer_fingerprint(path) == expected
-    assert len(bytes.fromhex(expected)) == 32
-
-
-@pytest.mark.parametrize("change", [swapped_tokens, swapped_merges, one_more_token])
-def test_different(path: Path, change: Callable[[Document], None]) -> None:
-    document, other = read(path), tokenizer_fingerprint(path)
-    change(document)
-    write_json(path / "tokenizer.json", document)
-    assert tokenizer_fingerprint(path) != other
+    assert (tokenizer_fingerprint(path) == before) is (name in SAME)
+    assert len(bytes.fromhex(before)) == 32
 
 
 def test_unigram_vocabulary(path: Path) -> None:
@@ -85,11 +66,8 @@ def test_unigram_vocabulary(path: Path) -> None:
 
 
 def test_missing(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        tokenizer_fingerprint(tmp_path)
-    assert str(caught.value) == (
-        f"{tmp_path}: tokenizer.json is missing; supported: tokenizers saved as tokenizer.json"
-    )
+    message = "tokenizer.json is missing; supported: tokenizers saved as tokenizer.json"
+    assert refusal(tmp_path, tokenizer_fingerprint) == message
 
 
 @pytest.mark.parametrize(
@@ -105,9 +83,7 @@ def test_missing(tmp_path: Path) -> None:
 )
 def test_no_vocabulary(tmp_path: Path, document: Document) -> None:
     write_json(tmp_path / "tokenizer.json", document)
-    with pytest.raises(CheckpointError) as caught:
-        tokenizer_fingerprint(tmp_path)
-    assert str(caught.value) == (
-        f"{tmp_path}: tokenizer.json: cannot read the vocabulary; supported: a tokenizer with "
+    assert refusal(tmp_path, tokenizer_fingerprint) == (
+        "tokenizer.json: cannot read the vocabulary; supported: a tokenizer with "
         "`model.vocab` and, where it has them, `model.merges` and `added_tokens`"
     )
