@@ -1,18 +1,22 @@
-"""Attention over pages against a plain one in float64, and what it must not read or write."""
+"""Attention over pages against a plain one in float64: what it must not read or write, the same bits beside any rows
+(what `--deterministic` builds on), and the plan of ragged rows: every split of every tile once."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from slipstream.services.models.attention import TorchAttention
+from slipstream.services.models.attention import RaggedRows, TorchAttention
 from slipstream.services.models.kernels import paged_attention
 from slipstream.services.models.kernels.paged_attention import PagedAttention, RaggedPlan
 from tests.services.models.kernels.attention_case import TOLERANCES, AttentionCase, some_config
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FAR = 2**62
 
@@ -330,3 +334,161 @@ def test_a_batch_may_be_empty(device: torch.device) -> None:
     names = ("tokens", "positions", "is_valid", "page_table", "limits")
     empty = replace(case.change(**{name: getattr(case.batch, name)[:0] for name in names}), qkv=case.qkv[:0])
     assert empty.attend().shape == (0, case.config.q_size)
+
+
+WIDTH = 5
+
+
+def attend(case: AttentionCase, qkv: torch.Tensor) -> torch.Tensor:
+    """[B, W, q_size]."""
+    output = replace(case, qkv=qkv).attend(is_invariant=True)
+    return output.view(*case.batch.tokens.shape, -1)
+
+
+def alone(case: AttentionCase, column: int, *, at: int) -> torch.Tensor:
+    """The query of a column where it is the only one of its row, in column `at`: [B, q_size]."""
+    num_rows = len(case.batch.tokens)
+    is_valid = torch.zeros_like(case.batch.is_valid)
+    is_valid[:, at] = True
+    positions = case.batch.positions[:, column : column + 1].expand(-1, WIDTH).contiguous()
+    qkv = case.qkv.view(num_rows, WIDTH, -1)[:, column : column + 1].expand(-1, WIDTH, -1)
+    later = case.change(positions=positions, is_valid=is_valid)
+    return attend(later, qkv.reshape(num_rows * WIDTH, -1))[:, at]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("lengths", [(45,), (94, 13), (190,), (125, 126, 127, 128)])
+def test_a_query_does_not_depend_on_its_row(
+    lengths: Sequence[int], window: int | None, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Lengths near which keys would be split elsewhere, or a window would begin elsewhere.
+
+    On a GPU a draft's token comes back in the first column, as the bonus token of a step; the products of Triton's
+    interpreter give another column other bits.
+    """
+    config = some_config(sliding_windows=() if window is None else (window,))
+    case = AttentionCase.random(config, lengths, WIDTH, device=device, dtype=dtype, seed=4, page_size=16)
+    together = attend(case, case.qkv)
+    case.assert_close(together.flatten(0, 1), case.expected())
+    for column in range(WIDTH):
+        for at in {column, 0} if device.type == "cuda" else {column}:
+            assert torch.equal(alone(case, column, at=at), together[:, column]), f"column {column}, then {at}"
+
+
+@pytest.mark.sampled(1)
+def test_a_chunk_does_not_depend_on_those_beside_it(device: torch.device, dtype: torch.dtype) -> None:
+    """Short ones beside a long one, which a tile of another size would suit."""
+    lengths, widths = (45, 0, 94), (3, 70, 11)
+    case = AttentionCase.random(some_config(), lengths, 70, device=device, dtype=dtype, seed=6, page_size=16)
+    beside = case.ragged(widths)
+    together = beside.attend(is_invariant=True).split(widths)
+    qkv, batch = case.qkv.view(3, 70, -1), case.batch
+    for row, width in enumerate(widths):
+        own = {name: getattr(batch, name)[row : row + 1] for name in ("tokens", "positions", "is_valid", "limits")}
+        alone = replace(case.change(**own, page_table=batch.page_table[row : row + 1]), qkv=qkv[row])
+        assert torch.equal(alone.ragged((width,)).attend(is_invariant=True), together[row])
+
+
+@pytest.mark.sampled(1)
+def test_a_query_does_not_depend_on_the_table(device: torch.device, dtype: torch.dtype) -> None:
+    """A page table is longer where more tokens are drafted ahead."""
+    cases = [
+        AttentionCase.random(some_config(), (90,), WIDTH, device=device, dtype=dtype, seed=5, page_size=16)
+        for _ in range(2)
+    ]
+    longer = torch.cat((cases[1].batch.page_table, cases[1].batch.page_table.new_zeros(1, 40)), dim=1)
+    assert torch.equal(attend(cases[0], cases[0].qkv), attend(cases[1].change(page_table=longer), cases[1].qkv))
+
+
+TILE, CAPACITY = 32, 40_000
+
+
+def plan_of(
+    lengths: list[int],
+    contexts: list[int],
+    device: torch.device,
+    *,
+    spare: int,
+    padding: int | None = None,
+    knows_keys: bool = False,
+) -> RaggedPlan:
+    """Plans rows of `lengths` behind `contexts`; with `padding` tokens behind them as a graph does."""
+    begins = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    positions = torch.cat([torch.arange(length) + start for length, start in zip(lengths, contexts, strict=True)])
+    positions = torch.cat((positions, torch.full((padding or 0,), 2**62)))
+    ragged = RaggedRows(
+        tuple(lengths) if padding is None else None,
+        torch.zeros_like(positions).to(device),
+        begins.to(device),
+        tuple(length + start for length, start in zip(lengths, contexts, strict=True)) if knows_keys else None,
+    )
+    limits = torch.full((len(lengths),), CAPACITY, device=device)
+    return RaggedPlan.of(ragged, positions.to(device), limits, capacity=CAPACITY, tokens=TILE, spare=spare)
+
+
+def tiles_of(lengths: list[int]) -> Counter[tuple[int, int]]:
+    """The first tokens of all tiles, and their rows."""
+    begins = [sum(lengths[:row]) for row in range(len(lengths))]
+    return Counter((begins[row] + place, row) for row, length in enumerate(lengths) for place in range(0, length, TILE))
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("seed", range(20))
+def test_random_rows(seed: int, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    num_rows = draw(1, 300) if seed % 4 == 0 else draw(1, 12)
+    longest = (2, 9, 200)[draw(0, 3)]
+    lengths = [draw(0, longest) for _ in range(num_rows)]
+    contexts = [draw(0, (10, 3000, 32_000)[draw(0, 3)]) for _ in range(num_rows)]
+    spare, padding = draw(1, 70), (None, draw(0, 99))[draw(0, 2)]
+    plan = plan_of(lengths, contexts, device, spare=spare, padding=padding)
+    num_tokens = sum(lengths) + (padding or 0)
+    items = [item for item in zip(*plan.items.tolist(), strict=True) if item[0] < num_tokens]
+    splits = {(begin, row): num_splits for begin, row, _, num_splits, _ in items}
+    assert Counter((begin, row, split) for begin, row, split, _, _ in items) == Counter(
+        (*tile, split) for tile, count in splits.items() for split in range(count)
+    ), "each split once"
+    assert Counter(splits.keys()) == tiles_of(lengths), "each tile"
+
+    ends = {row: sum(lengths[: row + 1]) for row in range(num_rows)}
+    several = {tile: count for tile, count in splits.items() if count > 1}
+    listed = [tile for tile in zip(*plan.split_tiles.tolist(), strict=True) if tile[2]]
+    places = {(begin, split): place for begin, _, split, count, place in items if count > 1}
+    assert sorted(tile[:3] for tile in listed) == sorted((begin, ends[row], n) for (begin, row), n in several.items())
+    assert all(places[begin, split] == first + split for begin, _, count, first in listed for split in range(count))
+    assert len(set(places.values())) == len(places) == sum(several.values())
+    assert all(0 <= place < plan.num_places for place in places.values())
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("seed", range(20))
+def test_where_the_host_knows_that_none_is_shared_there_is_no_room_for_it(seed: int, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 300, (8,), generator=generator).tolist()
+    contexts = torch.randint(0, (10, 300, 9000)[seed % 3], (8,), generator=generator).tolist()
+    plan, informed = (plan_of(lengths, contexts, device, spare=20, knows_keys=knows) for knows in (False, True))
+    if plan.split_tiles[2].any():
+        assert torch.equal(informed.items, plan.items)
+        assert torch.equal(informed.split_tiles[2], plan.split_tiles[2])
+    else:
+        assert torch.equal(informed.items, plan.items[:, :-20])
+        assert informed.num_places == 0
+
+
+def test_long_rows_are_shared_by_as_many_programs_as_are_spare(device: torch.device) -> None:
+    """One token behind a long context, alone, beside a shorter one, and beside a crowd."""
+    assert plan_of([1], [32_000], device, spare=33).split_tiles[2].tolist() == [33] + [0] * 32
+    both = plan_of([5, 5], [20_000, 10_000], device, spare=30).split_tiles[2].tolist()
+    assert both[:3] == [20, 10, 0]
+    assert not plan_of([1] * 64, [1000] * 64, device, spare=33).split_tiles[2].any()
+
+
+def test_without_spare_programs_nothing_is_shared(device: torch.device) -> None:
+    plan = plan_of([1, 100], [32_000, 9000], device, spare=0)
+    assert plan.items[3].tolist() == [1] * 5
+    assert plan.num_places == 0
