@@ -27,8 +27,7 @@ from slipstream.client import AsyncClient
 from slipstream.common.errors import SlipstreamError
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.metrics import scrape
-from slipstream.gateway.config import GatewayConfig
-from slipstream.gateway.home import gateway_name
+from slipstream.gateway.config import GatewayConfig, gateway_name
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping

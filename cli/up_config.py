@@ -19,8 +19,7 @@ from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.service_options import LogSettings, ServiceOptions
 from slipstream.common.settings import Settings, arguments, duration, setting, shared
 from slipstream.door.config import NOT_OF_A_DOOR, DoorConfig, FormSettings
-from slipstream.gateway.config import LISTEN, GatewayConfig, GatewaySettings
-from slipstream.gateway.home import gateway_name
+from slipstream.gateway.config import LISTEN, GatewayConfig, GatewaySettings, gateway_name
 from slipstream.scheduler.config import SchedulerConfig, ServingSettings
 from slipstream.services.worker.config import NGRAM, PROMPT_LOOKUP, STANDALONE, ComputeSettings, WorkerConfig
 

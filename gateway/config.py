@@ -1,20 +1,61 @@
-"""The settings of a gateway process."""
+"""The settings of a gateway process, and which of a server's gateways keeps a job."""
 
 from __future__ import annotations
 
+import hashlib
+import secrets
+import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.access import AccessSettings, check_internal
 from slipstream.common.settings import setting
-from slipstream.gateway.home import Home, gateway_name
 from slipstream.gateway.journal_file import JournalMode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LISTEN = "127.0.0.1:50051"
 _DAY_S = 86_400
 MAX_GATEWAYS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The jobs of one of a server's `count` gateways, counted from 0: those whose ids hash to its index."""
+
+    index: int = 0
+    count: int = 1
+
+    def new_job_id(self) -> str:
+        """Draws the id of a job of this shard."""
+        while shard_of(job_id := secrets.token_hex(16), self.count) != self.index:
+            pass
+        return job_id
+
+    def numbers_after(self, last: int) -> Iterator[int]:
+        """Yields a number for each new job: microseconds since 1970, growing. No other gateway gives the same."""
+        while True:
+            now = time.time_ns() // 1000
+            last = max(now - now % self.count + self.index, last + self.count)
+            yield last
+
+
+WHOLE = Shard()
+"""All jobs: the shard of a server's only gateway."""
+
+
+def shard_of(job_id: str, count: int) -> int:
+    """Returns the index of the gateway, of `count`, that keeps a job: the same in every process."""
+    return int.from_bytes(hashlib.sha256(job_id.encode()).digest()[:8], "big") % count
+
+
+def gateway_name(index: int) -> str:
+    """Returns the name of one of several gateways, of its log and of its socket."""
+    return f"gateway-{index}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +197,9 @@ class GatewayConfig(GatewaySettings, heading="Gateway"):
             check_journals(self.state_dir, self.gateways)
 
     @property
-    def home(self) -> Home:
-        """This gateway among those of the server."""
-        return Home(self.gateway_index, self.gateways)
+    def shard(self) -> Shard:
+        """The jobs that this gateway keeps."""
+        return Shard(self.gateway_index, self.gateways)
 
     @property
     def own_queue(self) -> int:
@@ -186,7 +227,7 @@ def _journal_name(index: int, count: int) -> str:
 def check_journals(state_dir: Path, gateways: int) -> None:
     """Raises ConfigError if the journals in the directory are those of another number of gateways.
 
-    Jobs that are in them have other homes with `gateways`, and would not be found.
+    Jobs that are in them belong to other gateways with another number, and would not be found.
     """
     expected = {_journal_name(index, gateways) for index in range(gateways)}
     for path in sorted(state_dir.glob("journal*.sqlite3")):

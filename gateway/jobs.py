@@ -18,7 +18,7 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.rpc.loop_turns import LoopTurns
-from slipstream.gateway.home import ALONE, Home
+from slipstream.gateway.config import WHOLE, Shard
 from slipstream.gateway.job import Job
 from slipstream.gateway.journal import JobJournal
 from slipstream.gateway.keys import TokenQuota, current_owner
@@ -60,14 +60,14 @@ class JobManager:
         store: JobStore,
         metrics: RequestMetrics,
         *,
-        home: Home = ALONE,
+        shard: Shard = WHOLE,
         stream_interval_s: Callable[[], float] = lambda: 0.0,
         journal_file: JournalFile | None = None,
         return_s: float = RETURN_S,
         quota: TokenQuota | None = None,
         on_writable: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """`stream_interval_s` returns the least time between two messages of a stream; `home` numbers the jobs.
+        """`stream_interval_s` returns the least time between two messages of a stream; `shard` numbers the jobs.
 
         Jobs are kept in the journal's file, if there is one. Those in it are back after `begin`; a caller may then take
         `return_s` to come back to its job. `quota` bounds each owner's tokens in flight. `on_writable`: see
@@ -87,7 +87,7 @@ class JobManager:
         self.turns = LoopTurns()
         self._is_complete = not self.journal.has_jobs
         """False while jobs of the journal are not back."""
-        self._numbers = home.numbers_after(self.journal.last_number)
+        self._numbers = shard.numbers_after(self.journal.last_number)
         store.on_forget = lambda job: self.journal.forget(job.number)
         self._is_idle = asyncio.Event()
         self._is_idle.set()

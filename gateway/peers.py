@@ -1,13 +1,18 @@
-"""The gateways of one server to each other: what each of them is, and the jobs of all in one list."""
+"""The gateways of one server to each other: what each of them is, and the jobs of all in one list.
+
+A call that names a job is forwarded to the gateway that keeps the job.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from slipstream.common.errors import (
     RETRY_AFTER_MS,
@@ -17,20 +22,24 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.rpc.interceptor import ServerInterceptor, replaced
+from slipstream.common.rpc.loop_turns import LoopTurns
+from slipstream.common.rpc.receive import MIN_COUNTED_BYTES, check_num_fields
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.wire.messages import decode, encode
 from slipstream.common.wire.server import ServiceState
-from slipstream.gateway.home import gateway_name
-from slipstream.gateway.keys import act_for, client_of, current_owner
+from slipstream.gateway.config import gateway_name, shard_of
+from slipstream.gateway.keys import act_for, client_of, current_owner, forwarded_for
 from slipstream.gateway.scheduler import channel_options
 from slipstream.protos import generation_pb2, peers_pb2, peers_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from slipstream.common.rpc.interceptor import Continuation, Handle
-    from slipstream.gateway.home import Home
+    from slipstream.common.rpc.receive import Incoming
+    from slipstream.gateway.config import Shard
     from slipstream.gateway.jobs import JobManager
+    from slipstream.gateway.stream import StreamWrites
 
 SERVICE_NAME = peers_pb2.DESCRIPTOR.services_by_name["Peers"].full_name
 DEFAULT_PAGE_SIZE = 50
@@ -38,6 +47,14 @@ MAX_PAGE_SIZE = 1000
 CLIENT_KEY, OWNER_KEY = "slipstream-client", "slipstream-owner"
 """In the metadata of a call that a gateway forwards: the client, as `context.peer()` names it, and the key's name."""
 _TIMEOUT_S = 1.0
+_NAMED_JOBS: Any = peers_pb2.NamedJobs.DESCRIPTOR
+_GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+_ABORT = "/vllm.grpc.engine.VllmEngine/Abort"
+"""Names any number of jobs, and has no effect on those that other gateways keep."""
+_FORWARDED = {
+    *(f"/{_GENERATION}/{name}" for name in ("Generate", "CreateJob", "WatchJob", "GetJob", "CancelJob")),
+    *("/vllm.grpc.engine.VllmEngine/Generate", _ABORT),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +69,10 @@ class Peers:
     """This gateway and the others of its server. Belongs to the event loop; an asynchronous context manager."""
 
     def __init__(
-        self, home: Home, addresses: Sequence[str], jobs: JobManager, state: Callable[[], GatewayState]
+        self, shard: Shard, addresses: Sequence[str], jobs: JobManager, state: Callable[[], GatewayState]
     ) -> None:
         """`addresses`: the private ones of all gateways, in order; `jobs` and `state` are this gateway's own."""
-        self.home = home
+        self.shard = shard
         self._jobs = jobs
         self._state = state
         self._addresses = addresses
@@ -63,7 +80,7 @@ class Peers:
 
     async def __aenter__(self) -> Self:
         for index, address in enumerate(self._addresses):
-            if index != self.home.index:
+            if index != self.shard.index:
                 self._channels[index] = grpc.aio.insecure_channel(address, options=channel_options())
         return self
 
@@ -76,7 +93,7 @@ class Peers:
 
     async def states(self) -> list[GatewayState]:
         """All gateways, in order; one that does not answer has the process id 0."""
-        return list(await asyncio.gather(*(self._state_of(index) for index in range(self.home.count))))
+        return list(await asyncio.gather(*(self._state_of(index) for index in range(self.shard.count))))
 
     async def page(self, size: int, token: str) -> generation_pb2.ListJobsResponse:
         """Returns the next jobs of all gateways, the latest first.
@@ -99,7 +116,7 @@ class Peers:
         return generation_pb2.ListJobsResponse(jobs=[job for _, job in found[:size]], next_page_token=next_page_token)
 
     async def _state_of(self, index: int) -> GatewayState:
-        if index == self.home.index:
+        if index == self.shard.index:
             return self._state()
         stub: Any = peers_pb2_grpc.PeersStub(self._channels[index])  # type: ignore[no-untyped-call]
         try:
@@ -187,3 +204,106 @@ class FromPeers(ServerInterceptor):
 def forwarding_metadata(context: Any) -> tuple[tuple[str, str], ...]:
     """Returns the metadata of a call that this gateway forwards."""
     return (CLIENT_KEY, client_of(context)), (OWNER_KEY, current_owner())
+
+
+class Forwarding(ServerInterceptor):
+    """Forwards whole calls, and their answers back, without decoding them. Gets each message as an `Incoming`.
+
+    The client's cancellation and deadline go along. While the other gateway is not there, a call is UNAVAILABLE.
+    """
+
+    def __init__(self, peers: Peers, writes: StreamWrites) -> None:
+        """`writes`: those of this gateway's own streams as well."""
+        self._peers = peers
+        self._writes = writes
+        self._turns = LoopTurns()
+        self._num_calls = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
+        """Wraps the handler of a call that names a job."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method not in _FORWARDED:
+            return handler
+
+        def make(handle: Handle) -> Handle:
+            async def call(request: Incoming, context: Any) -> Any:
+                if forwarded_for() is not None:
+                    return await handle(request, context)
+                if len(request.data) >= MIN_COUNTED_BYTES:
+                    await check_num_fields(request.data, _NAMED_JOBS, self._turns)
+                indices, own = self._keepers_of(method, request.data), self._peers.shard.index
+                if indices == {own}:
+                    return await handle(request, context)
+                if handler.response_streaming:
+                    (index,) = indices
+                    return await self._forwarded(index, self._forward_stream(index, method, request, context), context)
+                data = request.data
+                answer = await handle(request, context) if own in indices else None
+                gone: UnavailableError | None = None
+                for index in indices - {own}:
+                    try:
+                        answer = await self._forwarded(
+                            index, self._forward_unary(index, method, data, context), context
+                        )
+                    except UnavailableError as error:
+                        gone = error  # the others hear of their jobs nevertheless
+                if gone is not None:
+                    raise gone
+                return answer
+
+            return call
+
+        return replaced(handler, make, passes_bytes=True)
+
+    async def wait_idle(self) -> None:
+        """Returns when no call is being forwarded."""
+        await self._is_idle.wait()
+
+    def _keepers_of(self, method: str, request: bytes) -> set[int]:
+        """Returns the indices of the gateways that keep a request's jobs; it stays here without a readable job id."""
+        try:
+            # All of them have their ids under the same number; the rest is not looked at.
+            job_ids = tuple(peers_pb2.NamedJobs.FromString(request).job_ids)
+        except DecodeError:
+            job_ids = ()
+        # Of a field that is not repeated, the last one counts.
+        named = [job_id for job_id in (job_ids if method == _ABORT else job_ids[-1:]) if job_id]
+        return {shard_of(job_id, self._peers.shard.count) for job_id in named} or {self._peers.shard.index}
+
+    async def _forwarded(self, index: int, answer: Awaitable[Any], context: Any) -> Any:
+        self._num_calls += 1
+        self._is_idle.clear()
+        try:
+            return await answer
+        except grpc.aio.AioRpcError as error:
+            lost = lost_peer(index, error)
+            if lost is not None:
+                raise lost from None
+            await context.abort(error.code(), error.details(), tuple(error.trailing_metadata() or ()))
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self._is_idle.set()
+
+    async def _forward_unary(self, index: int, method: str, request: bytes, context: Any) -> Any:
+        call = self._peers.channel(index).unary_unary(method)
+        return await call(request, timeout=context.time_remaining(), metadata=forwarding_metadata(context))
+
+    async def _forward_stream(self, index: int, method: str, request: Incoming, context: Any) -> None:
+        # Written as a stream: it keeps its turn here until the other gateway receives it.
+        call = self._peers.channel(index).stream_stream(method)(
+            timeout=context.time_remaining(), metadata=forwarding_metadata(context)
+        )
+        try:
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the status of the call says why
+                await call.write(request.data)
+                await call.done_writing()
+            request.release()
+            async with self._writes.bounding(context.write) as write:
+                async for message in call:
+                    await write(message)
+        finally:
+            call.cancel()

@@ -12,7 +12,7 @@ from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.common.wire.sequence import MAX_LISTED_IDS, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SequenceSpec
 from slipstream.gateway.chat_template import render_messages
-from slipstream.gateway.home import ALONE, Home
+from slipstream.gateway.config import WHOLE, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -85,11 +85,11 @@ class CheckedRequest:
 
 
 def parse_request(
-    request: JobRequest, limits: RequestLimits, tokenizer: PromptTokenizer, home: Home = ALONE, *, digest: bytes = b""
+    request: JobRequest, limits: RequestLimits, tokenizer: PromptTokenizer, shard: Shard = WHOLE, *, digest: bytes = b""
 ) -> CheckedRequest:
     """Checks a request without unknown fields. Raises InvalidArgumentError naming the field that cannot be honoured.
 
-    An unset job id, at home at `home`, or seed is drawn here, so that the job can be named, and repeated, from then on.
+    An unset job id, one of `shard`, or seed is drawn here, so that the job can be named, and repeated, from then on.
     `digest`: see `digest_of`.
     """
     params = request.sampling_params
@@ -100,7 +100,7 @@ def parse_request(
     num_samples = _num_samples(params, limits)
     top_logprobs = _top_logprobs(params, limits)
     max_draft_tokens = _max_draft_tokens(request.speculation, limits)
-    job_id = request.job_id or home.new_job_id()
+    job_id = request.job_id or shard.new_job_id()
     check_job_id(job_id)
     if len(request.cache_salt) > MAX_SALT_CHARACTERS:
         given = f"{len(request.cache_salt)} characters"

@@ -20,9 +20,7 @@ from slipstream.common.rpc.service_options import report
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
 from slipstream.common.wire.server import ServerState, ServiceState
-from slipstream.gateway.fair_turns import NUM_THREADS, FairTurns
-from slipstream.gateway.forwarding import Forwarding
-from slipstream.gateway.home import gateway_name
+from slipstream.gateway.config import gateway_name
 from slipstream.gateway.job import JobStore
 from slipstream.gateway.jobs import JobManager
 from slipstream.gateway.journal_file import JournalFile, JournalMode
@@ -30,10 +28,17 @@ from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota, key_or_
 from slipstream.gateway.metrics import RequestMetrics, ServerInfo
 from slipstream.gateway.model import load_model
 from slipstream.gateway.peers import SERVICE_NAME as PEERS_NAME
-from slipstream.gateway.peers import FromPeers, GatewayState, Peers, PeersServicer
+from slipstream.gateway.peers import Forwarding, FromPeers, GatewayState, Peers, PeersServicer
 from slipstream.gateway.request import MAX_SAMPLES
 from slipstream.gateway.scheduler import SchedulerLink
-from slipstream.gateway.service import RECORDER, SERVICE_NAME, GenerationServicer, RecorderServicer
+from slipstream.gateway.service import (
+    NUM_THREADS,
+    RECORDER,
+    SERVICE_NAME,
+    GenerationServicer,
+    RecorderServicer,
+    TokenizeQueue,
+)
 from slipstream.gateway.stream import StreamWrites
 from slipstream.protos import generation_pb2_grpc, peers_pb2_grpc, trace_pb2_grpc
 
@@ -68,14 +73,14 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         )
         jobs = _make_jobs(config, metrics, link, health)
         own_state = partial(_own_state, config, listener.address, port, link)
-        peers = await held.enter_async_context(Peers(config.home, config.private_addresses, jobs, own_state))
+        peers = await held.enter_async_context(Peers(config.shard, config.private_addresses, jobs, own_state))
         state = partial(_server_state, link, peers, config.queue)
         writes = StreamWrites(config.read_timeout_s, metrics.cut_off.inc)
         servicer = GenerationServicer(
             jobs,
             model=link.model,
             state=state,
-            turns=FairTurns(executor),
+            turns=TokenizeQueue(executor),
             peers=peers,
             writes=writes,
             served_names=config.served_names,
@@ -141,7 +146,7 @@ def _make_jobs(config: GatewayConfig, metrics: RequestMetrics, link: SchedulerLi
         link,
         JobStore(capacity=config.kept_jobs, ttl_s=config.job_ttl_s, max_bytes=config.kept_mib * 2**20),
         metrics,
-        home=config.home,
+        shard=config.shard,
         stream_interval_s=link.stream_interval_s if interval_ms is None else lambda: interval_ms / 1000,
         quota=TokenQuota(config.key_tokens),
         on_writable=health.set_writable,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.errors import ResourceExhaustedError
-from slipstream.gateway.fair_turns import FairTurns
+from slipstream.gateway.service import TokenizeQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,13 +39,13 @@ class Works:
         return work
 
 
-def start(turns: FairTurns, works: Works, *clients: str, num_bytes: int = 1) -> list[asyncio.Task[str]]:
+def start(turns: TokenizeQueue, works: Works, *clients: str, num_bytes: int = 1) -> list[asyncio.Task[str]]:
     """One piece of work for each of the named clients, in order."""
     return [asyncio.create_task(turns.run(client, num_bytes, works.named(client))) for client in clients]
 
 
 async def test_clients_take_turns(executor: ThreadPoolExecutor) -> None:
-    turns, works = FairTurns(executor, num_threads=1), Works()
+    turns, works = TokenizeQueue(executor, num_threads=1), Works()
     tasks = start(turns, works, *["greedy"] * 4, "a", "b")
     await asyncio.sleep(0)
     works.may_end.set()
@@ -54,7 +54,7 @@ async def test_clients_take_turns(executor: ThreadPoolExecutor) -> None:
 
 
 async def test_waiting_work_is_bounded_and_running_work_is_not_counted(executor: ThreadPoolExecutor) -> None:
-    turns, works = FairTurns(executor, num_threads=1, max_waiting_bytes=10), Works()
+    turns, works = TokenizeQueue(executor, num_threads=1, max_waiting_bytes=10), Works()
     running, waiting = start(turns, works, "a", "a", num_bytes=8)
     await asyncio.sleep(0)
     with pytest.raises(ResourceExhaustedError, match="8 bytes of text wait") as caught:
@@ -66,7 +66,7 @@ async def test_waiting_work_is_bounded_and_running_work_is_not_counted(executor:
 
 
 async def test_work_that_is_given_up_gives_its_turn_away(executor: ThreadPoolExecutor) -> None:
-    turns, works = FairTurns(executor, num_threads=1), Works()
+    turns, works = TokenizeQueue(executor, num_threads=1), Works()
     tasks = start(turns, works, "a", "b", "c")
     await asyncio.sleep(0)
     tasks[1].cancel()
@@ -77,7 +77,7 @@ async def test_work_that_is_given_up_gives_its_turn_away(executor: ThreadPoolExe
 
 
 async def test_a_turn_that_was_given_as_its_client_left_goes_to_the_next(executor: ThreadPoolExecutor) -> None:
-    turns, works = FairTurns(executor, num_threads=1), Works()
+    turns, works = TokenizeQueue(executor, num_threads=1), Works()
 
     async def pass_on_and_cancel() -> None:
         await turns.run("a", 1, works.named("a"))
@@ -95,7 +95,7 @@ async def test_a_turn_that_was_given_as_its_client_left_goes_to_the_next(executo
 
 
 async def test_an_error_ends_a_turn_like_a_result(executor: ThreadPoolExecutor) -> None:
-    turns = FairTurns(executor, num_threads=1)
+    turns = TokenizeQueue(executor, num_threads=1)
 
     def fail() -> None:
         raise ValueError("broken")

@@ -11,31 +11,32 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream.common.errors import ConfigError
-from slipstream.gateway.config import GatewayConfig
-from slipstream.gateway.home import Home, home_of
+from slipstream.gateway.config import GatewayConfig, Shard, shard_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_home_is_the_same_in_every_process() -> None:
+def test_a_shard_is_the_same_in_every_process() -> None:
     ids = [f"job-{number}" for number in range(100)]
-    program = "import sys; from slipstream.gateway.home import home_of; print([home_of(i, 7) for i in sys.argv[1:]])"
+    program = (
+        "import sys; from slipstream.gateway.config import shard_of; print([shard_of(i, 7) for i in sys.argv[1:]])"
+    )
     other = subprocess.run((sys.executable, "-c", program, *ids), capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == str([home_of(job_id, 7) for job_id in ids])
-    assert {home_of(job_id, 1) for job_id in ids} == {0}
+    assert other.stdout.strip() == str([shard_of(job_id, 7) for job_id in ids])
+    assert {shard_of(job_id, 1) for job_id in ids} == {0}
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_a_gateway_draws_names_that_are_at_home_there(count: int) -> None:
     for index in range(count):
-        drawn = [Home(index, count).new_job_id() for _ in range(20)]
-        assert {home_of(job_id, count) for job_id in drawn} == {index}
+        drawn = [Shard(index, count).new_job_id() for _ in range(20)]
+        assert {shard_of(job_id, count) for job_id in drawn} == {index}
         assert len(set(drawn)) == 20
 
 
 def test_jobs_are_spread_evenly() -> None:
-    num_jobs = Counter(home_of(f"job-{number}", 4) for number in range(4000))
+    num_jobs = Counter(shard_of(f"job-{number}", 4) for number in range(4000))
     assert all(800 < number < 1200 for number in num_jobs.values())
 
 
@@ -44,12 +45,12 @@ def test_no_two_jobs_have_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time_ns", lambda: now_ns)
     given: list[int] = []
     for index in range(3):
-        given += itertools.islice(Home(index, 3).numbers_after(0), 50)
+        given += itertools.islice(Shard(index, 3).numbers_after(0), 50)
         assert given[-50:] == sorted(given[-50:])
     assert len(set(given)) == len(given)
     # A clock that is set back makes no number smaller.
     now_ns -= 10**12
-    assert next(Home(1, 3).numbers_after(max(given))) > max(given)
+    assert next(Shard(1, 3).numbers_after(max(given))) > max(given)
 
 
 def config(**settings: Any) -> GatewayConfig:

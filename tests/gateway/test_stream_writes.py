@@ -9,8 +9,8 @@ import grpc.aio
 import pytest
 
 from slipstream.client import AsyncClient
-from slipstream.gateway.forwarding import Forwarding
-from slipstream.gateway.home import Home, home_of
+from slipstream.gateway.config import Shard, shard_of
+from slipstream.gateway.peers import Forwarding
 from slipstream.gateway.stream import LONGEST_S, MAX_PENDING, PendingWrites, StreamWriter, StreamWrites
 from tests.harness.generation_server import collect, generation_server, tokens_of
 from tests.harness.hand_clock import HandClockLoop
@@ -161,7 +161,7 @@ async def test_streams_that_are_forwarded_share_the_places_too(
 ) -> None:
     monkeypatch.setattr("slipstream.gateway.stream.MAX_PENDING", 2)
     writes = StreamWrites(60.0, lambda: None)
-    job_id = next(name for name in map(str, range(1000)) if home_of(name, 2) == 1)
+    job_id = next(name for name in map(str, range(1000)) if shard_of(name, 2) == 1)
     async with generation_server() as home, grpc.aio.insecure_channel(home.address) as channel:
         forwarding = Forwarding(cast("Peers", Neighbour(channel)), writes)
         async with generation_server(message_interceptors=(forwarding,)) as front, AsyncClient(front.address) as client:
@@ -179,7 +179,7 @@ async def test_streams_that_are_forwarded_share_the_places_too(
 class Neighbour:
     """The other one of two gateways, as the first one reaches it."""
 
-    home = Home(0, 2)
+    shard = Shard(0, 2)
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from slipstream.bundled import target_dir
 from slipstream.cli.health import wait_until_serving
 from slipstream.common.rpc.listener import Listener
-from slipstream.gateway.home import gateway_name, home_of
+from slipstream.gateway.config import gateway_name, shard_of
 from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler, serving
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class GatewayProcesses:
 
     def home_of(self, job_id: str) -> int:
         """The gateway that the job is at home at."""
-        return home_of(job_id, len(self.addresses))
+        return shard_of(job_id, len(self.addresses))
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from prometheus_client import CollectorRegistry
 from slipstream.common.wire.job import TokenLogprobs
 from slipstream.common.wire.server import ServiceState
 from slipstream.gateway import vllm
-from slipstream.gateway.fair_turns import FairTurns
-from slipstream.gateway.home import Home
+from slipstream.gateway.config import Shard
 from slipstream.gateway.job import JobStore
 from slipstream.gateway.jobs import JobManager
 from slipstream.gateway.journal_file import JournalFile, JournalMode
@@ -27,7 +26,7 @@ from slipstream.gateway.model import ServedModel
 from slipstream.gateway.peers import GatewayState, Peers
 from slipstream.gateway.request import RequestLimits
 from slipstream.gateway.scheduler import SchedulerLink
-from slipstream.gateway.service import RECORDER, SERVICE_NAME, GenerationServicer, RecorderServicer
+from slipstream.gateway.service import RECORDER, SERVICE_NAME, GenerationServicer, RecorderServicer, TokenizeQueue
 from slipstream.gateway.stream import StreamWrites
 from slipstream.gateway.vllm import VllmEngineServicer
 from slipstream.protos import generation_pb2_grpc, trace_pb2_grpc
@@ -150,10 +149,10 @@ async def generation_server(
         service = ServiceState(name="gateway", address=address, pid=1)
         servicer = GenerationServicer(
             manager,
-            peers=Peers(Home(), (), manager, lambda: GatewayState(service)),
+            peers=Peers(Shard(), (), manager, lambda: GatewayState(service)),
             model=lambda: served.model_now(),
             state=state,
-            turns=FairTurns(executor),
+            turns=TokenizeQueue(executor),
             writes=StreamWrites(read_timeout_s, metrics.cut_off.inc),
         )
         engine = VllmEngineServicer(

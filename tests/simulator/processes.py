@@ -10,8 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from slipstream.common.errors import SlipstreamError
 from slipstream.common.wire.server import DraftSwap, SchedulerDescription, SchedulerState, ServerState, SwapTerms
-from slipstream.gateway.fair_turns import FairTurns
-from slipstream.gateway.home import ALONE
+from slipstream.gateway.config import WHOLE
 from slipstream.gateway.job import JobStore
 from slipstream.gateway.jobs import JobManager
 from slipstream.gateway.journal_file import JournalFile, JournalMode
@@ -19,7 +18,7 @@ from slipstream.gateway.metrics import RequestMetrics
 from slipstream.gateway.model import ServedModel
 from slipstream.gateway.request import RequestLimits
 from slipstream.gateway.scheduler import SchedulerLink
-from slipstream.gateway.service import GenerationServicer
+from slipstream.gateway.service import GenerationServicer, TokenizeQueue
 from slipstream.gateway.stream import StreamWrites
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.servicer import SchedulerServicer
@@ -199,7 +198,7 @@ def _model(context_tokens: int) -> ServedModel:
 class _Alone:
     """The peers of a gateway that is alone."""
 
-    home = ALONE
+    shard = WHOLE
 
 
 class GatewayProcess(Process):
@@ -250,7 +249,7 @@ class GatewayProcess(Process):
             self.manager,
             model=self.link.model,
             state=None,  # type: ignore[arg-type]  # clients of the simulation ask for none
-            turns=FairTurns(None),  # type: ignore[arg-type]  # nor for text to be tokenised
+            turns=TokenizeQueue(None),  # type: ignore[arg-type]  # nor for text to be tokenised
             peers=cast("Peers", _Alone()),
             writes=StreamWrites(60.0, lambda: None),
         )
