@@ -80,7 +80,7 @@ class SchedulerLink:
         max_lost_epochs: int = 3,
         on_serving: Callable[[bool], None] = lambda _: None,
         on_given_up: Callable[[], None] = lambda: None,
-        connect: Callable[[str], Connection] | None = None,
+        connect: Callable[[str], SchedulerConnection] | None = None,
     ) -> None:
         """`load_model`: see there; called on a thread. `capacity`: sequences that may wait for their first slot.
 
@@ -121,8 +121,8 @@ class SchedulerLink:
         self._is_flushing = False
         self._outage_at = time.monotonic()
         self._expiry: asyncio.TimerHandle | None = None
-        self._connection: Connection | None = None
-        self._stream: RunStream | None = None
+        self._connection: SchedulerConnection | None = None
+        self._stream: SchedulerStream | None = None
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -438,35 +438,8 @@ Message = scheduler_pb2.RunResponse | SchedulerGoneError
 """A message of a stream, or its end."""
 
 
-class RunStream(Protocol):
-    """A call of Run. Belongs to the event loop, but for `close`."""
-
-    def send(self, request: scheduler_pb2.RunRequest) -> None:
-        """Sends a message and returns at once."""
-
-    async def receive(self) -> list[Message]:
-        """Waits for messages and returns all that there are."""
-
-    def close(self) -> None:
-        """Ends the call. Blocks until its thread has ended."""
-
-
-class Connection(Protocol):
-    """A connection to a scheduler, there or not; a context manager."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def open(self) -> RunStream:
-        """Calls Run. Called on the event loop."""
-
-    def describe(self) -> scheduler_pb2.SchedulerDescription:
-        """Calls Describe, on any thread. Raises grpc.RpcError."""
-
-
 class SchedulerConnection:
-    """Implements `Connection` over a channel to an address."""
+    """A connection to a scheduler, there or not; a context manager."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address, options=channel_options())
@@ -479,9 +452,11 @@ class SchedulerConnection:
         self._channel.close()
 
     def open(self) -> SchedulerStream:
+        """Calls Run. Called on the event loop."""
         return SchedulerStream(self._stub)
 
     def describe(self) -> scheduler_pb2.SchedulerDescription:
+        """Calls Describe, on any thread. Raises grpc.RpcError."""
         found: scheduler_pb2.SchedulerDescription = self._stub.Describe(
             scheduler_pb2.DescribeSchedulerRequest(), timeout=DESCRIBE_TIMEOUT_S
         )
@@ -497,7 +472,7 @@ async def take_all(messages: asyncio.Queue[Message]) -> list[Message]:
 
 
 class SchedulerStream:
-    """Implements `RunStream`.
+    """A call of Run. Belongs to the event loop, but for `close`.
 
     A thread reads it, so that all messages that arrive while the loop is busy are there together afterwards. On the
     loop, `grpc.aio` reads a message a turn: a gateway that is behind then falls back by seconds, not by milliseconds.
@@ -512,12 +487,15 @@ class SchedulerStream:
         self._thread.start()
 
     def send(self, request: scheduler_pb2.RunRequest) -> None:
+        """Sends a message and returns at once."""
         self._requests.put(request)
 
     async def receive(self) -> list[Message]:
+        """Waits for messages and returns all that there are."""
         return await take_all(self._messages)
 
     def close(self) -> None:
+        """Ends the call. Blocks until its thread has ended."""
         self._requests.put(None)
         self._call.cancel()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""Stop strings: where an output ends, whatever a step brings at once, and that nothing is taken back."""
+"""Stop strings: where an output ends, whatever a step has at once, and that no text is taken back."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.gateway.model import ServedModel
 from slipstream.gateway.request import CheckedRequest
 from slipstream.gateway.sample import Sample
-from slipstream.gateway.text import Vocabulary
+from slipstream.gateway.text import StopMatcher, Vocabulary
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of
+from tests.harness.sampling import examples
 from tests.harness.scripted_scheduler import EOS_ID
 from tests.harness.tokenizers_by_kind import make_tokenizer
 
@@ -237,3 +238,55 @@ async def test_a_job_that_has_stopped_does_not_fail(server: GenerationServer) ->
     assert sample.add(ids, 0, logprobs, None, num_draft_tokens=0, published_ns=1), "the scheduler must end it"
     sample.end(None, UnavailableError("verify is gone"))
     assert (sample.error, sample.finish_reason, sample.matched_stop) == (None, "stop", "b")
+
+
+TEXTS = st.text(alphabet="ab\u00e9", max_size=12)
+STOPS = st.lists(st.text(alphabet="ab\u00e9", min_size=1, max_size=5), max_size=4)
+
+
+@settings(max_examples=examples(1000), deadline=None)
+@given(st.lists(TEXTS, max_size=8), STOPS, st.integers(0, 8), st.lists(st.booleans(), min_size=8, max_size=8))
+def test_the_text_is_cut_at_the_first_match_that_counts_in_any_parts(
+    parts: list[str], stops: list[str], num_ignored: int, may_pass: list[bool]
+) -> None:
+    """Text that passes need not be pushed; a stop string that is complete too early does not count."""
+    matcher, text = StopMatcher(stops), ""
+    for number, (part, is_passed) in enumerate(zip(parts, may_pass, strict=False)):
+        is_passed = is_passed and matcher.passes(part)
+        text += part if is_passed else matcher.push(part, counts=number >= num_ignored)
+    expected, _, matched = reference(parts, stops, num_ignored)
+    assert (text + matcher.finish(), matcher.matched) == (expected, matched)
+
+
+@settings(max_examples=examples(500), deadline=None)
+@given(st.lists(TEXTS, max_size=8), STOPS)
+def test_nothing_is_held_back_for_longer_than_it_must(parts: list[str], stops: list[str]) -> None:
+    """At every moment, what is held back is the beginning of a stop string, the longest at the end of the text."""
+    matcher, seen, certain = StopMatcher(stops), "", ""
+    for part in parts:
+        seen += part
+        certain += matcher.push(part)
+        if matcher.matched is not None:
+            return
+        beginnings = [seen[start:] for start in range(len(seen) + 1)]
+        held = next(
+            text for text in beginnings if any(stop.startswith(text) and stop != text for stop in stops) or not text
+        )
+        assert certain + held == seen
+
+
+@pytest.mark.parametrize(
+    ("parts", "stops", "texts", "matched"),
+    [
+        # The first to be complete is the end, then the longest.
+        (["abcd"], ["abcd", "bc"], ["a", ""], "bc"),
+        (["a", "b", "c", "d"], ["abcd", "bc"], ["", "", "a", "", ""], "bc"),
+        (["xabc"], ["c", "abc", "bc"], ["x", ""], "abc"),
+        (["ab", "STOP and", "more"], ["STOP"], ["ab", "", "", ""], "STOP"),
+        (["ab", "c"], [], ["ab", "c", ""], None),
+        *((["ab", f"c{stop}d"], ["z", stop, "!"], ["ab", "c", ""], stop) for stop in ("]", "^", "\\", "-", ".", "[a")),
+    ],
+)
+def test_examples(parts: list[str], stops: list[str], texts: list[str], matched: str | None) -> None:
+    matcher = StopMatcher(stops)
+    assert ([*map(matcher.push, parts), matcher.finish()], matcher.matched) == (texts, matched)

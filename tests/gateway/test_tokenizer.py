@@ -1,9 +1,11 @@
-"""Tokenizers read without transformers give the same tokens and texts as with it; the others are left to it."""
+"""Tokenizers read without transformers give its tokens and texts; other files are left to it, or refused."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,9 +17,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from slipstream.bundled import target_dir
 from slipstream.common.errors import CheckpointError
+from slipstream.gateway.model import load_model
 from slipstream.gateway.tokenizer import _QWEN2_PATTERN, Tokenizer, load_tokenizer, longest_token
 from tests.harness.checkpoints import FAMILIES, write_json, write_tokenizer
+from tests.harness.mutations import is_refused
 from tests.harness.sampling import examples
+from tests.harness.scripted_scheduler import DESCRIPTION
 from tests.harness.tokenizers_by_kind import KINDS, TEXT, make_tokenizer
 
 if TYPE_CHECKING:
@@ -254,3 +259,42 @@ def test_a_bound_is_not_known_where_text_can_be_left_out() -> None:
     backend.add_special_tokens([AddedToken("<mask>", lstrip=True)])
     assert longest_token(PreTrainedTokenizerFast(tokenizer_object=backend)) is None
     assert longest_token(object()) is None
+
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json")
+
+
+def test_changed_files_are_loaded_or_refused(tmp_path: Path) -> None:
+    """Only `CheckpointError` comes out, whatever a file holds; a failure names the seed of its change."""
+    write_tokenizer(tmp_path)
+    description = replace(DESCRIPTION, tokenizer_path=str(tmp_path))
+    for name in FILES:
+        if not (tmp_path / name).is_file():
+            write_json(tmp_path / name, {"model_type": "llama", "eos_token": "<|end|>", "tokenizer_class": None})
+
+    def read() -> None:
+        model = load_model(description, None, max_samples=1)
+        model.vocabulary.new_detokenizer().push_all(model.tokenizer.encode("The cat"))
+
+    num_refused = 0
+    for name in FILES:
+        for seed in range(examples(40)):
+            num_refused += is_refused(tmp_path / name, read, seed)
+    read()
+    assert num_refused > examples(40)
+
+
+def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").symlink_to("/proc/self/mem")
+    with pytest.raises(CheckpointError, match=r"cannot read vocab\.json: Input/output error"):
+        load_model(replace(DESCRIPTION, tokenizer_path=str(tmp_path)), None, max_samples=1)
+
+
+def test_panic_of_the_library_is_an_error_of_the_checkpoint(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    document["model"]["continuing_subword_prefix"] = "longer than any token"
+    write_json(tmp_path / "tokenizer.json", document)
+    with pytest.raises(CheckpointError, match="the tokenizer cannot be loaded: "):
+        load_tokenizer(tmp_path)

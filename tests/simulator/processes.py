@@ -241,7 +241,7 @@ class GatewayProcess(Process):
             outage_timeout_s=outage_timeout_s,
             # No sequence is to blame for an epoch's end here.
             max_lost_epochs=1000,
-            connect=lambda _: self.connection,
+            connect=lambda _: self.connection,  # type: ignore[arg-type,return-value]
         )
         store = JobStore(capacity=1000, ttl_s=1000.0, clock=self.world.monotonic)
         self.manager = JobManager(self.link, store, _metrics(), journal_file=self._file, return_s=RETURN_S)

@@ -59,7 +59,7 @@ class Pipe:
 
 
 class SimulatedConnection:
-    """Implements `Connection`."""
+    """Stands in for `SchedulerConnection`."""
 
     def __init__(self, gateway: GatewayProcess, find: Callable[[], SchedulerProcess | None]) -> None:
         self._gateway = gateway
@@ -73,17 +73,17 @@ class SimulatedConnection:
         pass
 
     def open(self) -> SimulatedRunStream:
-        """See `Connection.open`."""
+        """See `SchedulerConnection.open`."""
         self.stream = SimulatedRunStream(self._gateway, self._find())
         return self.stream
 
     def describe(self) -> scheduler_pb2.SchedulerDescription:
-        """See `Connection.describe`; clients of the simulation ask for no state."""
+        """See `SchedulerConnection.describe`; clients of the simulation ask for no state."""
         raise NotImplementedError
 
 
 class SimulatedRunStream:
-    """Implements `RunStream`: a call of the real servicer's `Run`."""
+    """Stands in for `SchedulerStream`: a call of the real servicer's `Run`."""
 
     def __init__(self, gateway: GatewayProcess, scheduler: SchedulerProcess | None) -> None:
         self._gateway = gateway
@@ -107,15 +107,15 @@ class SimulatedRunStream:
     # The gateway's side.
 
     def send(self, request: scheduler_pb2.RunRequest) -> None:
-        """See `RunStream.send`."""
+        """See `SchedulerStream.send`."""
         self._up.send(self._take, request)
 
     async def receive(self) -> list[Message]:
-        """See `RunStream.receive`."""
+        """See `SchedulerStream.receive`."""
         return await take_all(self._inbox)
 
     def close(self) -> None:
-        """See `RunStream.close`."""
+        """See `SchedulerStream.close`."""
         self._down.is_broken = True
         self.break_off()
 

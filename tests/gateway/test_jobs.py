@@ -1,9 +1,10 @@
-"""CreateJob, WatchJob, GetJob and ListJobs over a real connection, with a fake loop behind the manager."""
+"""CreateJob, WatchJob, GetJob and ListJobs over a real connection; how long jobs are kept."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -12,18 +13,24 @@ import pytest
 from slipstream.client import AsyncClient
 from slipstream.common.errors import (
     AlreadyExistsError,
+    DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
     NotFoundError,
+    ResourceExhaustedError,
     UnavailableError,
 )
+from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.wire.job import JobState
+from slipstream.gateway.job import JobStore
 from slipstream.gateway.keys import current_owner
-from slipstream.gateway.sample import Sample
+from slipstream.gateway.request import parse_request
+from slipstream.gateway.sample import MAX_CHUNK_TOKENS, Sample
+from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.harness.example_states import TOKENS_PER_STEP
-from tests.harness.generation_server import TTL_S, collect, generation_server, state_of, tokens_of
+from tests.harness.generation_server import TTL_S, collect, generation_server, state_of, text_of, tokens_of
 from tests.harness.scripted_scheduler import EOS_ID
-from tests.harness.tokenizers_by_kind import break_first_detokenizer
+from tests.harness.tokenizers_by_kind import TEXT, break_first_detokenizer, text_after
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:
@@ -314,3 +321,217 @@ async def test_an_output_that_cannot_become_text_fails_when_it_is_read(
     assert [job.spec.job_id for job in server.loop.cancelled] == ["broken"]
     server.loop.pause_tokens = None
     assert tokens_of(await collect(client.watch_job("whole"))) == [7, 8] * 15
+
+
+@pytest.mark.parametrize("kind", ["byte level", "llama"])
+async def test_a_client_that_comes_back_misses_and_repeats_nothing(kind: str) -> None:
+    """At every offset, while the job runs and when it is over."""
+    async with generation_server(kind=kind) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = 60
+        await client.create_job(TEXT, job_id="mine", max_new_tokens=90)
+        first: list[OutputChunk] = []
+        async with aclosing(client.watch_job("mine")) as chunks:
+            async for chunk in chunks:
+                first.append(chunk)
+                if len(tokens_of(first)) == 60:
+                    break
+        running: list[tuple[int, list[OutputChunk]]] = []
+        for offset in range(60):
+            async with aclosing(client.watch_job("mine", offset)) as chunks:
+                running.append((offset, [await anext(chunks)]))
+        server.loop.pause_tokens = None
+        whole = await collect(client.watch_job("mine"))
+        tokenizer = server.model.tokenizer
+        expected = text_after(tokenizer, tokenizer.encode(TEXT), tokens_of(whole))
+        assert text_of(whole) == expected
+        assert len(tokens_of(whole)) == 90
+        lengths = [length for chunk in whole for length in chunk.text_lengths]
+        for offset, before in (*running, (60, [])):
+            seen = offset + len(tokens_of(before))
+            rest = [*before, *await collect(client.watch_job("mine", seen))]
+            assert tokens_of(rest) == tokens_of(whole)[offset:], offset
+            assert text_of(rest) == expected[sum(lengths[:offset]) :], offset
+        for offset in range(91):
+            rest = await collect(client.watch_job("mine", offset))
+            assert tokens_of(rest) == tokens_of(whole)[offset:]
+            assert text_of(rest) == expected[sum(lengths[:offset]) :], offset
+            assert (rest[0].token_offset, rest[-1].finish_reason) == (offset, "length")
+
+
+async def test_many_watch_one_job(server: GenerationServer, client: AsyncClient) -> None:
+    server.loop.may_step.clear()
+    await client.create_job([5, 6, 7], job_id="mine", max_new_tokens=300)
+    watchers = [asyncio.ensure_future(collect(client.watch_job("mine"))) for _ in range(10)]
+    leaver = asyncio.ensure_future(anext(client.watch_job("mine")))
+    server.loop.may_step.set()
+    await leaver
+    for chunks in await asyncio.gather(*watchers):
+        assert tokens_of(chunks) == [5, 6, 7] * 100
+
+
+async def test_a_long_output_comes_in_parts() -> None:
+    num_tokens = 2 * MAX_CHUNK_TOKENS + 5
+    async with generation_server(context_tokens=num_tokens + 10) as server, AsyncClient(server.address) as client:
+        await client.create_job([5, 6], job_id="mine", max_new_tokens=num_tokens)
+        await state_of(client, "mine", JobState.ENDED)
+        late = await collect(client.watch_job("mine", num_tokens - 1))
+        assert [chunk.token_ids for chunk in late] == [(5,)]
+        chunks = await collect(client.watch_job("mine"))
+        assert [len(chunk.token_ids) for chunk in chunks] == [MAX_CHUNK_TOKENS, MAX_CHUNK_TOKENS, 5]
+        assert [chunk.finish_reason for chunk in chunks] == [None, None, "length"]
+
+
+async def test_half_a_character_at_a_cancelled_end(server: GenerationServer, client: AsyncClient) -> None:
+    half = next(t for t in range(350) if server.model.vocabulary.bytes_of(t) == "你".encode()[:1])
+    whole = server.model.tokenizer.encode("a")[0]
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    await client.create_job([whole, whole, half], job_id="mine", max_new_tokens=9)
+    chunks = client.watch_job("mine")
+    first = await anext(chunks)
+    assert (first.text, first.text_lengths) == ("aa", (1, 1, 0))
+    await client.cancel_job("mine")
+    last = await anext(chunks)
+    assert (last.text, last.text_lengths, last.token_offset) == ("\ufffd", (), 3)
+    for offset in range(4):
+        assert text_of(await collect(client.watch_job("mine", offset))) == "aa\ufffd"[min(offset, 2) :]
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+async def test_a_deadline_ends_the_job(is_running: bool) -> None:
+    """In the queue and while it runs; what others asked for goes on."""
+    async with generation_server(slots=1 + is_running) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        await client.create_job([5], job_id="other", max_new_tokens=9)
+        await state_of(client, "other", JobState.RUNNING)
+        timeout_s = 1.0 if is_running else 0.2  # where it runs, its first step is to come before
+        with pytest.raises(DeadlineExceededError):
+            await collect(client.generate([6], job_id="mine", max_new_tokens=9, timeout_s=timeout_s))
+        ended = await state_of(client, "mine", JobState.ENDED)
+        assert (ended.finish_reason, ended.num_tokens) == ("abort", TOKENS_PER_STEP * is_running)
+        assert [job.spec.job_id for job in server.loop.cancelled] == ["mine"]
+        assert not server.link.num_waiting
+        assert server.metric("requests_total", outcome="deadline") == 1
+        # The deadline of a watch is the watch's alone.
+        with pytest.raises(DeadlineExceededError):
+            await collect(client.watch_job("other", timeout_s=0.1))
+        server.loop.pause_tokens = None
+        assert tokens_of(await collect(client.watch_job("other"))) == [5] * 9
+
+
+async def test_the_server_keeps_time_itself(server: GenerationServer) -> None:
+    server.loop.may_step.clear()
+    spec = parse_request(
+        generation_pb2.GenerateRequest(job_id="mine", text="a"), server.model.limits, server.model.tokenizer
+    )
+    job = server.manager.create(spec, server.model)
+    server.manager.enter(job)
+    with pytest.raises(DeadlineExceededError, match="'mine' had 0 tokens"):
+        await server.manager.reader(job).send(pytest.fail, encode=pytest.fail, timeout_s=0.01)
+    server.manager.leave(job, 0.0)
+    await server.manager.wait_idle()
+    assert server.metric("requests_total", outcome="deadline") == 1
+
+
+async def test_a_client_that_does_not_read_is_cut_off_and_holds_up_no_other() -> None:
+    num_tokens = 20_000
+    async with generation_server(context_tokens=2 * num_tokens, read_timeout_s=1.0) as server:
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
+        async with (
+            AsyncClient(server.address) as client,
+            grpc.aio.insecure_channel(server.address, options=options) as channel,
+        ):
+            stub: Any = generation_pb2_grpc.GenerationStub(channel)  # type: ignore[no-untyped-call]
+            await client.create_job([300, 301], job_id="mine", max_new_tokens=num_tokens)
+            slow = aiter(stub.WatchJob(generation_pb2.WatchJobRequest(job_id="mine")))
+            seen = len((await anext(slow)).token_ids)
+            # The others have it all while it does not read.
+            assert len(tokens_of(await collect(client.watch_job("mine")))) == num_tokens
+            await until(lambda: server.metric("streams_cut_off_total") == 1)
+            error = None
+            while error is None:
+                try:
+                    seen += len((await anext(slow)).token_ids)
+                except grpc.aio.AioRpcError as failure:
+                    error = error_from_rpc(failure)
+            assert isinstance(error, ResourceExhaustedError)
+            assert "read nothing for 1 s" in str(error)
+            assert 0 < seen < num_tokens
+            rest = await collect(client.watch_job("mine", seen))
+            assert len(tokens_of(rest)) == num_tokens - seen
+
+
+BYTES = 1000
+KEPT_S = 60.0
+
+
+@dataclass(frozen=True, eq=False)
+class Ended:
+    """What the store looks at of a job."""
+
+    job_id: str
+    number: int
+    num_bytes: int = BYTES
+    owner: str = ""
+
+
+class Kept:
+    """A store on a clock of the test's own, with what it forgets."""
+
+    def __init__(self, **bounds: Any) -> None:
+        self.now = 0.0
+        self.forgotten: list[int] = []
+        self.store = JobStore(**{"capacity": 100, "ttl_s": KEPT_S, "clock": lambda: self.now, **bounds})
+        self.store.on_forget = lambda job: self.forgotten.append(job.number)
+
+    def add(self, number: int, name: str = "", *, is_over: bool = True) -> Any:
+        """Adds a job, which ends now if it `is_over`."""
+        job: Any = Ended(name or f"job-{number}", number)
+        self.store.add(job)
+        if is_over:
+            self.store.end(job)
+        return job
+
+    @property
+    def numbers(self) -> list[int]:
+        """The jobs that are kept."""
+        assert len(self.store) == len(list(self.store.jobs()))
+        return [job.number for job in self.store.jobs()]
+
+
+@pytest.mark.parametrize("bounds", [{"capacity": 3}, {"max_bytes": 3 * BYTES + 1}])
+def test_the_job_that_ended_first_goes_first(bounds: dict[str, int]) -> None:
+    kept = Kept(**bounds)
+    running = kept.add(0, is_over=False)
+    for number in range(1, 6):
+        kept.add(number)
+    assert (kept.numbers, kept.forgotten) == ([0, 3, 4, 5], [1, 2])
+    kept.store.end(running)
+    assert (kept.numbers, kept.forgotten) == ([0, 4, 5], [1, 2, 3])
+
+
+def test_age_counts_from_the_end() -> None:
+    kept = Kept()
+    kept.add(1)
+    kept.now = 40.0
+    kept.add(2)
+    kept.add(3, is_over=False)
+    kept.now = 60.0
+    assert kept.numbers == [2, 3]
+    kept.now = 99.0
+    assert kept.numbers == [2, 3]
+    kept.now = 100.0
+    assert (kept.numbers, kept.forgotten) == ([3], [1, 2])
+
+
+def test_a_job_that_goes_on_or_is_replaced_no_longer_counts() -> None:
+    kept = Kept(max_bytes=2 * BYTES)
+    again = kept.add(1)
+    kept.store.add(again)
+    kept.add(2, "name")
+    kept.add(3, "name")
+    assert kept.forgotten == [2]
+    kept.add(4)
+    assert (kept.numbers, kept.forgotten) == ([1, 3, 4], [2])
+    # The one before it has the name no more: its end is of no interest.
+    kept.now = 2 * KEPT_S
+    assert (kept.numbers, kept.forgotten) == ([1], [2, 3, 4])

@@ -1,4 +1,4 @@
-"""The homes of jobs, and the settings of several gateways."""
+"""A gateway's settings, and which of several gateways keeps a job."""
 
 from __future__ import annotations
 
