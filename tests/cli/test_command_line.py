@@ -88,34 +88,48 @@ def test_the_version_of_the_command_is_the_package_s() -> None:
     assert (found.returncode, found.stdout) == (0, f"slipstream {version('slipstream-serve')}\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("up", "--target", "MODEL", "--device", "tpu"), "--device: got 'tpu'"),
-        (("up", "--target", f"{__file__}/none"), f"--target: got '{__file__}/none'"),
-        (("up", "--no-such-option"), "--no-such-option"),
-        (("up", "--slots", "many"), "'--slots'"),
-        (("generate", "x", "--server", "here"), "--server: got 'here'"),
-        (("generate", "x", "--connect-timeout-s", "0"), "--connect-timeout-s: got 0.0"),
-        (("status", "--server", "here:http"), "--server: got 'here:http'"),
-        (("check-drafter", "--address", "unix:/none", "--timeout-s", "0"), "--timeout-s: got 0.0"),
-    ],
-)
-def test_a_wrong_command_is_one_clear_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").touch()
-    found = slipstream(*(str(tmp_path) if argument == "MODEL" else argument for argument in arguments))
-    assert found.returncode == 2
-    assert message in found.stderr
-    assert "Traceback" not in found.stderr
+WRONG = {
+    "up --target {}/model --device tpu": "--device: got 'tpu'",
+    "up --target {}/none": "--target: got '{}/none'",
+    "up --no-such-option": "--no-such-option",
+    "up --slots many": "'--slots'",
+    "generate x --server here": "--server: got 'here'",
+    "generate x --connect-timeout-s 0": "--connect-timeout-s: got 0.0",
+    "status --server here:http": "--server: got 'here:http'",
+    "status --interval-s 1": "--interval-s: got 1.0, accepted: a number with --watch",
+    **{f"status --watch --interval-s {given}": "--interval-s: got " for given in ("0", "-1", "nan", "1e9")},
+    "check-drafter --address unix:/none --timeout-s 0": "--timeout-s: got 0.0",
+    "doctor --device tpu": "--device: got 'tpu'",
+    "demo --device abacus": "--device: got 'abacus', accepted: auto, cpu, cuda",
+    "health verify": "ADDRESS: got 'verify', accepted: HOST:PORT",
+    **{
+        f"trace --steps {given} {{}}/out": f"--steps: got {given}, accepted: 1 to 1000" for given in ("0", "-1", "1001")
+    },
+    **{f"trace --wait-s {given} {{}}/out": "--wait-s: got " for given in ("0", "-1", "nan", "inf", "61")},
+    "trace {}": "OUT: got '{}', accepted: a file that this user can ",
+    "trace {}/missing/out.json": "OUT: got '{}/missing/out.json', accepted: a file that this user can ",
+    "trace {}/model/config.json/out": "OUT: got '{}/model/config.json/out', accepted: a file that this user can ",
+}
+"""Commands that are wrong, and what they are told; {} is a folder."""
+FAILED = {
+    "trace --state-dir {}/state {}/out": "no `slipstream up` is ready in {}/state",
+    "status --server {here}": "no answer from a server at {here}",
+}
 
 
-def test_nobody_at_the_address() -> None:
-    with unserved_address() as address:
-        found = slipstream("status", "--server", address)
-    assert found.returncode == 1
-    assert found.stderr.startswith(f"slipstream: error: no answer from a server at {address}")
-    assert "`slipstream up` starts one" in found.stderr
-    assert found.stderr.count("\n") == 1
+@pytest.mark.parametrize(("command", "message"), (WRONG | FAILED).items())
+def test_a_command_that_cannot_be_done_is_one_clear_line(command: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    with unserved_address() as here:
+        command, message = (text.replace("{here}", here).replace("{}", str(tmp_path)) for text in (command, message))
+        found = slipstream(*command.split())
+    assert (found.returncode, found.stdout) == (1 if "no " in message else 2, "")
+    lines = found.stderr.splitlines()
+    assert message in lines[-1]
+    assert len(lines) == 1 or lines[0].startswith("Usage: ")
+    assert not (tmp_path / "out").exists()
+    assert ("`slipstream up` starts one" in found.stderr) == ("--server " + here in command)
 
 
 def test_generate_gives_up_a_server_that_never_answers() -> None:

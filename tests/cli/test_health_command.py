@@ -87,12 +87,6 @@ def test_kills_a_process_that_is_stopped_and_no_other(
     assert found.stderr.startswith("slipstream: error: --kill-hung: got '127.0.0.1:1', accepted: unix:PATH")
 
 
-def test_an_address_that_is_none() -> None:
-    found = slipstream("health", "verify")
-    assert found.returncode == 2
-    assert found.stderr.startswith("slipstream: error: ADDRESS: got 'verify', accepted: HOST:PORT")
-
-
 def test_imports_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "numpy", "prometheus_client", "rich")
     code = (

@@ -38,7 +38,7 @@ from slipstream.scheduler.telemetry.step_metrics import (
 )
 from tests.harness.example_states import STATE
 from tests.harness.grpc_server import unserved_address
-from tests.harness.running import COMMAND, Running, running, running_up, slipstream, until
+from tests.harness.running import COMMAND, Running, running, running_up, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -220,20 +220,6 @@ def watched_on_a_terminal(*options: str) -> tuple[str, int]:
             is_asked = True
     os.close(ours)
     return written.decode(), process.wait()
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("interval", ["0", "-1", "nan", "1e9"])
-def test_an_interval_out_of_range(interval: str) -> None:
-    found = slipstream("status", "--watch", "--interval-s", interval)
-    assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr.startswith("slipstream: error: --interval-s: got ")
-
-
-def test_an_interval_without_watching() -> None:
-    found = slipstream("status", "--interval-s", "1")
-    assert found.returncode == 2
-    assert "a number with --watch" in found.stderr
 
 
 def test_nobody_at_the_address_is_said_and_asked_again() -> None:

@@ -78,31 +78,6 @@ def test_a_trace_of_a_running_server(state_dir: Path, tmp_path: Path) -> None:
         assert any(submitted < e["ts"] < sent for e in prefills)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("steps", ["0", "-1", "1001"])
-def test_a_number_of_steps_out_of_range(tmp_path: Path, steps: str) -> None:
-    found = slipstream("trace", "--steps", steps, str(tmp_path / "out.json"))
-    assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr == f"slipstream: error: --steps: got {steps}, accepted: 1 to 1000\n"
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("wait", ["0", "-1", "nan", "inf", "61"])
-def test_a_wait_out_of_range(tmp_path: Path, wait: str) -> None:
-    found = slipstream("trace", "--wait-s", wait, str(tmp_path / "out.json"))
-    assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr.startswith("slipstream: error: --wait-s: got ")
-
-
-def test_a_file_that_cannot_be_written_is_said_before_anything_is_asked(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for out in (tmp_path, tmp_path / "missing" / "out.json", tmp_path / "file" / "out.json"):
-        found = slipstream("trace", str(out))
-        assert (found.returncode, found.stdout) == (2, "")
-        assert found.stderr.startswith(f"slipstream: error: OUT: got '{out}', accepted: a file that this user can ")
-        assert found.stderr.count("\n") == 1
-
-
 def test_no_server_at_the_address(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     out.write_text("what was there before")
@@ -113,12 +88,6 @@ def test_no_server_at_the_address(tmp_path: Path) -> None:
     assert found.stderr.count("\n") == 1
     assert out.read_text() == "what was there before"
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
-
-
-def test_no_up_in_the_directory(tmp_path: Path) -> None:
-    found = slipstream("trace", "--state-dir", str(tmp_path / "state"), str(tmp_path / "out.json"))
-    assert (found.returncode, found.stdout) == (1, "")
-    assert "no `slipstream up` is ready" in found.stderr
 
 
 async def test_a_gateway_that_does_not_answer_has_no_row(
