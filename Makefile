@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := $(VENV)/.clients
 PIP_ARGS ?=
 # Two processes of tests; each takes over tests of the other when it has no more of its own.
 PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
@@ -18,13 +19,18 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# Packages that no other target needs, and that bring many others.
+$(CLIENTS): $(STAMP)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[clients]'
+	touch $@
+
 demo: $(STAMP)
 	$(BIN)/slipstream demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m 'not gpu and not slow' --sampled --slowest 10 $(PYTEST_ARGS)
 
-test-all: $(STAMP)
+test-all: $(CLIENTS)
 	$(BIN)/python -m pytest -m 'not gpu' --slowest 10 $(PYTEST_ARGS)
 
 check: install

@@ -22,7 +22,7 @@ from slipstream.door.completions import NAMES as COMPLETION_NAMES
 from slipstream.door.completions import completions
 from slipstream.door.errors import ApiError, api_error, refused
 from slipstream.door.events import encode, send_error
-from slipstream.door.fields import DetokenizeRequest, TokenizeRequest, parse
+from slipstream.door.fields import DetokenizeRequest, TokenizeRequest, conversation_of, parse
 from slipstream.door.responses import NAMES as RESPONSE_NAMES
 from slipstream.door.responses import responses
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
+
+    from slipstream.common.wire.server import ServerState
 
 
 logger = logging.getLogger(__name__)
@@ -45,10 +47,17 @@ class Endpoint:
     """Serves one path: receives the body, calls, and answers errors. The end of the connection ends the call."""
 
     def __init__(
-        self, door: Door, handle: Callable[[Call], Awaitable[None]], names: dict[str, str], *, is_open: bool = False
+        self,
+        door: Door,
+        name: str,
+        handle: Callable[[Call], Awaitable[None]],
+        names: dict[str, str],
+        *,
+        is_open: bool = False,
     ) -> None:
-        """`names`: fields that the call has other names for. `is_open`: it needs no key."""
+        """`name`: in metrics. `names`: fields that the call has other names for. `is_open`: it needs no key."""
         self._door = door
+        self._name = name
         self._handle = handle
         self._names = names
         self._is_open = is_open
@@ -75,7 +84,7 @@ class Endpoint:
             if status == 499:
                 await send_error(send_counted, ApiError(500, "the server's log has more", kind="server_error"))
         finally:
-            self._door.metrics.count(f"{scope['method']} {scope['path']}", str(status))
+            self._door.metrics.count(self._name, str(status))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = self._door.client
@@ -83,7 +92,7 @@ class Endpoint:
             given = [value for name, value in scope["headers"] if name == b"authorization"]
             client = self._door.client_for(given[0].decode("latin-1") if len(given) == 1 else "")
         async with self._door.receiving(receive) as body:
-            call = Call(self._door, client, body, send, self._names)
+            call = Call(self._door, client, body, send, self._names, scope["path_params"])
             await _while_connected(self._handle(call), receive)
 
 
@@ -108,17 +117,18 @@ async def _while_connected(work: Awaitable[None], receive: Receive) -> None:
 
 async def _models(call: Call) -> None:
     state = await call.door.state(call.client, is_fresh=True)
-    models = [
-        {
-            "id": name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "slipstream",
-            "max_model_len": state.context_tokens,
-        }
-        for name in state.served_names
-    ]
+    models = [_model_of(name, state) for name in state.served_names]
     await call.send_json(encode({"object": "list", "data": models}))
+
+
+async def _model(call: Call) -> None:
+    state = await call.served(call.path_params["model"])
+    await call.send_json(encode(_model_of(call.path_params["model"], state)))
+
+
+def _model_of(name: str, state: ServerState) -> dict[str, Any]:
+    fields = {"id": name, "object": "model", "created": 0, "owned_by": "slipstream"}
+    return {**fields, "max_model_len": state.context_tokens}
 
 
 async def _tokenize(call: Call) -> None:
@@ -130,7 +140,7 @@ async def _tokenize(call: Call) -> None:
         found = await call.client.tokenize(request.prompt or "", add_special_tokens=request.add_special_tokens)
     else:
         found = await call.client.tokenize(
-            [message.to_ours(f"messages[{index}]") for index, message in enumerate(request.messages)],
+            conversation_of(request.messages),
             tools=request.tools,
             template_kwargs=request.chat_template_kwargs,
             add_generation_prompt=request.add_generation_prompt,
@@ -172,6 +182,7 @@ def make_app(door: Door, registry: CollectorRegistry) -> Starlette:
         ("POST", "/v1/chat/completions", chat_completions, CHAT_NAMES),
         ("POST", "/v1/responses", responses, RESPONSE_NAMES),
         ("GET", "/v1/models", _models, {}),
+        ("GET", "/v1/models/{model:path}", _model, {}),
         ("POST", "/tokenize", _tokenize, {}),
         ("POST", "/detokenize", _detokenize, {"prompt": "tokens"}),
         ("GET", "/health", _health, {}),
@@ -180,7 +191,7 @@ def make_app(door: Door, registry: CollectorRegistry) -> Starlette:
     ]
     return Starlette(
         routes=[
-            Route(path, Endpoint(door, handle, names, is_open=path in _OPEN), methods=[method])
+            Route(path, Endpoint(door, f"{method} {path}", handle, names, is_open=path in _OPEN), methods=[method])
             for method, path, handle, names in calls
         ],
         exception_handlers={404: _no_such_path, 405: _no_such_path},

@@ -103,8 +103,17 @@ class Door:
 class Call:
     """A call: what came, who sent it, and how to answer."""
 
-    def __init__(self, door: Door, client: AsyncClient, body: bytes, send: Send, names: dict[str, str]) -> None:
+    def __init__(
+        self,
+        door: Door,
+        client: AsyncClient,
+        body: bytes,
+        send: Send,
+        names: dict[str, str],
+        path_params: dict[str, str],
+    ) -> None:
         """`names`: fields that the call has other names for."""
+        self.path_params = path_params
         self.door = door
         self.client = client
         self.body = body

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.common.wire.job import FinishReason
 from slipstream.door.answers import Envelope, Usages, chat_logprobs, merged
 from slipstream.door.errors import refused
-from slipstream.door.fields import ChatRequest, parse
+from slipstream.door.fields import ChatRequest, conversation_of, parse
 from slipstream.door.parsers import Call as ToolCall
 from slipstream.door.parsers import Content, Parser, Reasoning, make_parser
 
@@ -32,9 +32,7 @@ async def chat_completions(call: Call) -> None:
     options = request.options()
     forms = call.forms(state)
     prepare_parsing(options, forms)
-    messages = [message.to_ours(f"messages[{index}]") for index, message in enumerate(request.messages)]
-    if not messages:
-        raise refused("messages", [], "at least one message")
+    messages = conversation_of(request.messages)
     output = call.client.generate(messages, reconnect_s=call.reconnect_s, **options)
     kind = "chat.completion.chunk" if request.stream else "chat.completion"
     envelope = Envelope("chatcmpl", kind, request.model or state.served_names[0], includes_usage=request.includes_usage)

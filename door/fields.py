@@ -202,7 +202,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
 class ChatRequest(Sampling):
     """/v1/chat/completions."""
 
-    messages: list[Message]
+    messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -257,7 +257,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -288,19 +288,36 @@ def check_tools(tools: list[dict[str, Any]] | None, tool_choice: Any) -> None:
         raise refused("tool_choice", tool_choice, "auto, none: outputs cannot be constrained here")
 
 
+def conversation_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as our client takes them. Raises ApiError."""
+    if not messages:
+        raise refused("messages", [], "at least one message")
+    fields = [f"messages[{index}]" for index in range(len(messages))]
+    return [convert(one, Message, field).to_ours(field) for one, field in zip(messages, fields, strict=True)]
+
+
+def convert(value: dict[str, Any], kind: type[T], field: str) -> T:
+    """Reads a part of a request, in which null is absent. Raises ApiError naming the field that is wrong."""
+    try:
+        return msgspec.convert({name: given for name, given in value.items() if given is not None}, kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(error, field) from error
+
+
 def parse(body: bytes, kind: type[T]) -> T:
     """Reads a request. Raises ApiError naming the field that is wrong."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        inner = path.rstrip("`").lstrip(".")
-        unknown = re.search(r"unknown field `(.*)`", message)
-        missing = re.search(r"missing required field `(.*)`", message)
-        named = unknown or missing
-        param = ".".join(filter(None, (inner, named[1] if named else "")))
-        if unknown:
-            message = "there is no such field, or it is not supported here"
-        raise ApiError(400, f"{param or 'body'}: {message}", param=param or None) from error
+        raise _refusal(error, "") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is no JSON of an accepted depth: {error}", code="invalid_json") from error
+
+
+def _refusal(error: msgspec.ValidationError, field: str) -> ApiError:
+    message, _, path = str(error).partition(" - at `$")
+    named = re.search(r"(?:unknown|missing required) field `(.*)`", message)
+    param = ".".join(filter(None, (field + path.rstrip("`"), named[1] if named else ""))).removeprefix(".")
+    if "unknown field" in message:
+        message = "there is no such field, or it is not supported here"
+    return ApiError(400, f"{param or 'body'}: {message}", param=param or None)

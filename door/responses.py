@@ -23,6 +23,7 @@ from slipstream.door.fields import (
     ToolCall,
     ToolCallFunction,
     check_tools,
+    convert,
     parse,
 )
 from slipstream.door.parsers import Call as FunctionCall
@@ -73,7 +74,7 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
 class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True):
     """/v1/responses."""
 
-    input: str | list[Item]
+    input: str | list[dict[str, Any]]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -156,10 +157,11 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True):
     def messages(self) -> list[dict[str, Any]]:
         """The input as a conversation. Raises ApiError."""
         made = [Message("system", self.instructions)] if self.instructions is not None else []
-        items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        given = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         thoughts: str | None = None
-        for index, item in enumerate(items):
+        for index, value in enumerate(given):
             field = f"input[{index}]"
+            item = convert(value, Item, field)
             match item.type:
                 case "message":
                     content = _content(item.content, f"{field}.content")

@@ -60,14 +60,18 @@ async def running_door(gateway: str, *, api_key: str = "none", **settings: Any) 
             await until(lambda: server.started)
             url = f"{scheme}://{listener.address}"
             headers = {"authorization": f"Bearer {api_key}"}
-            async with (
-                httpx.AsyncClient(base_url=url, headers=headers, timeout=30, trust_env=False) as http,
-                httpx.AsyncClient(trust_env=False, timeout=30) as inner,
-                openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, http_client=inner) as theirs,
-            ):
-                yield RunningDoor(url, http, theirs, bounds, server)
-            server.should_exit = True
-            await serving
+            try:
+                async with (
+                    httpx.AsyncClient(base_url=url, headers=headers, timeout=30, trust_env=False) as http,
+                    httpx.AsyncClient(trust_env=False, timeout=30) as inner,
+                    openai.AsyncOpenAI(
+                        base_url=f"{url}/v1", api_key=api_key, max_retries=0, http_client=inner
+                    ) as theirs,
+                ):
+                    yield RunningDoor(url, http, theirs, bounds, server)
+            finally:
+                server.should_exit = True
+                await serving
 
 
 def write_chat_model(path: Path, template: str) -> Path:

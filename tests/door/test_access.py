@@ -1,0 +1,199 @@
+"""Keys and TLS of a public door, and clients that mean no good."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import pytest
+
+from slipstream.client import AsyncClient
+from slipstream.common.wire.job import JobState
+from slipstream.door.server import MAX_HEAD_BYTES
+from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota
+from tests.harness.certificates import Certificates
+from tests.harness.doors import RunningDoor, running_door
+from tests.harness.generation_server import generation_server
+from tests.harness.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.harness.generation_server import GenerationServer
+
+ANN, BOB = "ann-0123456789abcdef", "bob-0123456789abcdef"
+
+
+@asynccontextmanager
+async def keyed_door(
+    path: Path, *, quota: int | None = None, **settings: Any
+) -> AsyncIterator[tuple[GenerationServer, RunningDoor]]:
+    """A door at the private address of a gateway with two keys."""
+    keys = path / "keys"
+    keys.write_text(f"ann:{ANN}\nbob:{BOB}\n")
+    interceptor = KeyInterceptor(KeyFile(keys)).optional()
+    async with (
+        generation_server(interceptors=(interceptor,), quota=TokenQuota(quota)) as server,
+        running_door(server.address, api_key=ANN, asks_for_keys=True, **settings) as door,
+    ):
+        yield server, door
+
+
+async def test_a_caller_needs_a_key_that_the_gateway_knows(tmp_path: Path) -> None:
+    async with keyed_door(tmp_path) as (_, door):
+        await door.openai.completions.create(model="tiny", prompt="a", max_tokens=2)
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong-key"},
+            {"authorization": ANN},
+            {"authorization": "Bearer é"},
+        ):
+            sent = {name: value.encode() for name, value in headers.items()}
+            async with httpx.AsyncClient(base_url=door.url, headers=sent, trust_env=False) as http:
+                for path in ("/v1/completions", "/tokenize", "/v1/responses"):
+                    fields = {"input" if "responses" in path else "prompt": "a", "model": "other"}
+                    answer = await http.post(path, json=fields)
+                    assert answer.status_code == 401, (path, headers, answer.text)
+                    assert answer.json()["error"]["code"] == "invalid_api_key"
+                    assert answer.headers["www-authenticate"] == "Bearer"
+                for path in ("/v1/models", "/metrics"):
+                    assert (await http.get(path)).status_code == 401
+                assert (await http.get("/health")).status_code == 200
+        assert (await door.http.get("/metrics")).status_code == 200
+
+
+async def test_neither_of_two_keys_sees_or_cancels_the_other_s_jobs(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    secured = {"tls_cert": certificates.cert, "tls_key": certificates.key}
+    async with keyed_door(tmp_path, **secured) as (server, door):
+        server.loop.pause_tokens = 2
+        trusted = ssl.create_default_context(cafile=str(certificates.ca))
+        async with (
+            httpx.AsyncClient(verify=trusted, trust_env=False) as http,
+            openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key=ANN, http_client=http, max_retries=0) as ann,
+        ):
+            stream = await ann.completions.create(model="tiny", prompt="abc", max_tokens=9, stream=True)
+            await anext(aiter(stream))
+            async with (
+                AsyncClient(server.address, api_key=ANN) as own,
+                AsyncClient(server.address, api_key=BOB) as other,
+            ):
+                (job,) = (await own.list_jobs()).jobs
+                assert (await other.list_jobs()).jobs == ()
+                with pytest.raises(Exception, match="no job"):
+                    await other.cancel_job(job.job_id)
+                assert (await own.get_job(job.job_id)).state is JobState.RUNNING
+            server.loop.pause_tokens = None
+            server.loop.may_step.set()
+            await stream.close()
+
+
+async def test_a_key_s_quota_is_the_caller_s(tmp_path: Path) -> None:
+    async with keyed_door(tmp_path, quota=20) as (server, door):
+        server.loop.pause_tokens = 1
+        stream = await door.openai.completions.create(model="tiny", prompt=[5, 6], max_tokens=15, stream=True)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await door.openai.completions.create(model="tiny", prompt=[5, 6], max_tokens=15)
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert caught.value.code == "rate_limit_exceeded"
+        server.loop.pause_tokens = None
+        await stream.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_its_job(stream: bool) -> None:
+    async with generation_server() as server, running_door(server.address) as door:
+        server.loop.pause_tokens = 2
+        call = asyncio.ensure_future(door.post("/v1/completions", prompt="abc", max_tokens=9, stream=stream, n=2))
+        await until(lambda: len(server.loop.running) == 2)
+        call.cancel()
+        await until(lambda: len(server.loop.cancelled) == 2)
+        server.loop.pause_tokens = None
+
+
+async def connected(door: RunningDoor) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to the door."""
+    host, _, port = door.url.removeprefix("http://").rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def health_s(door: RunningDoor) -> float:
+    """Seconds that a health check takes."""
+    begun = time.monotonic()
+    assert (await door.http.get("/health")).status_code == 200
+    return time.monotonic() - begun
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 99\r\n\r\n{"])
+async def test_slow_connections_leave_room_for_others(sent: bytes) -> None:
+    async with generation_server() as server, running_door(server.address, max_connections=64) as door:
+        writers = []
+        for _ in range(300):
+            _, writer = await connected(door)
+            writer.write(sent)
+            writers.append(writer)
+        await health_s(door)
+        assert len(door.server.server_state.connections) <= 64
+        for writer in writers:
+            writer.close()
+
+
+async def test_a_request_must_arrive_in_time() -> None:
+    async with generation_server() as server, running_door(server.address, read_timeout_s=0.5) as door:
+        for sent in (b"", b"GET /hea", b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 99\r\n\r\n{"):
+            reader, writer = await connected(door)
+            writer.write(sent)
+            async with asyncio.timeout(10):
+                with suppress(ConnectionError):
+                    assert await reader.read() == b""
+            writer.close()
+        await until(lambda: len(door.server.server_state.tasks) == 0)
+
+
+async def test_a_client_that_reads_nothing_is_cut_off() -> None:
+    async with generation_server() as server, running_door(server.address, read_timeout_s=0.5) as door:
+        _, writer = await connected(door)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        body = b'{"prompt": [5, 6], "max_tokens": 4000, "logprobs": 20, "n": 8, "stream": true, "ignore_eos": true}'
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await until(lambda: len(server.loop.submitted) == 8)
+        await until(lambda: len(door.server.server_state.tasks) == 0)
+        await until(lambda: server.manager.num_jobs == 0)
+        writer.close()
+
+
+async def test_heads_are_bounded() -> None:
+    async with generation_server() as server, running_door(server.address) as door:
+        for flood in (b"x-a: %s\r\n" % (b"a" * 4 * MAX_HEAD_BYTES), b"x: y\r\n" * MAX_HEAD_BYTES):
+            reader, writer = await connected(door)
+            with suppress(ConnectionError):
+                writer.write(b"GET /health HTTP/1.1\r\n" + flood)
+                await writer.drain()
+                assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+            writer.close()
+        answer = await door.http.post("/v1/completions", content=b'{"prompt": "%s"}' % (b"a" * 2**20))
+        assert answer.status_code == 400  # a body is no head
+
+
+async def test_health_is_answered_beside_large_bodies() -> None:
+    async with generation_server() as server, running_door(server.address) as door:
+        text, ids = {"prompt": "a " * 2**20 + "b" * 2**21}, {"prompt": [5] * 10**6}
+        done = asyncio.Event()
+
+        async def load(fields: dict[str, Any]) -> None:
+            while not done.is_set():
+                assert (await door.post("/v1/completions", **fields)).status_code in (400, 413, 429)
+
+        loads = [asyncio.create_task(load(fields)) for fields in (text, ids)]
+        # The client of these bodies computes on this thread, too: only that all are answered counts here.
+        for _ in range(10):
+            await health_s(door)
+        done.set()
+        await asyncio.gather(*loads)
+        assert (await door.http.post("/v1/completions", content=b"a" * (9 * 2**20))).status_code == 413

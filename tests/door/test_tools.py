@@ -1,0 +1,183 @@
+"""Calls of tools and thoughts, through the whole gateway, as the `openai` package reads them; and /v1/responses.
+
+The fake scheduler repeats the prompt, which is the last message's text: so it is the output, too.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+from tests.door.test_parsers import COMMENTARY, HERMES, LLAMA, MISTRAL, WEATHER
+from tests.harness.doors import RunningDoor, running_door
+from tests.harness.generation_server import generation_server
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+FORMS = {
+    "hermes": ("<tool_call>", f"<think>Hm.</think>Sure. {HERMES}"),
+    "mistral": ("[TOOL_CALLS]", f"<think>Hm.</think>Sure. {MISTRAL}"),
+    "llama3_json": ("ipython", f"<think>Hm.</think>{LLAMA}"),
+    "harmony": ("<|channel|>", f"<|channel|>analysis<|message|>Hm.<|end|>{COMMENTARY}"),
+}
+FUNCTION = {"type": "function", **WEATHER["function"]}
+TOOLS = [WEATHER, {"type": "function", "function": {"name": "add"}}]
+
+
+@asynccontextmanager
+async def door_of(form: str) -> AsyncIterator[tuple[RunningDoor, int, str]]:
+    """A door, the tokens of an output, and the output."""
+    mark, text = FORMS[form]
+    async with generation_server() as server, running_door(server.address) as door:
+        tokenizer = server.model.tokenizer
+        before = tokenizer.chat_template
+        tokenizer.chat_template = f"{{# tools {mark} </think> #}}{{{{ messages[-1].content }}}}"
+        server.model.formats = (form, "harmony" if form == "harmony" else "think")
+        yield door, len(tokenizer.encode(text, add_special_tokens=False)), text
+        tokenizer.chat_template = before
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_call_is_found_with_a_stream_and_without(form: str) -> None:
+    async with door_of(form) as (door, num_tokens, text):
+        request: dict[str, Any] = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": f"{text}</s>"}],
+            "tools": TOOLS,
+            "max_completion_tokens": num_tokens + 1,
+        }
+        whole = (await door.openai.chat.completions.create(**request)).choices[0]
+        calls = whole.message.tool_calls or []
+        assert [(call.function.name, json.loads(call.function.arguments)) for call in calls[:1]] == [  # type: ignore[union-attr]
+            ("get_weather", {"city": "Paris"})
+        ]
+        assert whole.message.reasoning_content == "Hm."  # type: ignore[attr-defined]
+        assert whole.message.content == ("Sure." if "Sure" in text else None)
+        assert whole.finish_reason == "tool_calls"
+        async with door.openai.chat.completions.stream(**request) as stream:
+            async for _ in stream:
+                pass
+            final = (await stream.get_final_completion()).choices[0].message
+        streamed = final.tool_calls or []
+        assert [(one.function.name, one.function.arguments) for one in streamed] == [
+            (one.function.name, one.function.arguments)  # type: ignore[union-attr]
+            for one in calls
+        ]
+        assert (final.content or None) == whole.message.content
+        again = [*request["messages"], final.model_dump(), {"role": "user", "content": "ok"}]
+        last = await door.openai.chat.completions.create(**request | {"messages": again, "max_completion_tokens": 1})
+        assert last.choices[0].message.content in "ok"
+
+
+async def test_the_end_of_a_call_says_so_and_one_call_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with door_of("mistral") as (door, num_tokens, text):
+        request: dict[str, Any] = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": f"{text}</s>"}],
+            "tools": TOOLS,
+            "max_completion_tokens": num_tokens + 1,
+        }
+        whole = (await door.openai.chat.completions.create(**request)).choices[0]
+        assert (whole.finish_reason, len(whole.message.tool_calls or ())) == ("tool_calls", 2)
+        alone = (await door.openai.chat.completions.create(**request, parallel_tool_calls=False)).choices[0]
+        assert (alone.finish_reason, len(alone.message.tool_calls or ())) == ("tool_calls", 1)
+        without = (await door.openai.chat.completions.create(**request, tool_choice="none")).choices[0]
+        assert (without.finish_reason, without.message.tool_calls) == ("stop", None)
+        assert without.message.content == f"Sure. {MISTRAL}"
+
+
+@pytest.mark.parametrize("form", ["hermes", "harmony"])
+async def test_a_response_has_items_and_its_events_make_them(form: str) -> None:
+    async with door_of(form) as (door, num_tokens, text):
+        request: dict[str, Any] = {
+            "model": "tiny",
+            "input": text,
+            "tools": [FUNCTION],
+            "max_output_tokens": num_tokens,
+            "store": False,
+            "reasoning": None,
+        }
+        whole = await door.openai.responses.create(**request)
+        kinds = ["reasoning", *(["message"] if "Sure" in text else []), "function_call"]
+        assert [item.type for item in whole.output] == kinds
+        call: Any = whole.output[-1]
+        assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
+        assert whole.status == "incomplete"
+        assert whole.usage is not None
+        assert whole.usage.output_tokens == num_tokens
+        events = [event async for event in await door.openai.responses.create(**request, stream=True)]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert [events[0].type, events[1].type, events[-1].type] == [
+            *("response.created", "response.in_progress", "response.incomplete"),
+        ]
+        final: Any = events[-1]
+        dropped = {"id", "call_id"}
+        assert [item.model_dump(exclude=dropped) for item in final.response.output] == [
+            item.model_dump(exclude=dropped) for item in whole.output
+        ]
+        texts = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert texts == ("Sure." if "Sure" in text else "")
+        assert "".join(
+            event.delta for event in events if event.type == "response.function_call_arguments.delta"
+        ) == json.dumps({"city": "Paris"})
+
+
+async def test_a_response_goes_on_with_its_items() -> None:
+    async with door_of("hermes") as (door, num_tokens, text):
+        first = await door.openai.responses.create(
+            model="tiny",
+            input=text,
+            tools=[FUNCTION],
+            max_output_tokens=num_tokens,  # type: ignore[list-item]
+        )
+        call: Any = first.output[-1]
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "warm"}
+        items: Any = [{"role": "user", "content": text}, *(item.model_dump() for item in first.output), result]
+        tools: Any = [FUNCTION]
+        answer = await door.openai.responses.create(
+            model="tiny", input=items, instructions="Be brief.", tools=tools, max_output_tokens=4
+        )
+        assert answer.output_text == "warm"[: len(answer.output_text)]
+        assert answer.output_text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"store": True}, "store"),
+        ({"previous_response_id": "a"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{**FUNCTION, "strict": True}]}, "tools[0].function.strict"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"max_output_tokens": 10_000}, "max_output_tokens"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ({"max_tool_calls": 1}, "max_tool_calls"),
+    ],
+    ids=str,
+)
+async def test_a_field_of_a_response_is_refused_by_its_name(fields: dict[str, Any], param: str) -> None:
+    async with door_of("hermes") as (door, _, _):
+        answer = await door.post("/v1/responses", **{"input": "a"} | fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+async def test_tools_of_no_known_form_are_refused() -> None:
+    async with generation_server() as server, running_door(server.address, tool_call_parser="none") as door:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await door.openai.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "a"}],
+                tools=TOOLS,  # type: ignore[arg-type]
+            )
+        assert caught.value.param == "tools"
