@@ -49,6 +49,11 @@ async def check(address: str, **access: Unpack[AccessOptions]) -> str:
 
     Raises UnavailableError when no server answers there.
     """
+    if address.startswith(HTTP):
+        try:
+            return "SERVING" if await _door_status(address) == b"200" else "NOT_SERVING"
+        except OSError as error:
+            raise UnavailableError(f"{address} does not answer: {error}") from error
     async with open_async_channel(address, _CHANNEL_OPTIONS, access) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:

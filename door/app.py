@@ -9,9 +9,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.applications import Starlette
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from slipstream.common.errors import SlipstreamError
 from slipstream.door.answers import token_text
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from prometheus_client import CollectorRegistry
-    from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
     from slipstream.common.wire.server import ServerState
@@ -175,7 +172,7 @@ async def _metrics(registry: CollectorRegistry, call: Call) -> None:
     await call.send_text(page, kind=CONTENT_TYPE_LATEST.encode())
 
 
-def make_app(door: Door, registry: CollectorRegistry) -> Starlette:
+def make_app(door: Door, registry: CollectorRegistry) -> Router:
     """Makes the application."""
     calls: list[tuple[str, str, Callable[[Call], Awaitable[None]], dict[str, str]]] = [
         ("POST", "/v1/completions", completions, COMPLETION_NAMES),
@@ -189,16 +186,15 @@ def make_app(door: Door, registry: CollectorRegistry) -> Starlette:
         ("GET", "/version", _version, {}),
         ("GET", "/metrics", partial(_metrics, registry), {}),
     ]
-    return Starlette(
-        routes=[
+    return Router(
+        [
             Route(path, Endpoint(door, f"{method} {path}", handle, names, is_open=path in _OPEN), methods=[method])
             for method, path, handle, names in calls
         ],
-        exception_handlers={404: _no_such_path, 405: _no_such_path},
+        redirect_slashes=False,
+        default=_no_such_path,
     )
 
 
-async def _no_such_path(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    content = ApiError(status, f"there is no {request.method} {request.url.path} here", code="not_found").content
-    return Response(encode(content), status_code=status, media_type="application/json")
+async def _no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
+    await send_error(send, ApiError(404, f"there is no {scope['method']} {scope['path']} here", code="not_found"))

@@ -19,6 +19,8 @@ from slipstream.cli import mps
 from slipstream.cli.main import app
 from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.rpc.logs import FORMATS
+from slipstream.door.config import DoorConfig
+from slipstream.door.main import door
 from slipstream.gateway.config import GatewayConfig
 from slipstream.gateway.main import gateway
 from slipstream.scheduler.config import SchedulerConfig
@@ -40,6 +42,7 @@ COMMANDS: dict[str, tuple[str, Callable[..., None]]] = {
     "draft": ("slipstream-draft", draft),
     "scheduler": ("slipstream-scheduler", scheduler),
     "gateway": ("slipstream-gateway", gateway),
+    "door": ("slipstream-door", door),
 }
 ON_THE_DEVICE = ("verify", "draft", "scheduler")
 MEMBERS = (*COMMANDS, "prometheus", "grafana")
@@ -126,6 +129,15 @@ def test_the_gateway_finds_its_scheduler(project: dict[str, Any]) -> None:
     assert _seconds(project["services"]["gateway"]["stop_grace_period"]) > config.grace_s
 
 
+def test_the_door_finds_its_gateway(project: dict[str, Any]) -> None:
+    found = options("door", project)
+    config = configuration(DoorConfig, found)
+    assert config.gateway == options("gateway", project)["listen"].replace("0.0.0.0", "127.0.0.1")
+    assert found["log_format"] in FORMATS
+    assert _seconds(project["services"]["door"]["stop_grace_period"]) > config.grace_s
+    assert "'openai'" in (DEPLOY / "gateway.Dockerfile").read_text(encoding="utf-8")
+
+
 def test_an_eagle3_head_can_take_the_draft_s_place() -> None:
     chosen = {"SLIPSTREAM_ALGORITHM": "eagle3", "SLIPSTREAM_DRAFT": str(BUNDLED_IN_IMAGE / "eagle3")}
     for files in VARIANTS.values():
@@ -142,7 +154,9 @@ def test_prometheus_asks_where_they_answer(project: dict[str, Any]) -> None:
         for static in scrape["static_configs"]
         for target in static["targets"]
     }
-    answered = {f"slipstream-{name}": f"127.0.0.1:{options(name, project)['metrics_port']}" for name in COMMANDS}
+    # A door that is not there is no fault.
+    always = [name for name in COMMANDS if name != "door"]
+    answered = {f"slipstream-{name}": f"127.0.0.1:{options(name, project)['metrics_port']}" for name in always}
     assert asked == answered
 
 
@@ -154,7 +168,9 @@ def test_published_ports_are_those_that_are_served(project: dict[str, Any]) -> N
     assert isinstance(listen, TcpAddress)
     prometheus = next(part for part in services["prometheus"]["command"] if part.startswith("--web.listen-address="))
     grafana = services["grafana"]["environment"]["GF_SERVER_HTTP_PORT"]
-    assert set(published) == {listen.port, int(prometheus.rpartition(":")[2]), int(grafana)}
+    openai = parse_address(options("door", project)["listen"])
+    assert isinstance(openai, TcpAddress)
+    assert set(published) == {listen.port, openai.port, int(prometheus.rpartition(":")[2]), int(grafana)}
     assert all(host.startswith("127.0.0.1:") for host in published.values()), "nobody but this host by default"
     assert f":{listen.port}" in services["gateway"]["healthcheck"]["test"][-1]
 
@@ -166,9 +182,13 @@ def test_health_checks_ask_the_service_itself(project: dict[str, Any]) -> None:
         test = project["services"][name]["healthcheck"]["test"]
         assert test[:3] == ["CMD", "slipstream", "health"]
         listen = options(name, project)["listen"].replace("0.0.0.0", "127.0.0.1")
+        if name == "door":
+            listen = f"http://{options(name, project)['private_listen']}"
         # The gateway's process is not in the namespace of the others, and its address says nothing of it.
-        assert test[3:] == ([listen] if name == "gateway" else [listen, "--kill-hung"])
-        assert _seconds(project["services"][name]["healthcheck"]["timeout"]) >= (10 if name == "gateway" else 30)
+        assert test[3:] == ([listen] if name in ("gateway", "door") else [listen, "--kill-hung"])
+        assert _seconds(project["services"][name]["healthcheck"]["timeout"]) >= (
+            10 if name in ("gateway", "door") else 30
+        )
 
 
 def test_dependencies(project: dict[str, Any]) -> None:
@@ -181,7 +201,7 @@ def test_dependencies(project: dict[str, Any]) -> None:
             assert not needed or needed == set(service.get("profiles", ())), f"{name} without {other}"
     assert set(services["scheduler"]["depends_on"]) == {"anchor", "verify"}
     assert set(services["gateway"]["depends_on"]) == {"anchor", "scheduler"}
-    assert {name for name in services if "profiles" in services[name]} == {"prometheus", "grafana"}
+    assert {name for name in services if "profiles" in services[name]} == {"prometheus", "grafana", "door"}
 
 
 def test_each_service_is_started_again_whatever_ends_it(project: dict[str, Any]) -> None:

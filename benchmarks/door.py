@@ -1,0 +1,181 @@
+"""What OpenAI's interface adds to a message, and its CPU time, beside our own interface in turns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from bisect import bisect_right
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from slipstream.benchmarks.runner import NoPlan, Row, Table, benchmark, host
+from slipstream.benchmarks.stack import LOG_DIR, Stack, free_ports, running, words
+from slipstream.client import AsyncClient
+from slipstream.common.settings import setting
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from slipstream.benchmarks.stack import Served
+    from slipstream.client.requests import RequestOptions
+
+    Start = Callable[[int, "Arrivals"], asyncio.Task[None]]
+    """Starts a stream with a seed."""
+
+OURS, OPENAI = "gRPC", "OpenAI"
+PROMPT = list(range(300, 332))
+OPTIONS: RequestOptions = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 900}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(NoPlan):
+    """The settings of a measurement."""
+
+    batches: str = setting("64,256", help="Numbers of concurrent streams.")
+    step_ms: str = setting("60,240", help="For each of these batches, the length of verify's dummy kernel.")
+    seconds: float = setting(6.0, help="Length of a window.")
+    repeats: int = setting(3, help="Turns of each interface.", low=1, high=100)
+
+
+class Arrivals:
+    """Messages of streams, and when steps were published, all by CLOCK_MONOTONIC in nanoseconds."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.published: list[int] = []
+        self.num_streams = 0
+        """Streams that have begun."""
+        self.first_token_s: list[float] = []
+
+    def late_ms(self, begin_ns: int, end_ns: int) -> list[float]:
+        """For each message of a window, the time since the newest step before it was published."""
+        found = []
+        for at in self.received:
+            index = bisect_right(self.published, at)
+            if begin_ns <= at < end_ns and index:
+                found.append((at - self.published[index - 1]) / 1e6)
+        return found
+
+
+async def ours(client: AsyncClient, seed: int, arrivals: Arrivals) -> None:
+    """A stream of our own interface."""
+    begun_at, has_begun = time.monotonic(), False
+    async with aclosing(
+        client.generate(PROMPT, seed=seed, temperature=1.0, ignore_eos=True, max_new_tokens=900)
+    ) as chunks:
+        async for chunk in chunks:
+            arrivals.received.append(time.monotonic_ns())
+            if not has_begun:
+                has_begun = True
+                arrivals.num_streams += 1
+                arrivals.first_token_s.append(time.monotonic() - begun_at)
+            if chunk.finish_reason is not None:
+                raise RuntimeError("a stream ended within the window")
+
+
+async def openai(port: int, seed: int, arrivals: Arrivals) -> None:
+    """A stream of OpenAI's, read as bytes: a client of another kind would measure itself."""
+    begun_at = time.monotonic()
+    fields = {"prompt": PROMPT, "max_tokens": 900, "seed": seed, "stream": True, "ignore_eos": True}
+    body = json.dumps(fields).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
+    try:
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await reader.readuntil(b"\r\n\r\n")
+        arrivals.num_streams += 1
+        arrivals.first_token_s.append(time.monotonic() - begun_at)
+        while True:
+            event = await reader.readuntil(b"\n\n")
+            arrivals.received.append(time.monotonic_ns())
+            if b'"finish_reason":null' not in event:
+                raise RuntimeError(f"a stream ended within the window: {event!r}")
+    finally:
+        writer.close()
+
+
+async def probe(client: AsyncClient, arrivals: Arrivals) -> None:
+    """One more stream of our own, which says when each step was published."""
+    async with aclosing(
+        client.generate(PROMPT, seed=0, temperature=1.0, ignore_eos=True, max_new_tokens=900)
+    ) as chunks:
+        async for chunk in chunks:
+            arrivals.published.append(chunk.published_ns)
+
+
+@asynccontextmanager
+async def door_of(stack: Stack, served: Served) -> AsyncIterator[tuple[int, int]]:
+    """A door before the gateway: its port, and its process."""
+    (port,) = free_ports(1)
+    options = words(listen=f"127.0.0.1:{port}", gateway=served.address, private_listen=stack.socket("door"))
+    command = (sys.executable, "-m", "slipstream.door.main", *options)
+    async with running(
+        "door", f"http://{stack.socket('door')}", *command, log=LOG_DIR / "door.log", environment={}
+    ) as process:
+        yield port, process.pid
+
+
+async def sample(
+    plan: Plan, batch: int, served: Served, start: Callable[[int, Arrivals], asyncio.Task[None]], pid: int
+) -> Row:
+    """Streams a batch of requests, and measures while all of them run."""
+    arrivals = Arrivals()
+    async with AsyncClient(served.address) as client:
+        tasks = [asyncio.create_task(probe(client, arrivals)), *(start(seed, arrivals) for seed in range(1, batch + 1))]
+        try:
+            while arrivals.num_streams < batch:
+                await asyncio.sleep(0.05)
+                [task.result() for task in tasks if task.done()]
+            process = psutil.Process(pid)
+            before, begin_ns = sum(process.cpu_times()[:2]), time.monotonic_ns()
+            await asyncio.sleep(plan.seconds)
+            end_ns, after = time.monotonic_ns(), sum(process.cpu_times()[:2])
+            [task.result() for task in tasks if task.done()]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    late_ms = arrivals.late_ms(begin_ns, end_ns)
+    return {
+        "messages": len(late_ms),
+        "late_p50_ms": median(late_ms),
+        "late_p99_ms": quantiles(late_ms, n=100)[98],
+        "cpu_us": (after - before) * 1e6 / len(late_ms),
+        "first_token_p50_ms": 1000 * median(arrivals.first_token_s),
+    }
+
+
+@benchmark(Plan)
+async def main(plan: Plan, file: Path | None) -> list[str]:
+    """Measures both interfaces of one gateway in turns, over dummy workers."""
+    table = Table(file, "batch", "interface", "repeat")
+    for batch, step_ms in zip(map(int, plan.batches.split(",")), map(float, plan.step_ms.split(",")), strict=True):
+        async with Stack() as stack:
+            await stack.dummies(1.0, step_ms)
+            options: dict[str, Any] = {
+                "slots": batch + 8,
+                "queue": 4 * batch,
+                "stream_interval_ms": 0,
+                "kv_memory_mib": 512,
+            }
+            async with stack.scheduler("draft", **options) as served, door_of(stack, served) as (port, pid):
+                gateway = next(
+                    one.pid for one in psutil.Process().children() if any("gateway" in word for word in one.cmdline())
+                )
+                async with AsyncClient(served.address) as client:
+                    starts: dict[str, tuple[Start, int]] = {
+                        OURS: (lambda seed, to: asyncio.create_task(ours(client, seed, to)), gateway),
+                        OPENAI: (lambda seed, to: asyncio.create_task(openai(port, seed, to)), pid),
+                    }
+                    for repeat in range(plan.repeats):
+                        for interface, (start, watched) in starts.items():
+                            row = await sample(plan, batch, served, start, watched)
+                            about = {"batch": batch, "interface": interface, "repeat": repeat}
+                            table.add({**about, **row, "step_ms": step_ms, "host": host()})
+    return []
