@@ -55,6 +55,24 @@ class BufferName(enum.StrEnum):
     OUTPUT = "output"
 
 
+class RegionWord(enum.IntEnum):
+    """Words by which verify's captured work finds a region; all are 0 in steps without a draft."""
+
+    ATTACHMENT = 0
+    """The attachment's number, by which it is found where the device is the host."""
+    ROW_WIDTH = enum.auto()
+    """Tokens that a slot has room for: K + 1."""
+    # Addresses of buffers that verify uses, under their names.
+    DRAFT_TOKENS = enum.auto()
+    DRAFT_STAMPS = enum.auto()
+    SEQ_LENS = enum.auto()
+    BONUS_TOKENS = enum.auto()
+    NUM_NEW = enum.auto()
+    LAST_TOKENS = enum.auto()
+    HIDDEN_STATES = enum.auto()
+    """0 if the draft reads none."""
+
+
 SLOT_BUFFERS = frozenset(
     {
         BufferName.SEQ_LENS,

@@ -9,7 +9,6 @@ or merging a batch moves no tensor, only slot numbers. Idea and terms: SGLang's 
 
 from __future__ import annotations
 
-import enum
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from slipstream.common.errors import FutureMapError
-from slipstream.common.wire.layout import DECODE_PART, NOT_FINITE, PREFILL_PART, SLOT_BUFFERS, BufferName
+from slipstream.common.wire.layout import DECODE_PART, NOT_FINITE, PREFILL_PART, SLOT_BUFFERS, BufferName, RegionWord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -170,24 +169,6 @@ class VerifyResult:
 
 POISON = -1
 """Stands for a length that was never written; only in debug mode."""
-
-
-class RegionWord(enum.IntEnum):
-    """Words by which verify's captured work finds a region; all are 0 in steps without a draft."""
-
-    ATTACHMENT = 0
-    """The attachment's number, by which it is found where the device is the host."""
-    ROW_WIDTH = enum.auto()
-    """Tokens that a slot has room for: K + 1."""
-    # Addresses of buffers that verify uses, under their names.
-    DRAFT_TOKENS = enum.auto()
-    DRAFT_STAMPS = enum.auto()
-    SEQ_LENS = enum.auto()
-    BONUS_TOKENS = enum.auto()
-    NUM_NEW = enum.auto()
-    LAST_TOKENS = enum.auto()
-    HIDDEN_STATES = enum.auto()
-    """0 if the draft reads none."""
 
 
 NO_REGION = (0,) * len(RegionWord)

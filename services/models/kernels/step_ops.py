@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
+from slipstream.common.wire.layout import RegionWord
 from slipstream.services.models.kernels.launching import power_of_two, wait_for_previous
-from slipstream.services.worker.future_map import RegionWord
 
 if TYPE_CHECKING:
     from torch import Tensor
