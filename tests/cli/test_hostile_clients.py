@@ -102,7 +102,7 @@ VALUES = {
 def sent_to(draw: st.DrawFn, method: str) -> bytes:
     """Draws the bytes of a request to a method: arbitrary ones, or a request that may be valid."""
     message: Any = draw(messages(METHODS[method][0], VALUES))
-    if "input_ids" in message.DESCRIPTOR.fields_by_name and draw(st.booleans()):
+    if "sampling_params" in message.DESCRIPTOR.fields_by_name and draw(st.booleans()):
         message.DiscardUnknownFields()
         message.input_ids.ids[:] = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40))
         message.sampling_params.max_new_tokens = draw(st.integers(1, CONTEXT_TOKENS // 2))
