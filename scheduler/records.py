@@ -64,6 +64,13 @@ class LossCause(enum.Enum):
     """It was taken away on request."""
 
 
+class DraftTarget(NamedTuple):
+    """The draft that is wanted."""
+
+    address: str
+    num_draft_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class DraftTraits:
     """The properties of the attached draft that the order of the steps depends on."""
@@ -84,6 +91,12 @@ class DraftKV(NamedTuple):
     """Of a head: the tokens behind a position that its entry there depends on."""
     context_tokens: int = NO_LIMIT
     """Its context: the longest sequence that it has keys and values for."""
+
+    def room_for(self, sequence: Sequence, num_draft_tokens: int) -> int:
+        """Returns how long the output may be for a step to draft `num_draft_tokens` for it."""
+        if sequence.num_tokens_at_most <= self.context_tokens:
+            return NO_LIMIT
+        return self.context_tokens - num_draft_tokens - len(sequence.spec.prompt)
 
 
 NO_DRAFT = DraftKV()
@@ -418,12 +431,10 @@ NO_OUTCOME = StepOutcome(
 
 
 class StepDraft(Protocol):
-    """A draft's attachment, as far as steps refer to it."""
+    """A draft, as far as what measures steps refers to it."""
 
-    @property
-    def number(self) -> int:
-        """Its number."""
-        ...
+    number: int
+    """That of its attachment."""
 
     @property
     def stamps(self) -> torch.Tensor:
@@ -431,13 +442,13 @@ class StepDraft(Protocol):
         ...
 
     @property
-    def is_released(self) -> bool:
+    def is_lost(self) -> bool:
         """True once steps may have gone on without it."""
         ...
 
     @property
-    def is_let_go(self) -> bool:
-        """True once no step refers to it: its memory may be gone."""
+    def is_readable(self) -> bool:
+        """False once it is lost, and once no step refers to it: its memory may be gone then."""
         ...
 
     def fence(self, name: FenceName) -> Fence:
@@ -452,7 +463,7 @@ class SentStep:
 
     step: Step
     draft: StepDraft | None
-    """The attachment that it refers to."""
+    """The draft that it refers to."""
     draft_ops: FenceOps | None
     """Waits and signals of draft's command; None if it has none."""
     verify_ops: FenceOps

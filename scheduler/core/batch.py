@@ -11,14 +11,17 @@ import numpy as np
 from slipstream.common.errors import DeadlineExceededError, InternalError
 from slipstream.scheduler.core.accounts import CommittedTokens, SlotAccounts, SlotAllocator
 from slipstream.scheduler.core.batch_sizes import MOST_WITHOUT, SMALL_STEPS, BatchCounts, BatchSizes
-from slipstream.scheduler.core.draft_reach import DraftReach
 from slipstream.scheduler.core.outbox import Outbox
 from slipstream.scheduler.core.page_lists import PageLists
 from slipstream.scheduler.core.prefix_cache import PrefixCache
 from slipstream.scheduler.core.prompts import Prompts
-from slipstream.scheduler.records import NO_DRAFT, NO_SLOT, NO_SLOTS, Prefix, Step, StepSlots
+from slipstream.scheduler.records import NO_DRAFT, NO_LIMIT, NO_SLOT, NO_SLOTS, Prefix, Step, StepSlots
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
     from slipstream.scheduler.records import Bools, Counts, DraftKV, Ints, Sequence, StepOutcome, StepResult
 
@@ -36,7 +39,7 @@ class Batch:
         self._page_lists = PageLists(sizes, self.pages)
         self.slots = SlotAllocator(sizes.num_slots)
         self.accounts = SlotAccounts(sizes.num_slots, sizes.num_draft_tokens)
-        self._reach = DraftReach(sizes, self.accounts, self._page_lists)
+        self._context_limit = ContextLimit(sizes, self.accounts, self._page_lists)
         self.committed = CommittedTokens(sizes.num_slots)
         """The tokens of the running sequences."""
         self.outbox = Outbox()
@@ -57,7 +60,7 @@ class Batch:
         """No sequence of `_decoding` is sure to end before so many more tokens are sure."""
         self._num_covered = 0
         """The pages of all sequences of `_decoding` last for so many steps more."""
-        self._num_in_reach = 0
+        self._num_in_context = 0
         """The draft has room for those of `_decoding` that it drafts for, for so many steps more."""
         self._preempted: list[Sequence] = []
         """Sequences that are to wait in the queue again."""
@@ -100,7 +103,7 @@ class Batch:
             num_tokens = len(sequence.tokens)
             num_cached = self.pages.touch(sequence.prefix, self.committed.row(sequence.lease.slot), num_tokens)
             self._page_lists.begin(sequence)
-            self._reach.look(sequence)
+            self._context_limit.look(sequence)
             self._running[sequence.lease.slot] = sequence
             self._prompts.add(sequence, num_tokens - num_cached)
             if not sequence.was_preempted:
@@ -118,7 +121,7 @@ class Batch:
             self._prompts.draft, self._decoding = draft, None
             for sequence in self._running.values():
                 sequence.prefix.draft = NO_DRAFT
-            self._reach.change(draft, self._running.values())
+            self._context_limit.change(draft, self._running.values())
         decoding = self._decoding_with(num_draft_tokens)
         if not self._prompts.sequences and not decoding.decoded.slots:
             return None
@@ -162,7 +165,7 @@ class Batch:
         """The next step, of the sequences that decode."""
         self._room -= 1
         self._num_covered -= 1
-        self._num_in_reach -= 1
+        self._num_in_context -= 1
         return decoding._replace(number=self.last_step, updates=self._page_lists.take_updates())
 
     def _joined(self, step: Step, prompts: Step) -> Step:
@@ -274,7 +277,7 @@ class Batch:
         decoding = self._decoding
         if decoding is not None and self._room <= 0:
             self._room = self.accounts.least_room(decoding.decoded.rows)
-        is_over = self._room <= 0 or self._num_in_reach <= 0
+        is_over = self._room <= 0 or self._num_in_context <= 0
         if decoding is None or is_over or self._decoding_for != num_draft_tokens:
             decoding = self._find_decoding(num_draft_tokens)
         while self._num_covered <= 0 and not self._has_pages(decoding):
@@ -321,7 +324,7 @@ class Batch:
         is_decoding[rows] = ~self.accounts.is_sure_to_end(rows)
         rows = is_decoding.nonzero()[0]
         slots = StepSlots(tuple(rows.tolist()), rows, self.slots.generations[rows], _mask(is_decoding))
-        beyond, self._num_in_reach = self._reach.ends(rows)
+        beyond, self._num_in_context = self._context_limit.ends(rows)
         for slot in beyond:
             self._leave_draft(self._running[slot])
         most = self.accounts.most_accepted(rows, num_draft_tokens)
@@ -340,7 +343,7 @@ class Batch:
             num_draft_tokens=(num_draft_tokens,) * len(rows) if is_drafted else (),
             most_draft_tokens=num_draft_tokens if is_drafted else 0,
             is_kept=is_drafted,
-            is_beyond_draft=self._reach.is_beyond(rows),
+            is_beyond_draft=self._context_limit.is_beyond(rows),
             top_logprobs=self._top_logprobs(rows),
         )
         return self._decoding
@@ -349,7 +352,7 @@ class Batch:
         """The draft has no room for a sequence that decodes from now on; for its pages so far it had."""
         self._keep_pages(sequence, self._num_settled(sequence))
         sequence.prefix.draft = NO_DRAFT
-        self._reach.look(sequence)
+        self._context_limit.look(sequence)
 
     def _top_logprobs(self, rows: Ints) -> dict[int, int]:
         asked = self.accounts.top_logprobs[rows]
@@ -373,6 +376,60 @@ class Batch:
         num_known, draft = self.committed.num_tokens(sequence.lease.slot), sequence.prefix.draft
         # The newest token has none yet. A draft's next step writes again what belongs to the last step's tokens.
         return num_known - 1 - (self.sizes.num_draft_tokens + max(1, draft.tokens_ahead) if draft.attachment else 0)
+
+
+class ContextLimit:
+    """Decides which running sequences are too long for the draft: its context limits drafting, and no sequence.
+
+    A sequence that is to grow longer than the draft's context is drafted for while all tokens drafted for it have room
+    there. From then on verify accepts none for it, so that it decodes plainly, in the steps of those that are drafted
+    for as well as in plain ones. It does not return, as the draft was not told of the tokens of plain steps; another
+    draft may have room for it. Belongs to the loop's thread. Lengths are those of outputs.
+    """
+
+    def __init__(self, sizes: BatchSizes, accounts: SlotAccounts, page_lists: PageLists) -> None:
+        self._sizes = sizes
+        self._accounts = accounts
+        self._page_lists = page_lists
+        self._draft = NO_DRAFT
+        self._room: NDArray[np.int64] = np.full(sizes.num_slots, NO_LIMIT)
+        """[slots]: see `DraftKV.room_for`."""
+        self._is_beyond = np.zeros(sizes.num_slots, np.bool_)
+
+    def change(self, draft: DraftKV, sequences: Iterable[Sequence]) -> None:
+        """Another draft takes part from the next step on, or none. `sequences`: all that have a slot."""
+        self._draft = draft
+        for sequence in sequences:
+            self.look(sequence)
+
+    def look(self, sequence: Sequence) -> None:
+        """Decides whether a sequence that has a slot is too long for the draft now; the workers learn what changes."""
+        slot = sequence.lease.slot
+        if self._draft.attachment:
+            self._room[slot] = self._draft.room_for(sequence, self._sizes.num_draft_tokens)
+            has_room = bool(self._accounts.lengths.most(slot) <= self._room[slot])
+            is_beyond = not has_room and sequence.spec.max_draft_tokens != 0
+            if is_beyond is not sequence.is_beyond_draft:
+                sequence.is_beyond_draft = is_beyond
+                self._accounts.count_drafted(sequence)
+                if sequence.num_prefilled:
+                    self._page_lists.resend(sequence)
+        self._is_beyond[slot] = sequence.is_beyond_draft
+
+    def is_beyond(self, rows: Ints) -> Bools | None:
+        """Which of these slots are too long for the draft; None if none is, or if there is no draft."""
+        is_beyond: Bools = self._is_beyond[rows]
+        return is_beyond if self._draft.attachment and is_beyond.any() else None
+
+    def ends(self, rows: Ints) -> tuple[list[int], int]:
+        """Returns those of the slots drafted for that have no room now, and for how many steps the others have."""
+        if not self._draft.attachment:
+            return [], NO_LIMIT
+        rows = rows[self._accounts.num_drafted[rows] > 0]
+        left = self._room[rows] - self._accounts.lengths.most(rows)
+        has_room = left >= 0
+        num_steps = left[has_room] // self._sizes.most_step_tokens + 1
+        return rows[~has_room].tolist(), int(num_steps.min(initial=NO_LIMIT))
 
 
 def _without_draft_tokens(decoding: Step) -> Step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
@@ -12,21 +12,19 @@ from slipstream.common.wire.recorder import Site
 from slipstream.common.wire.step import DRAFT_FENCES, FenceName
 from slipstream.scheduler.core.pace import Pace
 from slipstream.scheduler.core.plan import consume, initial_state, plan_step, with_draft
-from slipstream.scheduler.records import NO_DRAFT, DraftTraits, SentStep
+from slipstream.scheduler.records import DraftTraits, SentStep
 from slipstream.scheduler.telemetry.observer import TIDY_STEPS
 
 if TYPE_CHECKING:
     from slipstream.common.wire.step import FenceOps
     from slipstream.scheduler.core.batch import Batch
-    from slipstream.scheduler.core.draft_policy import DraftPolicy
-    from slipstream.scheduler.core.draft_work import DraftWork
+    from slipstream.scheduler.core.draft import Draft
     from slipstream.scheduler.core.outbox import OutputSink
     from slipstream.scheduler.core.results import ResultReader
     from slipstream.scheduler.core.speculation import Speculation
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
     from slipstream.scheduler.records import Step, StepResult
     from slipstream.scheduler.telemetry.observer import StepObserver
-    from slipstream.scheduler.workers.attachment import DraftAttachment
     from slipstream.scheduler.workers.link import Dispatch
 
 IDLE_S = 0.5
@@ -67,9 +65,7 @@ class StepLoop:
         results: ResultReader,
         observer: StepObserver,
         sink: OutputSink,
-        policy: DraftPolicy | None = None,
     ) -> None:
-        """`policy`: says when steps decode before they take in prompts; `speculation` follows it, too."""
         self._settings = settings
         self._queue = queue
         self._batch = batch
@@ -77,10 +73,9 @@ class StepLoop:
         self._dispatch = dispatch
         self._results = results
         self._observer = observer
-        self._policy = policy
         self._sink = sink
         self._plan = initial_state(_NO_DRAFT, batch.sizes.run_ahead)
-        self._planned_for: DraftAttachment | None = None
+        self._planned_for: Draft | None = None
         self._in_flight: deque[SentStep] = deque()
         self._arrived_ns = 0
         """When the last result arrived."""
@@ -95,10 +90,11 @@ class StepLoop:
             if self._queue.cancelled:
                 self._batch.cancel(self._queue.take_cancelled())
             self._batch.admit(self._queue)
-            step, attachment = self._next_step()
+            self._bound_draft(self._plan.step + 1)
+            step, draft = self._speculation.next_step(self._plan.step, len(self._in_flight))
             try:
                 if step is not None:
-                    self._send(step, attachment)
+                    self._send(step, draft)
             finally:
                 # After the commands, which the workers wait for.
                 self._hand_out()
@@ -136,35 +132,6 @@ class StepLoop:
             time.sleep(hold_s)
             self._observer.add(Site.HOLD, sent.step.number, begun_ns, time.monotonic_ns())
 
-    def _next_step(self) -> tuple[Step | None, DraftAttachment | None]:
-        """The next step and the draft that it refers to; no step if there is nothing to do, or to be done first."""
-        self._bound_draft(self._plan.step + 1)
-        part = self._speculation.next_part(self._plan.step, len(self._in_flight))
-        if part is None:
-            return None, None
-        if part.is_empty:
-            return self._batch.empty_step(), part.attachment
-        attachment = part.attachment
-        draft = attachment.kv if attachment is not None and part.num_draft_tokens else NO_DRAFT
-        decodes_first, policy = part.decodes_first, self._policy
-        if policy is not None and (attachment is not None or self._speculation.resting is not None):
-            decodes_first |= policy.decodes_alone()
-        mixes = self._can_mix(attachment)
-        step = self._batch.next_step(part.num_draft_tokens, decodes_first=decodes_first, mixes=mixes, draft=draft)
-        if policy is not None and step is not None:
-            policy.sending(decodes=not step.is_prefill, takes_prompts=bool(step.chunks))
-        return step, attachment
-
-    def _can_mix(self, attachment: DraftAttachment | None) -> bool:
-        """Returns whether a step with this draft may decode and take in prompts.
-
-        Not a head where waits are enqueued after their signals: its command of the step comes before verify's, which
-        waits for its tokens, and would wait for the states that verify leaves in the same step.
-        """
-        if attachment is None or not attachment.traits.reads_hidden:
-            return True
-        return not self._dispatch.awaits_acknowledgements
-
     def _hand_out(self) -> None:
         """Hands out the output of the last result, and what begins or ends otherwise, and does what can wait."""
         outgoing = self._batch.outbox.take()
@@ -176,19 +143,20 @@ class StepLoop:
             self._batch.committed.tidy()
             self._batch.accounts.lengths.tidy()
 
-    def _send(self, step: Step, attachment: DraftAttachment | None) -> None:
+    def _send(self, step: Step, draft: Draft | None) -> None:
         decided_ns = time.monotonic_ns()
-        draft_ops, verify_ops = self._ordered(step, attachment)
-        drafting = None if attachment is None else self._speculation.sending(step.number, attachment, draft_ops)
-        # The command that the other one waits for goes first.
+        draft_ops, verify_ops = self._ordered(step, draft)
+        if draft is not None:
+            draft.sending(step.number, draft_ops)
+        # The command that the other worker waits for goes first.
         if step.is_kept:
-            self._send_to_draft(step, draft_ops, attachment)
-        self._send_to_verify(step, verify_ops, drafting)
+            self._send_to_draft(step, draft_ops, draft)
+        self._send_to_verify(step, verify_ops, draft)
         if not step.is_kept:
-            self._send_to_draft(step, draft_ops, attachment)
+            self._send_to_draft(step, draft_ops, draft)
         sent = SentStep(
             step,
-            attachment,
+            draft,
             draft_ops,
             verify_ops,
             verify_ops.last_of_draft,
@@ -200,43 +168,41 @@ class StepLoop:
         self._pace.sent(step)
         self._observer.on_sent(sent)
 
-    def _ordered(self, step: Step, attachment: DraftAttachment | None) -> tuple[FenceOps | None, FenceOps]:
-        if attachment is not self._planned_for:
-            traits = _NO_DRAFT if attachment is None else attachment.traits
-            self._plan, self._planned_for = with_draft(self._plan, traits), attachment
+    def _ordered(self, step: Step, draft: Draft | None) -> tuple[FenceOps | None, FenceOps]:
+        if draft is not self._planned_for:
+            traits = _NO_DRAFT if draft is None else draft.attachment.traits
+            self._plan, self._planned_for = with_draft(self._plan, traits), draft
         draft_ops, verify_ops, self._plan = plan_step(
             self._plan, step.number, step.decoded.mask, step.prompts, step.kept, is_drafted=step.most_draft_tokens > 0
         )
         return draft_ops, verify_ops
 
-    def _send_to_draft(self, step: Step, ops: FenceOps | None, attachment: DraftAttachment | None) -> None:
-        if ops is None or attachment is None or attachment.is_released:
+    def _send_to_draft(self, step: Step, ops: FenceOps | None, draft: Draft | None) -> None:
+        if ops is None or draft is None or draft.is_lost:
             return
+        link = draft.attachment.link
         try:
-            self._dispatch.send(attachment.link, step.command_to_draft(ops, attachment.number), attachment.link)
+            self._dispatch.send(link, step.command_to_draft(ops, draft.number), link)
         except SlipstreamError as error:
             self._check_verify()
-            self._speculation.lose(attachment, error)
+            self._speculation.lose(draft, error)
 
-    def _send_to_verify(self, step: Step, ops: FenceOps, drafting: DraftWork | None) -> None:
-        attachment, number, draft = None, 0, None
-        if drafting is not None:
-            attachment = drafting.attachment
-            number, draft = attachment.number, attachment.link
-            if attachment.is_released:
-                ops = ops.without(*DRAFT_FENCES)
-        command = step.command(ops, self._settings.epoch, number)
-        try:
-            self._dispatch.send(self._dispatch.verify, command, draft)
-            if drafting is not None:
-                drafting.verify_waits(ops)
-        except SlipstreamError as error:
-            self._check_verify()
-            if attachment is None:
-                raise
-            # Draft did not acknowledge the steps that this one waits for: it goes on without.
-            self._speculation.lose(attachment, error)
-            self._dispatch.send(self._dispatch.verify, replace(command, ops=ops.without(*DRAFT_FENCES)), draft)
+    def _send_to_verify(self, step: Step, ops: FenceOps, draft: Draft | None) -> None:
+        epoch, verify = self._settings.epoch, self._dispatch.verify
+        if draft is None:
+            self._dispatch.send(verify, step.command(ops, epoch), None)
+            return
+        link = draft.attachment.link
+        if not draft.is_lost:
+            try:
+                self._dispatch.send(verify, step.command(ops, epoch, draft.number), link)
+                draft.verify_waits(ops)
+                return
+            except SlipstreamError as error:
+                # Draft did not acknowledge the steps that this one waits for: it goes on without.
+                self._check_verify()
+                self._speculation.lose(draft, error)
+        self._dispatch.send(verify, step.command(ops.without(*DRAFT_FENCES), epoch, draft.number), link)
 
     def _consume(self) -> None:
         sent = self._in_flight.popleft()
@@ -246,16 +212,7 @@ class StepLoop:
         self._plan = consume(self._plan, step.number)
         gap_s = self._pace.arrived(sent, self._arrived_ns)
         self._arrived_ns = sent.arrived_ns
-        is_empty = not step.decoded.slots and not step.chunks
-        self._speculation.consumed(
-            step.number,
-            gap_s,
-            decodes=not step.is_prefill,
-            takes_prompts=bool(step.chunks),
-            is_clean=not is_empty and (sent.draft is None or not sent.draft.is_released),
-            draft=sent.draft,
-            awaited=sent.awaited,
-        )
+        self._speculation.consumed(sent, gap_s)
         sent.outcome = self._batch.apply(step, result, sent.arrived_ns)
         sent.applied_ns = time.monotonic_ns()
         self._observer.on_result(sent, result)
@@ -272,7 +229,7 @@ class StepLoop:
         look = self._pace.look(sent, self._arrived_ns)
         # Looked at first, since the fence of a draft that was lost may be set back.
         self._speculation.check()
-        patience_s = WATCH_S if self._speculation.has_attachment else LIVENESS_S
+        patience_s = WATCH_S if self._speculation.has_drafts else LIVENESS_S
         while (result := self._results.resolve(sent.step, patience_s, look)) is None:
             self._check_progress(sent)
             self._speculation.watch(sent.draft, sent.awaited, max(sent.sent_ns, self._arrived_ns) / 1e9)
@@ -283,11 +240,11 @@ class StepLoop:
         bound = step - self._settings.ring
         while (backlog := self._speculation.backlog(bound)) is not None:
             self._hand_out()
-            attachment, oldest = backlog
-            fence, started = attachment.fence(oldest.fence), time.monotonic()
-            while attachment is self._speculation.active and not fence.wait_on_host(oldest.value, WATCH_S):
+            draft, oldest = backlog
+            fence, started = draft.attachment.fence(oldest.fence), time.monotonic()
+            while draft is self._speculation.active and not fence.wait_on_host(oldest.value, WATCH_S):
                 self._check_verify()
-                self._speculation.watch(attachment, oldest, started)
+                self._speculation.watch(draft, oldest, started)
             self._observer.on_backlog(time.monotonic() - started)
         self._observer.collect(bound, is_last_chance=True)
 

@@ -162,10 +162,10 @@ class StepTimings:
 def _parts(sent: SentStep) -> tuple[bool, bool]:
     """Returns whether stamps of draft's decode part and of its prefill part are to come.
 
-    A draft that was lost leaves none, and the memory of one that was let go is gone.
+    A draft that was lost leaves none, and the memory of one that no step refers to is gone.
     """
     draft = sent.draft
-    if sent.draft_ops is None or draft is None or draft.is_released or draft.is_let_go:
+    if sent.draft_ops is None or draft is None or not draft.is_readable:
         return False, False
     return sent.step.is_kept, bool(sent.step.chunks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +27,19 @@ MOST_RETIRED = 2
 """Processes whose end attachments may wait for; then no further draft is attached."""
 MOST_OF_ONE = 16
 """Attachments that may wait for the end of the same process; then it has to be started again."""
+
+
+class Mapping(enum.Enum):
+    """What is known of a draft's mapping of the memory."""
+
+    NONE = "none"
+    """It was not asked for."""
+    ASKED = "asked"
+    """The process may have it."""
+    TAKEN = "taken"
+    """The process has it, and so has released all earlier ones."""
+    RELEASED = "released"
+    """The process has come to an end of its work, or was attached anew; on a GPU its word is no proof."""
 
 
 class DraftAttachment:
@@ -59,8 +73,6 @@ class DraftAttachment:
         """The sequences and the shared pages that it can work with."""
         self.is_released = False
         """True once steps may have gone on without the tokens that they waited for."""
-        self.is_let_go = False
-        """True once no step refers to it: the loop looks at its memory no more. Belongs to the loop's thread."""
         self._epoch = epoch
         self._log = log
         self._is_on_gpu = device.torch_device.type == "cuda"
@@ -79,11 +91,7 @@ class DraftAttachment:
         self._verify: Link | None = None
         """While it may know of this."""
         self._process = ProcessId.of(description.pid)
-        self.was_taken = False
-        """True once its process has taken it, and so let go of all earlier ones."""
-        self.is_superseded = False
-        """True once its process was attached anew, and so has let this attachment go."""
-        self._is_attached = self._has_drained = False
+        self.mapping = Mapping.NONE
 
     def attach(self, common: Attachment, verify: Link, described_verify: WorkerDescription) -> None:
         """Attaches draft, then verify, which is at its steps meanwhile. `common`: verify's own attachment.
@@ -94,7 +102,7 @@ class DraftAttachment:
         if not self.description.shared_weight_bytes:
             # On a GPU, memory that is lent can be written, too.
             described_verify = replace(described_verify, weights=None)
-        self._is_attached = True
+        self.mapping = Mapping.ASKED
         self.link.attach(
             replace(
                 common,
@@ -107,7 +115,7 @@ class DraftAttachment:
             )
         )
         sizes = draft_sizes(self.description, self.num_draft_tokens)
-        self.was_taken, self._verify = True, verify
+        self.mapping, self._verify = Mapping.TAKEN, verify
         verify.attach_draft(DraftRegion(epoch=self._epoch, attachment=self.number, own=own, given=given, draft=sizes))
         # All processes that need the memory have mapped it by now.
         self._own.seal()
@@ -152,7 +160,8 @@ class DraftAttachment:
             with suppress(SlipstreamError):
                 verify.detach_draft(self._epoch, self.number)
         self._verify = None
-        self._has_drained = self.link.detach(drain=drain)
+        if self.link.detach(drain=drain):
+            self.mapping = Mapping.RELEASED
 
     @property
     def is_gone(self) -> bool:
@@ -161,9 +170,9 @@ class DraftAttachment:
         On a GPU that is once the process has ended: what it says of its mappings is no proof, and memory that it still
         writes to might be another process's by then. On a CPU a mapping keeps its own memory.
         """
-        if not self._is_attached or self._process.is_gone:
+        if self.mapping is Mapping.NONE or self._process.is_gone:
             return True
-        return not self._is_on_gpu and (self._has_drained or self.is_superseded)
+        return not self._is_on_gpu and self.mapping is Mapping.RELEASED
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -186,7 +195,7 @@ class Retired:
             self._free()
 
     def supersede(self, taken: DraftAttachment) -> None:
-        """A process has taken an attachment, perhaps: it lets go of one before it takes another."""
+        """A process has taken an attachment, perhaps: it releases one before it takes another."""
         with self._lock:
             self._supersede(taken)
             self._free()
@@ -218,7 +227,9 @@ class Retired:
 
     def _supersede(self, taken: DraftAttachment) -> None:
         for attachment in self._waiting:
-            attachment.is_superseded |= taken.was_taken and attachment.description.pid == taken.description.pid
+            has_taken = taken.mapping in (Mapping.TAKEN, Mapping.RELEASED)
+            if has_taken and attachment.description.pid == taken.description.pid:
+                attachment.mapping = Mapping.RELEASED
 
     def _free(self) -> None:
         for attachment in [one for one in self._waiting if one.is_gone]:

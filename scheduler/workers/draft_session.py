@@ -10,14 +10,14 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, SlipstreamError, UnavailableError
 from slipstream.common.host import name_this_thread
-from slipstream.scheduler.records import LossCause
+from slipstream.scheduler.core.draft import Draft, DraftState
+from slipstream.scheduler.records import DraftTarget, LossCause
 from slipstream.scheduler.telemetry.metrics import SwapResult
 from slipstream.scheduler.workers.attachment import DraftAttachment, Retired, draft_sizes
-from slipstream.scheduler.workers.held import DraftStatus, DraftTarget, Held, Retries, drafting, state_of
 from slipstream.scheduler.workers.sharing import Admission
 from slipstream.scheduler.workers.swap import Swap
 
@@ -40,6 +40,53 @@ FIRST_TRY_S = 3.0
 """How long an epoch that is open waits for its draft; one that needs longer joins beside the steps."""
 LOOK_S = 0.05
 _VERIFY_LOST = "verify was lost meanwhile"
+FIRST_S, LONGEST_S = 0.2, 5.0
+"""Between two tries to attach a draft: the time doubles while they fail."""
+LONGEST_AFTER_TIMEOUT_S = 60.0
+"""The same for a draft that is slower than the watchdog again and again: each try costs the steps that wait for it."""
+STEADY_S = 10.0
+"""A draft that was lost after it took part for so long is tried again at once; sooner than that the time doubles."""
+
+
+class DraftStatus(NamedTuple):
+    """What drafts now, for people."""
+
+    state: str
+    """ "attached", "catching up" or "missing"; empty where no draft is expected."""
+    since: float
+    """On time.monotonic's clock."""
+    problem: str
+    """While it is missing: why the last one left or was refused."""
+
+
+class Retries:
+    """The time of the next try. Belongs to the session's lock."""
+
+    def __init__(self) -> None:
+        self.due = 0.0
+        """On time.monotonic's clock."""
+        self._after_failure_s = self._after_loss_s = FIRST_S
+
+    def failed(self) -> None:
+        """A try has failed."""
+        self.due = time.monotonic() + self._after_failure_s
+        self._after_failure_s = min(2 * self._after_failure_s, LONGEST_S)
+
+    def joined(self) -> None:
+        """A draft takes part: tries succeed again."""
+        self._after_failure_s = FIRST_S
+
+    def left(self, cause: LossCause, joined_at: float) -> None:
+        """A draft takes part no more. `joined_at`: since when it did, infinity if it never did."""
+        now = time.monotonic()
+        if cause in (LossCause.SWAPPED, LossCause.LEFT):
+            self.due = now + FIRST_S
+            return
+        if now - joined_at >= STEADY_S:
+            self._after_loss_s = FIRST_S
+        longest = LONGEST_AFTER_TIMEOUT_S if cause is LossCause.TIMEOUT else LONGEST_S
+        self.due = now + min(self._after_loss_s, longest)
+        self._after_loss_s = min(2 * self._after_loss_s, longest)
 
 
 class DraftSession:
@@ -71,7 +118,8 @@ class DraftSession:
         num_draft_tokens = config.swapped_draft_tokens or config.most_draft_tokens
         self._target = None if config.draft is None else DraftTarget(config.draft, num_draft_tokens)
         self._epoch: Epoch | None = None
-        self._held: dict[int, Held] = {}
+        self._drafts: tuple[Draft, ...] = ()
+        """Those that are not detached."""
         self._retired = Retired()
         self._admission = Admission(device, self._retired)
         self._swap: tuple[DraftSwap, Future[SwapOutcome]] | None = None
@@ -93,8 +141,8 @@ class DraftSession:
     def address(self) -> str:
         """The address of the draft that drafts, else of the one that is wanted; empty for none. Any thread."""
         with self._changed:
-            held = drafting(self._held.values())
-            return (self.target if held is None else held.target).address
+            joined = self._joined
+            return self.target.address if joined is None else joined.address
 
     def start(self) -> None:
         """Starts the thread."""
@@ -147,12 +195,13 @@ class DraftSession:
         """Ends all attachments after `leave`; verify has let them go. `last_sent`: the last step that was sent."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_busy)
-            held, self._held = list(self._held.values()), {}
+            drafts, self._drafts = self._drafts, ()
             self._update_status()
-        for one in held:
-            if not drain or not one.is_well:
-                one.attachment.release_draft(last_sent)
-            self._detach(one.attachment, None, drain=drain and one.is_well)
+        for draft in drafts:
+            drains = drain and not draft.is_lost
+            if not drains:
+                draft.attachment.release_draft(last_sent)
+            self._detach(draft.attachment, None, drain=drains)
 
     def swap(self, request: DraftSwap) -> SwapOutcome:
         """Puts another draft in the place of the one that drafts, or takes it away; blocks until it is judged.
@@ -173,32 +222,37 @@ class DraftSession:
             self._changed.notify_all()
         return result.result()
 
-    def joined(self, attachment: DraftAttachment, catch_up_s: float) -> None:
+    def joined(self, draft: Draft, catch_up_s: float) -> None:
+        self._measure()
         with self._changed:
-            held = self._held[attachment.number]
-            held.joined_at = time.monotonic()
             self._retries.joined()
-            if self._epoch is not None:
-                held.position = self._epoch.decodes.position
             self._metrics.joined(catch_up_s)
             self._update_status()
-        logger.info("draft %s takes part, after %.3f s of catching up", attachment.description.model, catch_up_s)
+        logger.info("draft %s takes part, after %.3f s of catching up", draft.attachment.description.model, catch_up_s)
 
-    def left(self, attachment: DraftAttachment, cause: LossCause, reason: str) -> None:
+    def left(self, draft: Draft, cause: LossCause, reason: str) -> None:
+        self._measure()
         with self._changed:
-            held = self._held[attachment.number]
-            held.cause, held.reason = cause, reason
-            if held.has_joined:
-                self._metrics.lost(cause, has_other=drafting(self._held.values()) is not None)
-            self._retries.left(cause, held.joined_at)
+            draft.cause, draft.reason = cause, reason
+            if draft.has_joined:
+                self._metrics.lost(cause, has_other=self._joined is not None)
+            self._retries.left(cause, draft.joined_at)
             self._update_status(reason)
         if cause in (LossCause.DIED, LossCause.TIMEOUT, LossCause.REFUSED):
             logger.warning("steps go on without a draft: %s", reason)
 
-    def let_go(self, attachment: DraftAttachment) -> None:
+    def gone(self, draft: Draft) -> None:
         with self._changed:
-            self._held[attachment.number].is_let_go = True
             self._changed.notify_all()
+
+    def _measure(self) -> None:
+        if (epoch := self._epoch) is not None:
+            epoch.measure()
+
+    @property
+    def _joined(self) -> Draft | None:
+        """The draft that drafts, or rests."""
+        return next((draft for draft in self._drafts if draft.has_joined and draft.cause is None), None)
 
     def _run(self) -> None:
         name_this_thread("drafts")
@@ -220,7 +274,7 @@ class DraftSession:
                 del epoch, swap
 
     def _work(self, epoch: Epoch | None, swap: tuple[DraftSwap, Future[SwapOutcome]] | None) -> None:
-        self.detach_let_go()
+        self.detach_gone()
         if self._is_asked:
             self._ask()
         if epoch is not None and self._until_try_s() == 0 and (swap is None or not self._has_tried):
@@ -230,11 +284,11 @@ class DraftSession:
 
     def _has_work(self) -> bool:
         has_request = self._is_stopped or self._is_asked or self._swap is not None
-        return has_request or self._until_try_s() == 0 or bool(self._let_go())
+        return has_request or self._until_try_s() == 0 or bool(self._gone())
 
     def _until_try_s(self) -> float | None:
         """Time until a draft is to be attached; None if none is."""
-        if self._epoch is None or self._target is None or any(held.cause is None for held in self._held.values()):
+        if self._epoch is None or self._target is None or any(draft.cause is None for draft in self._drafts):
             return None
         return max(0.0, self._retries.due - time.monotonic())
 
@@ -272,7 +326,7 @@ class DraftSession:
             self._update_status(problem)
         logger.log(logging.WARNING if is_new else logging.DEBUG, "serving without a draft: %s", problem)
 
-    def attach(self, epoch: Epoch, target: DraftTarget) -> Held:
+    def attach(self, epoch: Epoch, target: DraftTarget) -> Draft:
         link = self._make_link(target.address)
         try:
             with self._breakable(link, epoch):
@@ -280,15 +334,15 @@ class DraftSession:
         except BaseException:
             link.detach(drain=False)
             raise
-        held = Held(attachment, target)
+        draft = Draft(attachment, target.address)
         with self._changed:
-            self._held[attachment.number] = held
+            self._drafts = (*self._drafts, draft)
             if self._epoch is not epoch:
                 raise UnavailableError(_VERIFY_LOST)
-            epoch.speculation.offer(attachment)
+            epoch.speculation.offer(draft)
             self._update_status()
         self._wake()
-        return held
+        return draft
 
     def _attached(self, epoch: Epoch, target: DraftTarget, link: Link) -> DraftAttachment:
         description = link.describe()
@@ -307,21 +361,20 @@ class DraftSession:
         self.last_known = description
         return attachment
 
-    def detach_let_go(self) -> None:
+    def detach_gone(self) -> None:
         """Ends the attachments that no step refers to any more."""
         with self._changed:
-            gone, epoch = self._let_go(), self._epoch
-            for held in gone:
-                del self._held[held.attachment.number]
-        for held in gone:
+            gone, epoch = self._gone(), self._epoch
+            self._drafts = tuple(draft for draft in self._drafts if draft not in gone)
+        for draft in gone:
             try:
-                self._detach(held.attachment, None if epoch is None else epoch.link, drain=held.is_well)
+                self._detach(draft.attachment, None if epoch is None else epoch.link, drain=not draft.is_lost)
             finally:
-                held.is_detached = True
+                draft.enter(DraftState.DETACHED)
         self._retired.free()
 
-    def _let_go(self) -> list[Held]:
-        return [held for held in self._held.values() if held.is_let_go]
+    def _gone(self) -> list[Draft]:
+        return [draft for draft in self._drafts if draft.state is DraftState.LEFT]
 
     def _detach(self, attachment: DraftAttachment, verify: Link | None, *, drain: bool) -> None:
         with self._breakable(attachment.link):
@@ -346,7 +399,7 @@ class DraftSession:
             if epoch is None:
                 raise UnavailableError("there is no verify service")
             target = DraftTarget(request.address, request.terms.num_draft_tokens or self._config.most_draft_tokens)
-            swap = Swap(self, epoch, request, drafting(self._held.values()))
+            swap = Swap(self, epoch, request, self._joined)
             outcome = swap.run(before, target if request.address else None)
         except Exception as error:
             with self._changed:
@@ -359,13 +412,13 @@ class DraftSession:
             self._metrics.swapped(SwapResult.ROLLED_BACK if outcome.rolled_back else SwapResult.SWAPPED)
             result.set_result(outcome)
 
-    def take_away(self, epoch: Epoch, *, but: Held | None = None) -> None:
+    def take_away(self, epoch: Epoch, *, but: Draft | None = None) -> None:
         with self._changed:
-            leaving = [held for held in self._held.values() if held is not but]
-        for held in leaving:
-            epoch.speculation.withdraw(held.attachment, LossCause.LEFT)
+            leaving = [draft for draft in self._drafts if draft is not but]
+        for draft in leaving:
+            epoch.speculation.withdraw(draft, LossCause.LEFT)
         self._wake()
-        self.wait_for(epoch, lambda: all(held.is_detached for held in leaving))
+        self.wait_for(epoch, lambda: all(draft.state is DraftState.DETACHED for draft in leaving))
 
     def want(self, target: DraftTarget | None) -> None:
         with self._changed:
@@ -379,10 +432,10 @@ class DraftSession:
         while True:
             with self._changed:
                 left = None if until is None else until - time.monotonic()
-                self._changed.wait_for(lambda: is_so() or self._epoch is not epoch or bool(self._let_go()), left)
+                self._changed.wait_for(lambda: is_so() or self._epoch is not epoch or bool(self._gone()), left)
                 if self._epoch is not epoch:
-                    raise UnavailableError("verify was lost meanwhile")
-            self.detach_let_go()
+                    raise UnavailableError(_VERIFY_LOST)
+            self.detach_gone()
             if is_so():
                 return True
             if until is not None and time.monotonic() >= until:
@@ -392,7 +445,9 @@ class DraftSession:
         """Called under the lock, after each change."""
         self._changed.notify_all()
         is_expected = self._target is not None
-        state = state_of(self._held.values(), is_expected=is_expected)
+        is_attaching = any(draft.cause is None for draft in self._drafts)
+        absent = "missing" if is_expected else ""
+        state = "attached" if self._joined is not None else "catching up" if is_attaching else absent
         self._metrics.set_missing(is_missing=is_expected and self._epoch is not None and state != "attached")
         since = self.status.since if state == self.status.state else time.monotonic()
         told = self.status.problem if problem is None else problem

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -33,15 +32,13 @@ if TYPE_CHECKING:
     from slipstream.scheduler.core.outbox import OutputSink
     from slipstream.scheduler.core.speculation import SpeculationListener
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
-    from slipstream.scheduler.records import LossCause
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
-    from slipstream.scheduler.workers.attachment import DraftAttachment
     from slipstream.scheduler.workers.link import Dispatch, Link
     from slipstream.scheduler.workers.sizing import EpochSizes, Workers
 
 
 class Epoch:
-    """One attachment of verify. `open` it, run its `loop`, `close` it. A `SpeculationListener`."""
+    """One attachment of verify. `open` it, run its `loop`, `close` it."""
 
     def __init__(
         self,
@@ -73,16 +70,22 @@ class Epoch:
         is_on_gpu = device.identity != "cpu"
         self.policy = DraftPolicy(metrics.rested) if config.num_draft_tokens is None else None
         """Decides when the draft rests; None where it always drafts."""
-        # No cycle, so that a lost epoch is gone at once: full collections wait until nothing runs.
-        told: SpeculationListener = weakref.proxy(self)
-        self.speculation = Speculation(self.batch, told, timeout_s=timeout_s, is_on_gpu=is_on_gpu, policy=self.policy)
+        self._is_acknowledged = config.dispatch == DISPATCH_ACKNOWLEDGED or self.fence_kind == EVENT
+        """True if a command is sent once what it waits for is acknowledged."""
+        self.speculation = Speculation(
+            self.batch,
+            listener,
+            timeout_s=timeout_s,
+            is_on_gpu=is_on_gpu,
+            mixes_heads=not self._is_acknowledged,
+            policy=self.policy,
+        )
         self.log = open_access_log(config.access_log_dir, StreamName.SCHEDULER, number)
         self._expected = workers
         self._config = config
         self._device = device
         self._queue = queue
         self._metrics = metrics
-        self._listener = listener
         self._sink = sink
         self._shape = EpochShape(
             num_slots=sizes.batch.num_slots,
@@ -96,13 +99,13 @@ class Epoch:
         self._observer: StepObserver | None = None
         self._attachment: Attachment | None = None
         metrics.count_batch(self.batch)
-        self._measure()
+        self.measure()
 
     @property
     def draft(self) -> WorkerDescription | None:
         """The draft that takes part in the steps, or rests."""
-        attachment = self.speculation.active or self.speculation.resting
-        return None if attachment is None else attachment.description
+        draft = self.speculation.active or self.speculation.resting
+        return None if draft is None else draft.attachment.description
 
     @property
     def num_draft_tokens(self) -> int:
@@ -184,26 +187,13 @@ class Epoch:
         self._running = None
         self._held.close()
 
-    def joined(self, attachment: DraftAttachment, catch_up_s: float) -> None:
-        if self.policy is not None:
-            self.policy.joined()
-        self._measure()
-        self._listener.joined(attachment, catch_up_s)
-
-    def left(self, attachment: DraftAttachment, cause: LossCause, reason: str) -> None:
-        self._measure()
-        self._listener.left(attachment, cause, reason)
-
-    def let_go(self, attachment: DraftAttachment) -> None:
-        self._listener.let_go(attachment)
-
     def read_records(self, role: Role, from_step: int) -> HostRecords | None:
         """A worker's host records of steps from this one on; None if there are none. Called on any thread."""
-        attachment = self.speculation.active or self.speculation.resting
+        draft = self.speculation.active or self.speculation.resting
         if role is Role.VERIFY:
             link, number = self.link, self.number
-        elif attachment is not None:
-            link, number = attachment.link, attachment.number
+        elif draft is not None:
+            link, number = draft.attachment.link, draft.number
         else:
             return None
         found = link.read_records(from_step)
@@ -213,7 +203,8 @@ class Epoch:
         """Samples the clock of the stamps. Called on any thread. Raises DeadlineExceededError."""
         return self._device.sample_clock()
 
-    def _measure(self) -> None:
+    def measure(self) -> None:
+        """Counts steps under the labels of the draft that takes part now. Called on the loop's thread."""
         mps = "on" if self.under_mps else "off"
         self._metrics.measure(fence=self.fence_kind, mps=mps, algorithm=self.algorithm)
 
@@ -238,13 +229,12 @@ class Epoch:
             results=results,
             observer=observer,
             sink=self._sink,
-            policy=self.policy,
         )
         self._running = loop
         return loop
 
     def _dispatch(self) -> Dispatch:
-        if self._config.dispatch == DISPATCH_ACKNOWLEDGED or self.fence_kind == EVENT:
+        if self._is_acknowledged:
             speculation = self.speculation
             timeout_s = self._config.step_timeout_s
             patience = lambda: speculation.acknowledge_timeout_s  # noqa: E731

@@ -406,8 +406,6 @@ class Dispatch(Protocol):
     """Sends the commands of a step."""
 
     verify: Link
-    awaits_acknowledgements: bool
-    """True if a command is sent once what it waits for is acknowledged."""
 
     def send(self, link: Link, command: StepCommand, draft: Link | None) -> None:
         """Sends a command to verify or to a draft. `draft`: the draft that it may wait for. Raises a link's failure."""
@@ -416,8 +414,6 @@ class Dispatch(Protocol):
 
 class DispatchTogether:
     """Sends at once, for fences whose wait may be enqueued before their signal."""
-
-    awaits_acknowledgements = False
 
     def __init__(self, verify: Link, log: AccessLog) -> None:
         self.verify = verify
@@ -434,8 +430,6 @@ class DispatchAcknowledged:
 
     With workers that acknowledge when the work is done, this is the policy "the host blocks on each call".
     """
-
-    awaits_acknowledgements = True
 
     def __init__(
         self,

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Device
     from slipstream.common.wire.worker import WorkerDescription
+    from slipstream.scheduler.records import DraftTarget
     from slipstream.scheduler.workers.attachment import Retired
     from slipstream.scheduler.workers.epoch import Epoch
-    from slipstream.scheduler.workers.held import DraftTarget
 
 
 def check_fits(device: Device, verify: WorkerDescription, draft: WorkerDescription) -> None:

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.common.wire.server import DraftSwap
+    from slipstream.scheduler.core.draft import Draft
+    from slipstream.scheduler.records import DraftTarget
     from slipstream.scheduler.telemetry.decode_record import DecodedStep
     from slipstream.scheduler.workers.epoch import Epoch
-    from slipstream.scheduler.workers.held import DraftTarget, Held
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ REJOIN_S = 30.0
 class Drafts(Protocol):
     """The means of a swap; `DraftSession` has them."""
 
-    def attach(self, epoch: Epoch, target: DraftTarget) -> Held:
+    def attach(self, epoch: Epoch, target: DraftTarget) -> Draft:
         """Attaches a draft to verify and has it join. Raises FailedPreconditionError (and its kinds) and others."""
         ...
 
@@ -46,7 +47,7 @@ class Drafts(Protocol):
         """
         ...
 
-    def take_away(self, epoch: Epoch, *, but: Held | None = None) -> None:
+    def take_away(self, epoch: Epoch, *, but: Draft | None = None) -> None:
         """Has all drafts leave but one, those that catch up too, and waits until they are detached.
 
         Raises UnavailableError if the epoch is over first.
@@ -62,7 +63,7 @@ class Swap:
         session: Drafts,
         epoch: Epoch,
         request: DraftSwap,
-        before: Held | None,
+        before: Draft | None,
     ) -> None:
         """`before`: the attachment that drafts now."""
         self._session = session
@@ -78,7 +79,7 @@ class Swap:
         record, num_steps = self._epoch.decodes, self._request.terms.judge_steps
         record.restart_longest_gap()
         old = self._before
-        steps_before = record.last(0 if old is None else old.attachment.number, num_steps)
+        steps_before = record.last(0 if old is None else old.number, num_steps)
         before = _figures_of(old, steps_before)
         if target is None:
             after = _figures_of(None, self._take_away())
@@ -86,18 +87,18 @@ class Swap:
         policy = self._epoch.policy
         # The new draft drafts until it is judged.
         with nullcontext() if policy is None else policy.held():
-            held = self._session.attach(self._epoch, target)
+            new = self._session.attach(self._epoch, target)
             self._session.want(target)
-            self._session.wait_for(self._epoch, lambda: held.has_joined or held.cause is not None)
-            steps = self._compared(held.attachment.number, held.position, held)
-        if held.cause is not None:
-            raise UnavailableError(f"the new draft was lost: {held.reason}")
-        reason = "" if old is None else self._reason_against(old, steps_before, held, steps)
+            self._session.wait_for(self._epoch, lambda: new.has_joined or new.cause is not None)
+            steps = self._compared(new.number, 0, new)
+        if new.cause is not None:
+            raise UnavailableError(f"the new draft was lost: {new.reason}")
+        reason = "" if old is None else self._reason_against(old, steps_before, new, steps)
         if reason and wanted is not None:
             reason += self._roll_back(wanted)
         return SwapOutcome(
             before=before,
-            after=_figures_of(held, steps),
+            after=_figures_of(new, steps),
             rolled_back=bool(reason),
             reason=reason,
             longest_pause_ms=record.longest_gap_ms,
@@ -109,13 +110,13 @@ class Swap:
         self._session.take_away(self._epoch)
         return self._compared(0, since, None)
 
-    def _compared(self, number: int, since: int, held: Held | None) -> list[DecodedStep]:
+    def _compared(self, number: int, since: int, draft: Draft | None) -> list[DecodedStep]:
         """The first steps of a draft, as many as the comparison wants, or as come."""
         record, wanted = self._epoch.decodes, min(self._request.terms.judge_steps, KEPT_STEPS)
         steps: list[DecodedStep] = []
         moved_at, num_seen = time.monotonic(), 0
         while len(steps) < wanted and time.monotonic() - moved_at < IDLE_S:
-            if self._session.wait_for(self._epoch, lambda: held is not None and held.cause is not None, LOOK_S):
+            if self._session.wait_for(self._epoch, lambda: draft is not None and draft.cause is not None, LOOK_S):
                 break
             steps = record.first(number, wanted, since=since)
             # Steps that draft none say nothing of the draft, but it guesses again behind them.
@@ -124,7 +125,7 @@ class Swap:
         return steps
 
     def _reason_against(
-        self, before: Held, steps_before: list[DecodedStep], after: Held, steps: list[DecodedStep]
+        self, before: Draft, steps_before: list[DecodedStep], after: Draft, steps: list[DecodedStep]
     ) -> str:
         """Why the draft before is better; empty if it is not, or if that cannot be said.
 
@@ -133,7 +134,7 @@ class Swap:
         terms = self._request.terms
         if not steps_before or len(steps) < min(terms.judge_steps, KEPT_STEPS):
             return ""
-        common = min(before.target.num_draft_tokens, after.target.num_draft_tokens)
+        common = min(before.num_draft_tokens, after.num_draft_tokens)
         was, now = accepted_of_first(common, steps_before), accepted_of_first(common, steps)
         if now >= terms.rollback_below * was:
             return ""
@@ -161,7 +162,7 @@ class Swap:
         return f"; the new one was taken away, and the one before did not come back yet: {problem}"
 
 
-def _figures_of(held: Held | None, steps: list[DecodedStep]) -> DraftFigures:
-    if held is None:
+def _figures_of(draft: Draft | None, steps: list[DecodedStep]) -> DraftFigures:
+    if draft is None:
         return figures("none", 0, steps)
-    return figures(held.attachment.description.algorithm, held.target.num_draft_tokens, steps)
+    return figures(draft.attachment.description.algorithm, draft.num_draft_tokens, steps)

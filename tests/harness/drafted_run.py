@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, cast
+from collections import deque
+from typing import TYPE_CHECKING
 
 from slipstream.scheduler.core.batch_sizes import BatchSizes
 from slipstream.scheduler.core.plan import consume, initial_state, plan_step, with_draft
 from slipstream.scheduler.core.speculation import Speculation
-from slipstream.scheduler.records import NO_DRAFT as NO_KV
-from slipstream.scheduler.records import DraftTraits
+from slipstream.scheduler.records import DraftTraits, SentStep
 from tests.harness.fake_drafts import FakeDraft
 from tests.harness.simulated_run import Run, make_job, reference, token_of
 from tests.harness.step_kinds import Kind, kind_of_step
 
 if TYPE_CHECKING:
+    from slipstream.scheduler.core.draft import Draft
     from slipstream.scheduler.core.draft_policy import DraftPolicy
     from slipstream.scheduler.records import LossCause, Step, StepResult
-    from slipstream.scheduler.workers.attachment import DraftAttachment
     from tests.harness.counted_jobs import Job
 
 SIZES = BatchSizes(num_slots=4, num_pages=200, page_tokens=4, chunk_tokens=16, num_draft_tokens=3, run_ahead=1)
@@ -27,25 +27,22 @@ NO_DRAFT = DraftTraits(is_present=False)
 class Listener:
     """Keeps what it is told."""
 
-    def __init__(self, policy: DraftPolicy | None = None) -> None:
-        self._policy = policy
+    def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
         self.causes: list[LossCause] = []
 
-    def joined(self, attachment: DraftAttachment, catch_up_s: float) -> None:
+    def joined(self, draft: Draft, catch_up_s: float) -> None:
         """See `SpeculationListener.joined`."""
-        self.events.append(("joined", attachment.number))
-        if self._policy is not None:
-            self._policy.joined()
+        self.events.append(("joined", draft.number))
 
-    def left(self, attachment: DraftAttachment, cause: LossCause, reason: str) -> None:
+    def left(self, draft: Draft, cause: LossCause, reason: str) -> None:
         """See `SpeculationListener.left`."""
-        self.events.append(("left", attachment.number))
+        self.events.append(("left", draft.number))
         self.causes.append(cause)
 
-    def let_go(self, attachment: DraftAttachment) -> None:
-        """See `SpeculationListener.let_go`."""
-        self.events.append(("let go", attachment.number))
+    def gone(self, draft: Draft) -> None:
+        """See `SpeculationListener.gone`."""
+        self.events.append(("gone", draft.number))
 
 
 class DraftedRun(Run):
@@ -61,50 +58,40 @@ class DraftedRun(Run):
     ) -> None:
         super().__init__(sizes, rng)
         self.random = rng
-        self.listener = Listener(policy)
+        self.listener = Listener()
         self._policy = policy
         self.speculation = Speculation(self.batch, self.listener, timeout_s=timeout_s, policy=policy)
         self.kinds: list[Kind] = []
         self.plan = initial_state(NO_DRAFT, sizes.run_ahead)
-        self._planned_for: DraftAttachment | None = None
+        self._planned_for: Draft | None = None
+        self._sent: deque[SentStep] = deque()
         self._drafts: dict[int, FakeDraft] = {}
 
     def offer(self, draft: FakeDraft) -> None:
         """A draft comes."""
         self._drafts[draft.number] = draft
-        self.speculation.offer(cast("DraftAttachment", draft))
+        self.speculation.offer(draft.draft)
 
     def turn(self) -> bool:
         """See `Run.turn`."""
         if self.queue.cancelled:
             self.batch.cancel(self.queue.take_cancelled())
         self.batch.admit(self.queue)
-        part = self.speculation.next_part(self.plan.step, len(self.in_flight))
-        step, attachment = None, None
-        if part is not None:
-            attachment = part.attachment
-            kv = attachment.kv if attachment is not None and part.num_draft_tokens else NO_KV
-            alone = part.decodes_first or (self._policy is not None and self._policy.decodes_alone())
-            step = (
-                self.batch.empty_step()
-                if part.is_empty
-                else self.batch.next_step(part.num_draft_tokens, decodes_first=alone, draft=kv)
-            )
+        step, draft = self.speculation.next_step(self.plan.step, len(self.in_flight))
         if step is not None:
-            self._send(step, attachment)
+            self._send(step, draft)
         self.take()
         if len(self.in_flight) > (0 if step is None else self.batch.sizes.run_ahead):
             step, result = self.in_flight.popleft()
             self.plan = consume(self.plan, step.number)
-            decodes, takes_prompts = not step.is_prefill, bool(step.chunks)
-            self.speculation.consumed(step.number, 0.001, decodes=decodes, takes_prompts=takes_prompts)
+            self.speculation.consumed(self._sent.popleft(), 0.001)
             self.apply(step, result)
             if self._policy is not None:
                 has_guesses = step.most_draft_tokens > 0 or not step.is_kept
                 self._policy.take_in(0.001, 1, 1, is_drafted=step.is_kept, has_guesses=has_guesses)
-        for draft in self._drafts.values():
+        for fake in self._drafts.values():
             if self.random.random() < 0.5:
-                draft.work()
+                fake.work()
         return step is not None or bool(self.in_flight)
 
     def finish(self) -> None:
@@ -114,18 +101,19 @@ class DraftedRun(Run):
                 return
         raise AssertionError("no progress")
 
-    def _send(self, step: Step, attachment: DraftAttachment | None) -> None:
+    def _send(self, step: Step, life: Draft | None) -> None:
         self.kinds.append(kind_of_step(step))
-        if attachment is not self._planned_for:
-            self.plan = with_draft(self.plan, NO_DRAFT if attachment is None else attachment.traits)
-            self._planned_for = attachment
-        draft_ops, _, self.plan = plan_step(
+        if life is not self._planned_for:
+            self.plan = with_draft(self.plan, NO_DRAFT if life is None else life.attachment.traits)
+            self._planned_for = life
+        draft_ops, verify_ops, self.plan = plan_step(
             self.plan, step.number, step.decoded.mask, step.prompts, step.kept, is_drafted=step.most_draft_tokens > 0
         )
-        draft = None if attachment is None else self._drafts[attachment.number]
-        if attachment is not None:
-            self.speculation.sending(step.number, attachment, draft_ops)
-            assert not any(event == ("let go", attachment.number) for event in self.listener.events)
+        draft = None if life is None else self._drafts[life.number]
+        self._sent.append(SentStep(step, life, draft_ops, verify_ops, verify_ops.last_of_draft, 0, 0))
+        if life is not None:
+            life.sending(step.number, draft_ops)
+            assert not any(event == ("gone", life.number) for event in self.listener.events)
         running = self.batch._running.items()
         for one in self._drafts.values():
             one.undrafted = frozenset(slot for slot, sequence in running if sequence.max_draft_tokens == 0)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.errors import SlipstreamError, UnavailableError
 from slipstream.common.wire.step import FenceName, FencePoint, Role
+from slipstream.scheduler.core.draft import Draft
 from slipstream.scheduler.records import NO_LIMIT, DraftKV, DraftTraits
 from tests.harness.step_kinds import Kind, kind_to_draft
 
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Look
     from slipstream.common.wire.step import SlotUpdate, StepCommand
+    from slipstream.scheduler.workers.attachment import DraftAttachment
 
 
 class FakeFence:
@@ -74,7 +76,8 @@ class FakeDraft:
         self.has_refused = False
         self.proposed, self.prefilled = FakeFence(), FakeFence()
         self.stash = FakeFence()
-        self.is_released = self.is_let_go = False
+        self.is_released = False
+        self.draft = Draft(cast("DraftAttachment", self))
         self.slots: dict[int, DraftedSlot] = {}
         self.stashed: dict[int, tuple[int, list[int]]] = {}
         """By slot, as verify wrote it: position of the bonus token, and the tokens of the last step."""

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.step import FenceName, FenceOps, Role
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.core.draft import Draft
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.telemetry.step_metrics import StepMetrics
 from slipstream.scheduler.workers.attachment import DraftAttachment, draft_sizes
@@ -122,7 +123,7 @@ class LocalEpoch:
             self.epoch.speculation.settle()
         return loop
 
-    def attach(self, link: Link, num_draft_tokens: int | None = None) -> DraftAttachment:
+    def attach(self, link: Link, num_draft_tokens: int | None = None) -> Draft:
         """Attaches a draft beside the running steps; to be offered then."""
         epoch, description = self.epoch, link.describe()
         most = epoch.sizes.batch.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
@@ -131,7 +132,7 @@ class LocalEpoch:
         attachment = DraftAttachment(number, link, description, shape, self._device, epoch=epoch.number, log=epoch.log)
         attachment.attach(epoch.attachment, epoch.link, epoch.verify)
         self.attachments.append(attachment)
-        return attachment
+        return Draft(attachment)
 
     def close(self, *, drain: bool) -> None:
         """Ends the epoch and all attachments."""
@@ -143,17 +144,19 @@ class LocalEpoch:
             attachment.detach(None, drain=drain)
             attachment.close()
 
-    def joined(self, attachment: DraftAttachment, catch_up_s: float) -> None:
+    def joined(self, draft: Draft, catch_up_s: float) -> None:
         """See `SpeculationListener.joined`."""
-        self.events.append(("joined", attachment.number))
+        self.epoch.measure()
+        self.events.append(("joined", draft.number))
 
-    def left(self, attachment: DraftAttachment, cause: LossCause, reason: str) -> None:
+    def left(self, draft: Draft, cause: LossCause, reason: str) -> None:
         """See `SpeculationListener.left`."""
-        self.events.append((cause.value, attachment.number))
+        self.epoch.measure()
+        self.events.append((cause.value, draft.number))
 
-    def let_go(self, attachment: DraftAttachment) -> None:
-        """See `SpeculationListener.let_go`."""
-        self.events.append(("let go", attachment.number))
+    def gone(self, draft: Draft) -> None:
+        """See `SpeculationListener.gone`."""
+        self.events.append(("gone", draft.number))
 
     def run(self, *waves: abc.Sequence[Job]) -> dict[Job, list[int]]:
         """Runs each wave of jobs when the last one is over; returns the tokens of each."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.gateway.journal import JobJournal, rows_of
 from slipstream.scheduler.core.accounts import SlotAllocator
-from slipstream.scheduler.core.draft_reach import DraftReach
+from slipstream.scheduler.core.batch import ContextLimit
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.records import Sequence
 from slipstream.scheduler.workers.attachment import DraftAttachment
@@ -103,5 +103,5 @@ BUGS = (
     PlantedBug("a late acknowledgement believed", DispatchAcknowledged, "_wait", _believe_the_step_before),
     PlantedBug("a submission that wakes no one", WaitingQueue, "add", _forget_to_notify),
     PlantedBug("a token forgotten when preempted", Sequence, "preempt", _forget_the_last_token),
-    PlantedBug("a draft beyond its context", DraftReach, "ends", lambda _: lambda *_: ([], 1)),
+    PlantedBug("a draft beyond its context", ContextLimit, "ends", lambda _: lambda *_: ([], 1)),
 )

@@ -254,7 +254,7 @@ class Schedule:
     def _has_draft(drafts: DraftSession) -> bool:
         """True if the draft that is wanted drafts, and no other is held."""
         is_well = not drafts.target.address or drafts.status.state == "attached"
-        return is_well and drafts._swap is None and all(held.cause is None for held in drafts._held.values())
+        return is_well and drafts._swap is None and all(draft.cause is None for draft in drafts._drafts)
 
     def _verify_lost(self, reason: str) -> None:
         if self.fence_kind == HOST and not self.faults.may_end_an_epoch:

@@ -13,7 +13,7 @@ from slipstream.benchmarks import dummy_model
 from slipstream.common.device.cpu.device import HostFence
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.wire.layout import ring_rows
-from slipstream.scheduler.core.draft_work import DraftWork
+from slipstream.scheduler.core.draft import Draft
 from slipstream.scheduler.core.results import ResultReader
 from slipstream.scheduler.core.speculation import FIRST_STEP_TIMEOUT_S
 from slipstream.scheduler.telemetry.observer import TIDY_STEPS
@@ -59,8 +59,8 @@ def test_a_verify_that_hangs_is_noticed_by_the_time_that_a_step_may_take() -> No
 def test_steps_that_wait_for_draft_ask_for_its_progress_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU each look is a copy from the device, on the thread that decides the steps."""
     looks: list[int] = []
-    look = DraftWork.look
-    monkeypatch.setattr(DraftWork, "look", lambda work: (looks.append(work.last_step), look(work))[1])
+    look = Draft.look
+    monkeypatch.setattr(Draft, "look", lambda draft: (looks.append(draft.last_step), look(draft))[1])
     with workers() as both:
         epoch = make_epoch(both, draft_timeout_ms=20_000.0)
         job = make_job(max_new_tokens=200)
@@ -114,7 +114,7 @@ def test_a_draft_that_does_not_acknowledge_a_step_is_lost_alone(monkeypatch: pyt
 
         monkeypatch.setattr(both[1], "wait_for_acknowledgement", acknowledges)
         assert len(epoch.run([job])[job]) == 40
-        assert [what for what, _ in epoch.events] == ["joined", "timeout", "let go"]
+        assert [what for what, _ in epoch.events] == ["joined", "timeout", "gone"]
 
 
 def test_the_end_of_an_epoch_releases_a_worker_that_does_not_do_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_a_draft_that_hangs_costs_no_more_than_the_watchdogs_time(prompt_tokens:
         loop.finish()
         assert 0.1 <= time.monotonic() - started < 5.0
         assert list(expected.values()) == [epoch.outputs[job]]
-        assert [event for event, _ in epoch.events] == ["joined", "timeout", "let go"]
+        assert [event for event, _ in epoch.events] == ["joined", "timeout", "gone"]
         go_on.set()
         epoch.close(drain=True)
 
@@ -225,7 +225,7 @@ def test_a_lost_draft_ends_no_sequence() -> None:
 
         epoch.on_progress = lose
         assert list(epoch.run([make_job(max_new_tokens=100)], [make_job()]).values()) == list(expected.values())
-        assert [event for event, _ in epoch.events] == ["joined", "died", "let go"]
+        assert [event for event, _ in epoch.events] == ["joined", "died", "gone"]
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,7 +20,6 @@ from tests.harness.step_kinds import Kind
 
 if TYPE_CHECKING:
     from slipstream.scheduler.core.draft_policy import DraftPolicy
-    from slipstream.scheduler.workers.attachment import DraftAttachment
     from tests.harness.counted_jobs import Job
 
 NUM_RUNS = 4
@@ -82,7 +81,7 @@ def resting_run(*, reads_hidden: bool = False) -> tuple[DraftedRun, FakeDraft, J
 def test_a_draft_that_rests_takes_part_in_no_step_and_is_told_nothing() -> None:
     run, draft, job, _ = resting_run()
     assert run.speculation.active is None
-    assert run.speculation.resting is cast("DraftAttachment", draft)
+    assert run.speculation.resting is draft.draft
     assert run.kinds[-4:] == [Kind.PLAIN] * 4
     num_commands = len(draft.kinds)
     run.jobs.add(other := make_job("other", tuple(range(30)), 20))
@@ -110,7 +109,7 @@ def test_a_draft_comes_back_at_no_cost_while_nothing_runs() -> None:
     run.finish()
     policy.drafts = True
     run.turn()
-    assert run.speculation.active is cast("DraftAttachment", draft)
+    assert run.speculation.active is draft.draft
     assert Kind.CATCH_UP not in draft.kinds
     num_before = len(run.kinds)
     run.jobs.add(other := make_job("other", (1, 2), 20))
@@ -122,21 +121,21 @@ def test_a_draft_comes_back_at_no_cost_while_nothing_runs() -> None:
 def test_a_draft_that_rests_is_lost_withdrawn_and_swapped_as_another() -> None:
     for end, causes in (
         (lambda run, draft: draft.fail(), [LossCause.DIED]),
-        (lambda run, draft: run.speculation.withdraw(draft, LossCause.LEFT), [LossCause.LEFT]),
+        (lambda run, draft: run.speculation.withdraw(draft.draft, LossCause.LEFT), [LossCause.LEFT]),
         (lambda run, draft: run.offer(FakeDraft(3, 2)), [LossCause.SWAPPED]),
     ):
         run, draft, job, _ = resting_run()
         end(run, draft)
         run.finish()
         assert run.listener.causes == causes
-        assert ("let go", 2) in run.listener.events
+        assert ("gone", 2) in run.listener.events
         check(run, [job])
         assert run.speculation.resting is None
 
 
 def test_a_draft_that_hangs_while_it_rests_is_lost_when_it_is_to_come_back() -> None:
     run, _, job, policy = resting_run()
-    resting = run.speculation._resting
+    resting = run.speculation.resting
     assert resting is not None
     resting.add(10**6, catch_up(10**6))
     policy.drafts = True
@@ -152,13 +151,13 @@ def test_a_draft_that_hangs_while_it_rests_is_lost_when_it_is_to_come_back() -> 
 def test_a_draft_on_its_way_back_rests_on_if_another_comes_and_is_lost() -> None:
     run, draft, job, policy = resting_run()
     policy.drafts = True
-    run.speculation.next_part(run.plan.step, len(run.in_flight))
+    run.turn()
     second = FakeDraft(3, 2)
     run.offer(second)
     run.speculation.check()
     second.fail()
     run.speculation.check()
-    assert run.speculation.resting is cast("DraftAttachment", draft)
+    assert run.speculation.resting is draft.draft
     run.finish()
     assert ("left", 2) not in run.listener.events
     assert run.kinds[-1] is Kind.DECODE

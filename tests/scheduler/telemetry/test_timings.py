@@ -16,6 +16,7 @@ from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART, RESULT_FENC
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, PrefillChunk, Role
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.core.draft import Draft, DraftState
 from slipstream.scheduler.records import NO_SLOTS, SentStep, SlotLease, Step, StepSlots
 from slipstream.scheduler.telemetry.step_metrics import (
     DRAFT_TO_VERIFY,
@@ -72,9 +73,10 @@ class Stamps:
         self.sent: dict[int, SentStep] = {}
         self.arena = HostArena.create(SHAPE.specs(), RESULT_FENCES)
         link = cast("Link", LocalWorker(DummyDraft(describe(Role.DRAFT), 0)))
-        self.draft = DraftAttachment(
+        self.attachment = DraftAttachment(
             2, link, describe(Role.DRAFT), DraftShape(**SIZES), HostDevice(), epoch=1, log=AccessLog()
         )
+        self.draft = Draft(self.attachment)
         self.collector = StepTimings(
             HostDevice(), self.arena, SHAPE, AccessLog(), lambda timed: self.timings.append(timed()), StepRecorder()
         )
@@ -94,7 +96,7 @@ class Stamps:
     def prefill(self, number: int, start: int, end: int) -> None:
         """Draft does its prefill part."""
         self.draft.stamps[number % SHAPE.ring, PREFILL_PART] = torch.tensor([start, end])
-        self.draft.prefilled.release(number)
+        self.attachment.prefilled.release(number)
 
     def come(self, number: int, *before: tuple[int, int]) -> None:
         """The result of a step comes, with the stamps of the one before: verify's, and the same of draft's parts.
@@ -110,8 +112,8 @@ def stamps() -> Iterator[Stamps]:
     """Three rows of stamps."""
     made = Stamps()
     yield made
-    cast("LocalWorker", made.draft.link).close()
-    made.draft.close()
+    cast("LocalWorker", made.attachment.link).close()
+    made.attachment.close()
     made.arena.close()
 
 
@@ -188,9 +190,14 @@ class TestStepTimings:
         stamps.collector.collect(1)
         assert stamps.timings == []
 
-    def test_a_draft_that_was_lost_leaves_no_stamps(self, stamps: Stamps) -> None:
+    @pytest.mark.parametrize("is_lost", [False, True])
+    def test_a_draft_that_was_lost_or_is_gone_leaves_no_stamps(self, stamps: Stamps, is_lost: bool) -> None:
         stamps.send(1)
-        stamps.draft.release(1)
+        if is_lost:
+            stamps.attachment.release(1)
+        else:
+            for state in (DraftState.CATCHING_UP, DraftState.LEAVING, DraftState.LEFT):
+                stamps.draft.enter(state)
         stamps.come(1)
         stamps.send(2, PLAIN)
         stamps.come(2, (30, 60), (10, 20))

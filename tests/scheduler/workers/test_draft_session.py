@@ -22,13 +22,14 @@ from slipstream.common.wire.server import DraftSwap, SwapTerms
 from slipstream.common.wire.step import Role
 from slipstream.common.wire.worker import Attachment, DeviceMemory, WorkerDescription
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.core.draft import Draft, DraftState
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from slipstream.scheduler.records import DraftTarget
 from slipstream.scheduler.telemetry.decode_record import DecodeRecord
 from slipstream.scheduler.telemetry.metrics import DraftMetrics
 from slipstream.scheduler.workers import session
 from slipstream.scheduler.workers.attachment import DraftAttachment
 from slipstream.scheduler.workers.draft_session import DraftSession
-from slipstream.scheduler.workers.held import DraftTarget
 from slipstream.scheduler.workers.session import EpochNumbers, WorkerSession
 from slipstream.scheduler.workers.sizing import EpochSizes, Workers
 from tests.harness.waiting import block_until
@@ -102,20 +103,23 @@ class FakeLink:
 
 
 class FakeSpeculation:
-    """Never lets a draft take part, and lets it go when it is withdrawn."""
+    """Never lets a draft take part, and lets it leave when it is withdrawn."""
 
     def __init__(self) -> None:
         self.session: DraftSession
-        self.offered: list[DraftAttachment] = []
+        self.offered: list[Draft] = []
 
-    def offer(self, attachment: DraftAttachment) -> None:
+    def offer(self, draft: Draft) -> None:
         """See `Speculation.offer`."""
-        self.offered.append(attachment)
+        self.offered.append(draft)
+        draft.enter(DraftState.CATCHING_UP)
 
-    def withdraw(self, attachment: DraftAttachment, cause: LossCause) -> None:
+    def withdraw(self, draft: Draft, cause: LossCause) -> None:
         """See `Speculation.withdraw`."""
-        self.session.left(attachment, cause, "it was taken away")
-        self.session.let_go(attachment)
+        draft.enter(DraftState.LEAVING)
+        self.session.left(draft, cause, "it was taken away")
+        draft.enter(DraftState.LEFT)
+        self.session.gone(draft)
 
 
 class Drafts:
@@ -148,7 +152,13 @@ class Drafts:
         )
         arena.close()
         parts: dict[str, Any] = {"number": 1, "verify": VERIFY, "sizes": sizes, "attachment": attachment}
-        parts |= {"speculation": self.speculation, "decodes": DecodeRecord(), "policy": None, "log": AccessLog()}
+        parts |= {
+            "speculation": self.speculation,
+            "decodes": DecodeRecord(),
+            "policy": None,
+            "log": AccessLog(),
+            "measure": lambda: None,
+        }
         self.epoch = cast("Epoch", SimpleNamespace(**parts, link=verify or FakeLink(VERIFY)))
 
     def attach(self) -> None:

@@ -16,14 +16,14 @@ from slipstream.common.wire.access_log import AccessLog
 from slipstream.common.wire.layout import RESULT_FENCES, DraftShape, EpochShape
 from slipstream.common.wire.step import Role
 from slipstream.common.wire.worker import Attachment
-from slipstream.scheduler.workers.attachment import MOST_OF_ONE, DraftAttachment, Retired
+from slipstream.scheduler.workers.attachment import MOST_OF_ONE, DraftAttachment, Mapping, Retired
 from tests.harness.workers import describe
 
 
 class Held:
     """An attachment of a process that lives."""
 
-    is_superseded = was_taken = False
+    mapping = Mapping.ASKED
 
     def __init__(self, pid: int) -> None:
         self.description: Any = SimpleNamespace(pid=pid)
@@ -32,7 +32,7 @@ class Held:
     @property
     def is_gone(self) -> bool:
         """See `DraftAttachment.is_gone`."""
-        return self.is_superseded
+        return self.mapping is Mapping.RELEASED
 
     def close(self) -> None:
         """See `DraftAttachment.close`."""
@@ -51,7 +51,7 @@ def test_a_process_may_come_back_to_what_it_left_and_a_third_may_not() -> None:
     again = Held(1)
     retired.supersede(again)  # type: ignore[arg-type]
     assert not first.is_closed, "its process may have taken nothing"
-    again.was_taken = True
+    again.mapping = Mapping.TAKEN
     retired.supersede(again)  # type: ignore[arg-type]
     assert (first.is_closed, second.is_closed) == (True, False)
     retired.check(3)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from slipstream.scheduler.records import LossCause
-from slipstream.scheduler.workers import held as held_module
-from slipstream.scheduler.workers.held import Retries
+from slipstream.scheduler.workers import draft_session
+from slipstream.scheduler.workers.draft_session import Retries
 
 if TYPE_CHECKING:
     import pytest
@@ -20,7 +20,7 @@ class Clocked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         self.retries = Retries()
-        monkeypatch.setattr(held_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(draft_session, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def lost(self, cause: LossCause, after_s: float) -> float:
         """The time to the next try, for a draft that took part for so long."""

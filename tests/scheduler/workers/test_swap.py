@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from slipstream.common.wire.server import DraftSwap, SwapOutcome, SwapTerms
+from slipstream.scheduler.core.draft import Draft
 from slipstream.scheduler.core.draft_policy import DraftPolicy
+from slipstream.scheduler.records import DraftTarget
 from slipstream.scheduler.telemetry.decode_record import DecodeRecord
 from slipstream.scheduler.telemetry.decode_record import figures as figures_of
-from slipstream.scheduler.workers.held import DraftTarget, Held
 from slipstream.scheduler.workers.swap import IDLE_S, LOOK_S, Swap
 
 if TYPE_CHECKING:
@@ -25,12 +26,13 @@ NUM_STEPS = 10
 OLD, NEW, BACK = 1, 2, 3
 
 
-def held_draft(number: int, target: DraftTarget) -> Held:
+def joined_draft(number: int, target: DraftTarget) -> Draft:
     """A draft that takes part."""
-    attachment = SimpleNamespace(number=number, description=SimpleNamespace(algorithm="standalone"))
-    held = Held(cast("DraftAttachment", attachment), target)
-    held.joined_at = 0.0
-    return held
+    description = SimpleNamespace(algorithm="standalone")
+    attachment = SimpleNamespace(number=number, description=description, num_draft_tokens=target.num_draft_tokens)
+    draft = Draft(cast("DraftAttachment", attachment), target.address)
+    draft.joined_at = 0.0
+    return draft
 
 
 class FakeDrafts:
@@ -72,15 +74,14 @@ class FakeDrafts:
             sent: Any = SimpleNamespace(step=step, outcome=outcome, draft=draft, arrived_ns=self._now_ns)
             self.record.add(sent)
 
-    def attach(self, epoch: Epoch, target: DraftTarget) -> Held:
+    def attach(self, epoch: Epoch, target: DraftTarget) -> Draft:
         """See `Drafts.attach`."""
-        held = held_draft(next(self._numbers), target)
-        held.position = self.record.position
+        draft = joined_draft(next(self._numbers), target)
         assert epoch.policy is not None
-        assert epoch.policy.is_held is (held.attachment.number == NEW), "a new draft drafts until it is judged"
-        if held.attachment.number == NEW:
+        assert epoch.policy.is_held is (draft.number == NEW), "a new draft drafts until it is judged"
+        if draft.number == NEW:
             self.decode(NEW, self._accepted)
-        return held
+        return draft
 
     def want(self, target: DraftTarget | None) -> None:
         """See `Drafts.want`."""
@@ -89,7 +90,7 @@ class FakeDrafts:
         """See `Drafts.wait_for`."""
         return is_so()
 
-    def take_away(self, epoch: Epoch, *, but: Held | None = None) -> None:
+    def take_away(self, epoch: Epoch, *, but: Draft | None = None) -> None:
         """See `Drafts.take_away`."""
 
 
@@ -101,12 +102,12 @@ class BusyDrafts(FakeDrafts):
         self.now = 0.0
         self._num_looks = 0
 
-    def attach(self, epoch: Epoch, target: DraftTarget) -> Held:
+    def attach(self, epoch: Epoch, target: DraftTarget) -> Draft:
         """See `Drafts.attach`."""
         accepted, self._accepted = self._accepted, []
-        held = super().attach(epoch, target)
+        draft = super().attach(epoch, target)
         self._accepted = accepted
-        return held
+        return draft
 
     def wait_for(self, epoch: Epoch, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """See `Drafts.wait_for`. Nearly so much time passes that no step more is awaited."""
@@ -124,7 +125,7 @@ def swap(before: tuple[int, list[int]], after: tuple[int, list[int]], drafts: Fa
     drafts.decode(OLD, before[1])
     epoch = cast("Epoch", SimpleNamespace(decodes=drafts.record, policy=DraftPolicy()))
     request = DraftSwap(address="unix:/new", terms=SwapTerms(judge_steps=NUM_STEPS, rollback_below=0.7))
-    return Swap(drafts, epoch, request, held_draft(OLD, old)).run(old, DraftTarget("unix:/new", after[0]))
+    return Swap(drafts, epoch, request, joined_draft(OLD, old)).run(old, DraftTarget("unix:/new", after[0]))
 
 
 @pytest.mark.parametrize(
