@@ -198,7 +198,7 @@ class GatewayConfig(GatewaySettings, heading="Gateway"):
 
     @property
     def shard(self) -> Shard:
-        """The jobs that this gateway keeps."""
+        """Jobs that this gateway keeps."""
         return Shard(self.gateway_index, self.gateways)
 
     @property
@@ -208,7 +208,7 @@ class GatewayConfig(GatewaySettings, heading="Gateway"):
 
     @property
     def journal_path(self) -> Path | None:
-        """The journal's file; None if jobs are kept in memory alone."""
+        """The journal's file; None if jobs are kept in memory only."""
         return None if self.state_dir is None else self.state_dir / _journal_name(self.gateway_index, self.gateways)
 
     @property

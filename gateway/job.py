@@ -132,7 +132,7 @@ class Job:
             await sample.forget_tokenizer()
 
     def settle(self) -> None:
-        """Called when all of its output has come back from the journal."""
+        """Called when all of its output was read from the journal."""
         for sample in self.samples:
             sample.settle()
         self._has_started = self.num_tokens > 0

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 DEADLINE_SLACK_S = 0.05
 """A client's clock for its call started earlier than ours, by the time that the call took to arrive."""
 RETURN_S = 30.0
-"""After a restart, callers of Generate may take so long to come back before their jobs are cancelled."""
+"""Seconds after a restart in which callers of Generate may call again before their jobs are cancelled."""
 RETRY_AFTER_MS = 200
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class JobManager:
     """Jobs by their ids, for the owner who calls: see `current_owner`. Belongs to the event loop.
 
     A job's output is kept with it and every reader reads it there: the client that waits for its job takes the same
-    path as one that comes back for it. Implements the link's `Receiver`.
+    path as a client that calls again for it. Implements the link's `Receiver`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class JobManager:
         """`stream_interval_s` returns the least time between two messages of a stream; `shard` numbers the jobs.
 
         Jobs are kept in the journal's file, if there is one. Those in it are back after `begin`; a caller may then take
-        `return_s` to come back to its job. `quota` bounds each owner's tokens in flight. `on_writable`: see
+        `return_s` to call again. `quota` bounds each owner's tokens in flight. `on_writable`: see
         `Journal`.
         """
         self._link = link
@@ -125,8 +125,8 @@ class JobManager:
     def find(self, job_id: str, digest: bytes) -> Job | None:
         """Finds the job that the same request made before; None if there is none.
 
-        Raises AlreadyExistsError if another request made the job of this id, and UnavailableError while jobs come back
-        from the journal.
+        Raises AlreadyExistsError if another request made the job of this id, and UnavailableError until the journal's
+        jobs are restored.
         """
         if not job_id:
             return None
@@ -197,7 +197,7 @@ class JobManager:
         self.check_room(len(samples))
 
     def get(self, job_id: str) -> Job:
-        """The job of this id. Raises NotFoundError, and UnavailableError while jobs come back from the journal."""
+        """Returns the job of this id. Raises NotFoundError, and UnavailableError until jobs are restored."""
         self._check_complete()
         job = self._store.get(current_owner(), job_id)
         if job is None:
@@ -205,7 +205,7 @@ class JobManager:
         return job
 
     def latest(self, count: int, before: int = 0) -> list[Job]:
-        """The caller's latest jobs, at most `count`, with numbers below `before`, unless that is 0."""
+        """Returns the caller's latest jobs, at most `count`, with numbers below `before`, unless that is 0."""
         self._check_complete()
         return self._store.latest(current_owner(), count, before)
 
@@ -347,14 +347,14 @@ class JobManager:
             raise UnavailableError(message, retry_after_ms=RETRY_AFTER_MS)
 
     def _cancel_without_callers(self, jobs: Iterable[Job]) -> None:
-        """Cancels the jobs to which no caller has come back."""
+        """Cancels the jobs for which no caller has called again."""
         for job in jobs:
             if not (job.is_over or job.is_detached or job.num_callers):
                 job.left_as = DISCONNECTED
                 self._cancel(job)
 
     def _fail_all(self, error: SlipstreamError) -> None:
-        """Ends all that is alive: what came of it last is not in the journal."""
+        """Ends all that is alive: its last output is not in the journal."""
         # Some are of no job any more, and wait for an end that may be lost as well.
         for sample in self._link.samples:
             self._link.cancel(sample)

@@ -89,15 +89,15 @@ class Journal:
             self._thread.start()
 
     def accepted(self, number: int, record: bytes, output: bytes | None = None) -> None:
-        """A job begins, perhaps with output that it has already, or its record changes. Job numbers only grow."""
+        """Adds a job that begins, perhaps with output that it has, or a changed record. Job numbers only grow."""
         self._put(_Item(Accepted(number, record, output)))
 
     def outputs(self, rows: bytes, then: Callable[[], None] | None = None) -> None:
-        """Output of a step, for any number of jobs that were accepted before."""
+        """Adds the output of a step, for any number of jobs that were accepted before."""
         self._put(_Item(rows=rows, then=then))
 
     def saved(self, number: int, output: bytes, ended_ns: int | None = None) -> None:
-        """The whole output of a job that has ended (in nanoseconds since 1970), or that goes on.
+        """Adds the whole output of a job that has ended (in nanoseconds since 1970), or that goes on.
 
         Of a job that goes on: the output of every step whose `then` was called, and of none after it. Not called from a
         `then`, because others of the same commit may follow.
@@ -105,7 +105,7 @@ class Journal:
         self._put(_Item(Saved(number, output, self._next_step, ended_ns)))
 
     def forget(self, number: int) -> None:
-        """A job is kept no longer."""
+        """Removes a job."""
         self._put(_Item(Forgotten(number)))
 
     def after(self, then: Callable[[], None]) -> None:
@@ -125,7 +125,7 @@ class Journal:
             self._flushes.discard(future)
 
     async def close(self) -> None:
-        """Commits everything given so far, and closes the file. What comes later is lost."""
+        """Commits everything given so far, and closes the file. What is given later is lost."""
         self._set_writable()
         with self._changed:
             self._is_closed = True
@@ -190,7 +190,7 @@ class Journal:
     def _fail(self, cause: sqlite3.Error) -> None:
         logger.error("the journal cannot be written: %s", cause)
         error = _error_for_clients(cause)
-        # What came meanwhile is about jobs that end now, or lacks what came before.
+        # What was given meanwhile is about jobs that end now, or lacks what was given before.
         with self._changed:
             self._pending = []
             self._has_failed = False
@@ -262,7 +262,7 @@ class JobJournal(Journal):
 
     @property
     def has_jobs(self) -> bool:
-        """True until its jobs were brought back."""
+        """True until its jobs are restored."""
         return bool(self._stored)
 
     def accept(self, job: Job) -> None:

@@ -54,7 +54,7 @@ class JournalMode(enum.StrEnum):
     """The strongest failure that jobs survive."""
 
     OFF = "off"
-    """Nothing: jobs are in memory alone."""
+    """Nothing: jobs are in memory only."""
     PROCESS = "process"
     """The death of any process."""
     POWER = "power"
@@ -73,7 +73,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The output of a job so far; rows of steps from `since` on come on top, unless it has ended."""
+    """The output of a job so far; rows of steps from `since` on are added to it, unless it has ended."""
 
     number: int
     output: bytes
@@ -99,7 +99,7 @@ class StoredJob:
     number: int
     record: bytes
     since: int
-    """Rows of the steps from this one on come on top of `output`."""
+    """Rows of the steps from this one on are added to `output`."""
     ended_ns: int | None
     output: bytes | None
     """None if there was none."""
@@ -136,7 +136,7 @@ class JournalFile:
 
     @classmethod
     def open(cls, path: Path, mode: JournalMode, *, max_log_bytes: int = 8 * 2**20) -> JournalFile:
-        """Opens the file, or makes it, for this process and user alone.
+        """Opens the file, or makes it, for only this process and user.
 
         What is damaged in it is lost, which `damage` and the log say; the damaged file is kept. Raises ConfigError if
         it cannot be had, FailedPreconditionError if it is no journal, or one of a later version.
@@ -164,13 +164,13 @@ class JournalFile:
         return file
 
     def jobs(self) -> Iterator[StoredJob]:
-        """Every job, the earliest first."""
+        """Yields every job, the earliest first."""
         query = "SELECT number, record, since, ended_ns, output FROM jobs JOIN outputs USING (number) ORDER BY number"
         for row in self._database.execute(query):
             yield StoredJob(*row)
 
     def rows(self) -> Iterator[tuple[int, list[bytes]]]:
-        """For each step, its number and the rows that were committed with it, in order."""
+        """Yields for each step its number and the rows that were committed with it, in order."""
         for number, joined in self._database.execute("SELECT number, rows FROM steps ORDER BY number"):
             yield number, _split(joined)
 
@@ -204,7 +204,7 @@ class JournalFile:
         return step
 
     def has_room(self) -> bool:
-        """True if the disk takes `ROOM_BYTES`. Called on any thread."""
+        """Returns whether the disk takes `ROOM_BYTES`. Called on any thread."""
         try:
             with TemporaryFile(dir=self._directory) as file:
                 os.posix_fallocate(file.fileno(), 0, ROOM_BYTES)
@@ -231,7 +231,7 @@ class JournalFile:
                 self._log.popleft()
 
     def jobs_to_save(self) -> list[int]:
-        """The jobs that must be saved, because the rows kept for their sake take too much room."""
+        """Returns the jobs that must be saved, because the rows kept for their sake take too much room."""
         if self._log_bytes <= self._max_log_bytes:
             return []
         middle = self._log[len(self._log) // 2][0]
@@ -315,7 +315,7 @@ def _make(path: Path) -> int:
 class LastNumber:
     """The number of the last job, in a file of its own: without it, the loss of the newest jobs would not show.
 
-    It is behind the journal's own at most. What cannot be read, or written, does not count.
+    It is at most as large as the journal's own. What cannot be read, or written, does not count.
     """
 
     def __init__(self, path: Path) -> None:
@@ -437,7 +437,7 @@ def _with_checksum(*values: bytes | int | None) -> tuple[bytes | int | None, ...
 
 
 def _said(number: int) -> str:
-    """A job's number for people: it is the time of its creation in microseconds."""
+    """Returns a job's number for people: it is the time of its creation in microseconds."""
     if not number:
         return "no job"
     return f"the job of {datetime.fromtimestamp(number / 1e6, UTC):%Y-%m-%d %H:%M:%S} UTC"

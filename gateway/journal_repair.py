@@ -1,6 +1,6 @@
 """Finds what is damaged in a journal's file, and makes a whole file of the rest.
 
-Each row has a checksum of its values. SQLite checks the structure of the file, and leaves out what comes after damage
+Each row has a checksum of its values. SQLite checks the structure of the file, and leaves out what follows damage
 in its write-ahead log without a word: the log's frames say where it ended before.
 """
 
@@ -122,7 +122,7 @@ def find_damage(database: sqlite3.Connection, header: bytes) -> str:
 def rebuild(path: Path, database: sqlite3.Connection, reason: str) -> Damage:
     """Makes a whole file of what is whole in a damaged one, closes that, and keeps it beside the new one.
 
-    Output of steps is left out where any of it is damaged: what comes after a gap is of no use.
+    Output of steps is left out where any of it is damaged: what follows a gap is of no use.
     """
     found = {table: list(_read(database, table)) for table in TABLES}
     whole = {table: {values[0]: values for values, is_whole in rows if is_whole} for table, rows in found.items()}
@@ -215,7 +215,7 @@ def commits_in_log(log: bytes) -> list[int]:
 
 
 def _log_checksum(header: bytes) -> bytes:
-    """The checksum of the log's header, as SQLite makes it: over words in the order that its first byte says."""
+    """Returns the checksum of the log's header, as SQLite makes it: over words in the order that its byte 3 says."""
     order = "big" if header[3:4] == b"\x83" else "little"
     first = second = 0
     for start in range(0, len(header), 8):

@@ -60,7 +60,7 @@ def act_for(client: str, owner: str) -> None:
 
 
 def forwarded_for() -> str | None:
-    """Returns the client for whom another gateway forwarded the present call; None if it came from the client."""
+    """Returns the client for whom another gateway forwarded the present call; None if the client called."""
     return _client.get()
 
 
@@ -77,7 +77,7 @@ def key_or_client_of(context: Any) -> str:
 class KeyFile:
     """The keys of a file of lines NAME:TOKEN; empty lines and lines that begin with # do not count.
 
-    Keeps hashes of the tokens alone. Reads the file again when it has changed; if it then is wrong, the keys stay.
+    Keeps only hashes of the tokens. Reads the file again when it has changed; if it then is wrong, the keys stay.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -88,11 +88,11 @@ class Peers:
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     def channel(self, index: int) -> Any:
-        """The channel to another gateway."""
+        """Returns the channel to another gateway."""
         return self._channels[index]
 
     async def states(self) -> list[GatewayState]:
-        """All gateways, in order; one that does not answer has the process id 0."""
+        """Returns all gateways, in order; one that does not answer has the process id 0."""
         return list(await asyncio.gather(*(self._state_of(index) for index in range(self.shard.count))))
 
     async def page(self, size: int, token: str) -> generation_pb2.ListJobsResponse:
@@ -105,7 +105,7 @@ class Peers:
         if token and not (token.isascii() and token.isdigit() and len(token) < 20):
             raise InvalidArgumentError("page_token", token, "next_page_token of an answer, or nothing")
         size = size or DEFAULT_PAGE_SIZE
-        # Numbers only grow, so jobs that come or go between two calls move no other to another page.
+        # Numbers only grow, so jobs that begin or are forgotten between two calls move no other to another page.
         before = int(token) if token else 0
         lists = await asyncio.gather(
             latest_jobs(self._jobs, size + 1, before),
@@ -140,7 +140,7 @@ class Peers:
 
 
 async def latest_jobs(jobs: JobManager, count: int, before: int) -> list[tuple[int, generation_pb2.Job]]:
-    """The caller's latest jobs at this gateway, with their numbers; other calls are served meanwhile."""
+    """Returns the caller's latest jobs at this gateway, with their numbers; other calls are served meanwhile."""
     found = []
     for job in jobs.latest(count, before):
         await jobs.turns.begin()
@@ -171,7 +171,7 @@ class PeersServicer(peers_pb2_grpc.PeersServicer):
 
 
 def lost_peer(index: int, error: grpc.RpcError) -> UnavailableError | None:
-    """The error for a client if a gateway did not answer; None if it did answer, with an error of its own."""
+    """Returns the error for a client if a gateway did not answer; None if it did answer, with an error of its own."""
     if not isinstance(error_from_rpc(error), ConnectionLostError):
         return None
     return _not_there(index)
@@ -182,7 +182,7 @@ def _not_there(index: int) -> UnavailableError:
 
 
 class FromPeers(ServerInterceptor):
-    """Serves a call that another gateway forwarded as its client's. For private addresses alone: it checks no key."""
+    """Serves a call that another gateway forwarded as its client's. Only for private addresses: it checks no key."""
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         """Wraps the handler of such a call."""

@@ -54,9 +54,9 @@ class RequestLimits:
     num_draft_tokens: int = 0
     """K; 0 when nothing drafts."""
     max_samples: int = MAX_SAMPLES
-    """Samples of one request; fewer if the queue has no room for as many."""
+    """Samples of one request; fewer if the queue has less room."""
     default_max_new_tokens: int = 256
-    """For a request that names no number; fewer if the context has no room for as many."""
+    """For a request that names no number; fewer if the context has less room."""
     max_characters: int | None = None
     """A longer text has too many tokens for the context in any case; None if that is not known."""
 
@@ -67,12 +67,12 @@ class CheckedRequest:
 
     job_id: str
     digest: bytes
-    """Hash of the request as it came, before a seed was drawn: the same request has the same digest."""
+    """Hash of the request as it arrived, before a seed was drawn: the same request has the same digest."""
     samples: tuple[SequenceSpec, ...]
     stop: tuple[str, ...] = ()
     """Stop strings."""
     min_new_tokens: int = 0
-    """No stop string is completed by the text of the first so many tokens."""
+    """Number of first tokens whose text completes no stop string."""
     continues_prompt: bool = False
     """Whether the text continues the prompt's; the answer in a conversation is a text of its own."""
     shows_special: bool = False
@@ -93,7 +93,7 @@ def parse_request(
     `digest`: see `digest_of`.
     """
     params = request.sampling_params
-    # Cheap checks come before the text is tokenised.
+    # Cheap checks are made before the text is tokenised.
     sampling = _sampling(params, limits)
     stop = _stop(params)
     stop_token_ids = _stop_token_ids(params, limits)
@@ -250,7 +250,7 @@ def _min_new_tokens(
 
 
 def samples_of(spec: SequenceSpec, n: int) -> tuple[SequenceSpec, ...]:
-    """`n` sequences that differ in their seeds; the first is `spec` itself."""
+    """Returns `n` sequences that differ in their seeds; the first is `spec` itself."""
     return tuple(
         replace(spec, sampling=replace(spec.sampling, seed=sample_seed(spec.sampling.seed, index)))
         for index in range(n)
@@ -258,7 +258,7 @@ def samples_of(spec: SequenceSpec, n: int) -> tuple[SequenceSpec, ...]:
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of a sample of a job: part of the contract with clients."""
+    """Returns the seed of a sample of a job: part of the contract with clients."""
     return (seed + index * SEED_STEP) & MAX_SEED
 
 
@@ -290,7 +290,7 @@ def check_size(request: JobRequest, limits: RequestLimits) -> None:
 
 
 def read_prompt(request: JobRequest, tokenizer: PromptTokenizer, limits: RequestLimits) -> tuple[int, ...]:
-    """The prompt's token ids. Raises InvalidArgumentError naming the field that cannot be honoured."""
+    """Returns the prompt's token ids. Raises InvalidArgumentError naming the field that cannot be honoured."""
     vocab_size, context_tokens = limits.vocab_size, limits.context_tokens
     field = request.WhichOneof("prompt")
     if field is None:
@@ -316,7 +316,7 @@ def read_prompt(request: JobRequest, tokenizer: PromptTokenizer, limits: Request
 
 
 def tokenized(request: generation_pb2.TokenizeRequest, tokenizer: PromptTokenizer, limits: RequestLimits) -> list[int]:
-    """The tokens of a text or a conversation. Raises InvalidArgumentError naming the field."""
+    """Returns the tokens of a text or a conversation. Raises InvalidArgumentError naming the field."""
     if request.WhichOneof("prompt") is None:
         raise InvalidArgumentError("prompt", None, "one of text and messages")
     check_num_messages(request)

@@ -312,9 +312,9 @@ class Sample:
         return chunk
 
     def read_encoded(self, offset: int) -> bytes | None:
-        """Returns the message of all tokens from `offset` on, encoded; None where only `read` can say what comes next.
+        """Returns the message of all tokens from `offset` on, encoded; None where only `read` can say what follows.
 
-        That is so for a sample with stop strings or logprobs, at its end, and for a reader that is far behind.
+        That is so for a sample with stop strings or logprobs, at its end, and for a reader that lacks many tokens.
         """
         end = len(self.token_ids)
         if self._encoder is None or self.finish_reason is not None or not 0 < end - offset <= MAX_SHARED_TOKENS:
@@ -436,7 +436,7 @@ class Sample:
             self.error = Refusal.from_pb(message.error).error
 
     def settle(self) -> None:
-        """Called when all of its output has come back from the journal: it is not measured again."""
+        """Called when all of its output was read from the journal: it is not measured again."""
         if self.is_cut:
             # The scheduler's answer to the cut is of no interest.
             self.end(FinishReason.STOP)

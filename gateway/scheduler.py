@@ -155,7 +155,7 @@ class SchedulerLink:
                 return SchedulerDescription.from_pb(await asyncio.to_thread(self._connection.describe))
             except grpc.RpcError:
                 logger.debug("the scheduler does not describe itself", exc_info=True)
-        assert self.description is not None, "a model comes with a description"
+        assert self.description is not None, "a model has a description"
         return self.description
 
     def add(self, *samples: Sample) -> None:
@@ -173,7 +173,7 @@ class SchedulerLink:
             self._watch_outage()
 
     def check_room(self, num_sequences: int = 1) -> None:
-        """Raises ResourceExhaustedError if the queue has no room for so many more, and the error of `shut`.
+        """Raises ResourceExhaustedError if the queue has no room for `num_sequences` more, and the error of `shut`.
 
         A sequence that was cancelled takes no place, until as many are leaving as the queue has places.
         """
@@ -238,7 +238,7 @@ class SchedulerLink:
                                 raise message
                             await self._take(message, receiver)
                             # All that has arrived is taken in before readers go on, so that each gets it in one
-                            # message; but clients are served in between, also when the gateway is far behind.
+                            # message; but clients are served in between, also after a long pause.
                             if time.monotonic() - begun_at > SLICE_S:
                                 await asyncio.sleep(0)
                                 begun_at = time.monotonic()
@@ -475,7 +475,7 @@ class SchedulerStream:
     """A call of Run. Belongs to the event loop, but for `close`.
 
     A thread reads it, so that all messages that arrive while the loop is busy are there together afterwards. On the
-    loop, `grpc.aio` reads a message a turn: a gateway that is behind then falls back by seconds, not by milliseconds.
+    loop, `grpc.aio` reads a message a turn: a gateway that is late then gets later by seconds, not by milliseconds.
     """
 
     def __init__(self, stub: Any) -> None:

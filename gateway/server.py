@@ -94,7 +94,7 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         for server in servers[1:]:
             server.add_service(PEERS_NAME, peers_pb2_grpc.add_PeersServicer_to_server, PeersServicer(jobs, own_state))
         if config.vllm_engine:
-            # Its messages come with an extra.
+            # Its messages are in an extra.
             from slipstream.gateway import vllm
 
             engine = vllm.VllmEngineServicer(
@@ -204,7 +204,7 @@ def _servers(
         client_of=key_or_client_of,
     )
     if private is not None and config.gateways > 1:
-        # A call that is forwarded was counted where it came.
+        # A call that is forwarded was counted where it arrived.
         access = AccessSettings(max_calls=min(MAX_CALLS, config.max_calls * config.gateways))
         yield GrpcServer(
             private,
@@ -242,13 +242,13 @@ def _own_state(config: GatewayConfig, address: str, metrics_port: int, link: Sch
 
 
 async def _server_state(link: SchedulerLink, peers: Peers, queue: int) -> ServerState:
-    """The whole server: all gateways, and what is behind them."""
-    behind, gateways = (await link.describe()).server, await peers.states()
+    """Describes the whole server: all gateways, the scheduler and its workers."""
+    scheduler, gateways = (await link.describe()).server, await peers.states()
     return replace(
-        behind,
+        scheduler,
         queue_capacity=queue,
         num_waiting=sum(gateway.num_waiting for gateway in gateways),
-        services=(*(gateway.service for gateway in gateways), *behind.services),
+        services=(*(gateway.service for gateway in gateways), *scheduler.services),
     )
 
 

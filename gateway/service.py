@@ -189,7 +189,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                 message = f"attempt: got {attempt}, but job {request.job_id!r} is not known any more"
                 raise FailedPreconditionError(message)
             if checked is None or present is not model:
-                # Before the text is tokenised: under overload most requests come no further.
+                # Before the text is tokenised: under overload most requests get no further.
                 self._jobs.check_room()
                 model = present
                 parse = partial(parse_request, request, model.limits, model.tokenizer, self._peers.shard, digest=digest)
@@ -264,7 +264,7 @@ class TokenizeQueue:
     def __init__(
         self, executor: Executor, *, num_threads: int = NUM_THREADS, max_waiting_bytes: int = MAX_WAITING_BYTES
     ) -> None:
-        """`executor` has `num_threads` threads, for this object alone."""
+        """`executor` has `num_threads` threads, only for this object."""
         self._executor = executor
         self._num_free = num_threads
         self._max_waiting_bytes = max_waiting_bytes
@@ -303,7 +303,7 @@ class TokenizeQueue:
             self._waiting_bytes -= num_bytes
 
     def _pass_on(self) -> None:
-        """Gives a thread that is free again to the next client, and puts that one behind the others."""
+        """Gives a thread that is free again to the next client, and puts that client after the others."""
         while self._waiting:
             client, turns = self._waiting.popitem(last=False)
             turn = turns.popleft()

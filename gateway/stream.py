@@ -175,7 +175,7 @@ class JobReader:
             raise DeadlineExceededError(f"job {job.job_id!r} had {job.num_tokens} tokens at the call's deadline")
 
     def _has_end(self) -> bool:
-        """True if the end of a sample is there to be read."""
+        """Returns whether the end of a sample is there to be read."""
         return any(self._job.samples[index].is_over for index in self._unfinished)
 
     async def _wait(self, waiting: dict[asyncio.Future[None], None]) -> None:
@@ -193,7 +193,7 @@ class JobReader:
 
     @contextmanager
     def _deadline(self, timeout_s: float | None) -> Iterator[None]:
-        """One timer for all waits of the reader."""
+        """Sets one timer for all waits of the reader."""
         timer = None if timeout_s is None else self._loop.call_later(timeout_s, self._be_late)
         try:
             yield
@@ -253,7 +253,7 @@ class PendingWrites:
     """Lets a number of streams write at a time. Belongs to the event loop.
 
     gRPC reports the end of each write, and of each part of any other call, in one queue. If a thousand streams wrote at
-    the same time, a health check would wait behind them all several times.
+    the same time, a health check would wait for all of them several times.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,7 +1,7 @@
 """The text of a sample: tokens become text as they arrive, and stop strings end it.
 
 No character is sent in halves, and no token is decoded twice. The parts of a text, put together, equal the tokenizer's
-text for all tokens at once. That rules out decoding each token alone (a character may take several tokens, and the
+text for all tokens at once. That rules out decoding each token by itself (a character may take several tokens, and the
 first token may lose a space), and speed rules out decoding all tokens again. So the kind of the tokenizer's decoder
 decides, and the text of each token is cached:
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 
 MAX_WINDOW_TOKENS = 32
-"""No character takes as many tokens: bytes that are no text by then never will be."""
+"""Tokens of a window: no character takes more, and bytes that are no text by then never will be."""
 
 MAX_ROW_TOKENS = 4096
 """The most byte tokens at the end of a prompt that are decoded with an output's first ones."""
@@ -352,7 +352,7 @@ class OutputText:
         return self._present_detokenizer.push_all(token_ids)
 
     def end(self, token_id: int | None, *, is_shown: bool) -> None:
-        """Ends the text, with its last token if that came with the end; one that stops the output is not shown."""
+        """Ends the text, with its last token if that arrived with the end; a token that stops is not shown."""
         text = self._present_detokenizer.push(token_id) if token_id is not None and is_shown else ""
         text = self._certain(text + self._present_detokenizer.finish())
         if self._stops is not None:
@@ -397,7 +397,7 @@ class StopMatcher:
     """Finds the stop strings of a sample in text that arrives in parts; holds back text that may become one.
 
     The stop string that is complete first ends the text, the longest if several are complete at once: so the end
-    depends on the text alone, not on its parts.
+    depends only on the text, not on its parts.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -410,7 +410,7 @@ class StopMatcher:
         self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")
 
     def passes(self, text: str) -> bool:
-        """True if no stop string is under way or begins in the text; then it need not be pushed."""
+        """Returns whether no stop string is under way or begins in the text; then it need not be pushed."""
         return not self._held and self.matched is None and self._first.search(text) is None
 
     def push(self, text: str, *, counts: bool = True) -> str:
@@ -460,7 +460,7 @@ class _Pattern:
 
 
 def _borders(text: str) -> list[int]:
-    """For each prefix, the length of its longest proper prefix that is also its suffix."""
+    """Returns for each prefix the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(text)
     length = 0
     for end in range(1, len(text)):
@@ -504,7 +504,7 @@ def _decoder_steps(decoder: Any) -> list[dict[str, Any]]:
 
 
 def _is_piecewise(steps: list[dict[str, Any]]) -> bool:
-    """True if a piece's text depends only on whether there is one before it."""
+    """Returns whether a piece's text depends only on whether there is one before it."""
     is_fused = False
     for step in steps:
         is_fused = is_fused or step["type"] == "Fuse"
@@ -517,7 +517,7 @@ def _is_piecewise(steps: list[dict[str, Any]]) -> bool:
 
 
 def _byte_level(piece: str) -> bytes:
-    """The bytes of a piece of a byte-level vocabulary, which writes them as printable characters."""
+    """Returns the bytes of a piece of a byte-level vocabulary, which writes them as printable characters."""
     alphabet = _byte_alphabet()
     if all(character in alphabet for character in piece):
         return bytes(alphabet[character] for character in piece)

@@ -72,7 +72,7 @@ class Tokenizer:
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
-        """The text of token ids. Spaces are never cleaned up: that would change text which was sent already."""
+        """Returns the text of token ids. Spaces are never cleaned up: that would change text which was sent already."""
         assert not clean_up_tokenization_spaces, "text that was sent cannot be changed"
         text: str = self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
@@ -90,7 +90,7 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def longest_token(tokenizer: Any) -> int | None:
-    """The most characters of a text that one token stands for; None if there may be any number, or it is not known."""
+    """Returns the most characters of a text that one token stands for; None if that is unbounded, or not known."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not isinstance(backend.model, models.BPE) or not _leaves_no_text_out(backend):
         return None
@@ -99,7 +99,7 @@ def longest_token(tokenizer: Any) -> int | None:
 
 
 def _leaves_no_text_out(backend: Backend) -> bool:
-    """True if a token for a long text has a long name: nothing is unknown, and no white space is dropped."""
+    """Returns whether a token for a long text has a long name: nothing is unknown, and no white space is dropped."""
     state = _state(backend.pre_tokenizer) or {"type": "none"}
     steps = state["pretokenizers"] if state["type"] == "Sequence" else [state]
     is_whole = all(step["type"] in _WHOLE_PRE_TOKENIZERS and step.get("behavior") != "Removed" for step in steps)
@@ -154,7 +154,7 @@ def _explaining(path: Path) -> Iterator[None]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty without the file."""
+    """Returns the JSON object in a file; empty without the file."""
     if not path.is_file():
         return {}
     value = json.loads(path.read_text(encoding="utf-8"))
@@ -164,14 +164,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _is_unusual(path: Path, config: dict[str, Any]) -> bool:
-    """True if the directory has files or settings that change what transformers makes of `tokenizer.json`."""
+    """Returns whether the directory has files or settings that change what transformers makes of `tokenizer.json`."""
     if any(config.get(name) for name in _UNUSUAL_SETTINGS) or (path / "tekken.json").exists():
         return True
     return (path / "added_tokens.json").exists() and "added_tokens_decoder" not in config
 
 
 def _is_taken_as_it_is(backend: Backend, model_type: object, tokenizer_class: object) -> bool:
-    """True if transformers takes `tokenizer.json` as it is, or builds the same from its vocabulary."""
+    """Returns whether transformers takes `tokenizer.json` as it is, or builds the same from its vocabulary."""
     if _is_of_qwen2(model_type, tokenizer_class):
         return _is_qwen2(backend)
     return tokenizer_class in _PLAIN_CLASSES
@@ -182,7 +182,7 @@ def _is_of_qwen2(model_type: object, tokenizer_class: object) -> bool:
 
 
 def _is_qwen2(backend: Backend) -> bool:
-    """True if the tokenizer is what transformers' `Qwen2Tokenizer` builds of its vocabulary and merges."""
+    """Returns whether the tokenizer is what transformers' `Qwen2Tokenizer` builds of its vocabulary and merges."""
     model = backend.model
     if not isinstance(model, models.BPE) or not isinstance(backend.decoder, decoders.ByteLevel):
         return False
@@ -203,7 +203,7 @@ def _state(part: Any) -> Any:
 
 
 def _has_all_tokens(backend: Backend, config: dict[str, Any]) -> bool:
-    """True if `tokenizer.json` has all the added tokens of `config` as transformers would add them."""
+    """Returns whether `tokenizer.json` has all the added tokens of `config` as transformers would add them."""
     present = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     for number, fields in config.get("added_tokens_decoder", {}).items():
         token = present.get(fields["content"])
@@ -217,7 +217,7 @@ def _has_all_tokens(backend: Backend, config: dict[str, Any]) -> bool:
 
 
 def _special_tokens(config: dict[str, Any]) -> Iterator[str]:
-    """The special tokens that a configuration names."""
+    """Yields the special tokens that a configuration names."""
     values: list[Any] = [value for name, value in config.items() if name.endswith("_token")]
     for name in _SPECIAL_LISTS:
         given = config.get(name) or []
@@ -229,7 +229,7 @@ def _special_tokens(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _chat_template(path: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
-    """The templates of a directory, as transformers finds them: files come before the configuration."""
+    """Returns the templates of a directory, as transformers finds them: files count before the configuration."""
     files = {"default": path / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
     found = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}

@@ -92,7 +92,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         self._started_at = time.monotonic()
 
     async def Generate(self, request: vllm_engine_pb2.GenerateRequest, context: Any) -> None:
-        """Streams the output as it comes, or sends it at the end of each sample."""
+        """Streams the output as it arrives, or sends it at the end of each sample."""
         with naming_their_fields():
             with suppress(UnavailableError, FailedPreconditionError):
                 # Before any work that grows with the length.
@@ -243,7 +243,7 @@ class VllmAnswer:
     """Turns the chunks of a job into their answers, one job's each.
 
     A stream has a message for each chunk, and one for the end of each sample. Without a stream there is only the last,
-    with the whole output of the sample; they come together, in the order of the samples, when all have ended.
+    with the whole output of the sample; they are sent together, in the order of the samples, when all have ended.
     """
 
     def __init__(self, *, prompt_tokens: int, is_stream: bool) -> None:
