@@ -104,8 +104,8 @@ class LocalLink:
 
     def read_records(self, from_step: int) -> HostRecords:
         """See `Link.read_records`. The scheduler's look at the clock is this process's, too."""
-        recorder = self._engine.recorder
-        return HostRecords(recorder.epoch, tuple(recorder.since(from_step)), None)
+        log = self._engine.log
+        return HostRecords(log.epoch, tuple(log.since(from_step)), None)
 
     def detach(self, *, drain: bool) -> bool:
         if drain and self.failure is None:
@@ -148,7 +148,7 @@ async def run_in_process(config: InProcessSettings, listener: Listener, metrics_
 
 
 def _engines(config: InProcessSettings, device: Device, stream: Any) -> dict[Role, Engine]:
-    from slipstream.common.wire.access_log import AccessLog
+    from slipstream.common.wire.events import EventLog
     from slipstream.services.worker.engine import Engine
     from slipstream.services.worker.factory import make_draft, make_verify
     from slipstream.services.worker.server import end_at_once
@@ -157,7 +157,7 @@ def _engines(config: InProcessSettings, device: Device, stream: Any) -> dict[Rol
     if config.draft is not None:
         roles.append(make_draft(config.draft, device, 0))
     make_engine = partial(Engine, refuses_waits=config.verify.debug_sync, on_stuck=end_at_once)
-    return {role.description.role: make_engine(role, device, stream, AccessLog()) for role in roles}
+    return {role.description.role: make_engine(role, device, stream, EventLog()) for role in roles}
 
 
 def main(arguments: list[str] | None = None) -> None:

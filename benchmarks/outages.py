@@ -17,7 +17,7 @@ from slipstream.benchmarks.stack import FAULTS, SERVICES, UpServer, bundled_opti
 from slipstream.benchmarks.streams import Streams, in_ms
 from slipstream.common.settings import setting
 from slipstream.scheduler.core.speculation import LEAST_TIMEOUT_CPU_S, LEAST_TIMEOUT_GPU_S
-from slipstream.scheduler.telemetry.step_metrics import STEP_SECONDS
+from slipstream.scheduler.telemetry.metrics import STEP_SECONDS
 
 if TYPE_CHECKING:
     from pathlib import Path

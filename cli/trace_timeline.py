@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from slipstream.common.wire.recorder import Site
+from slipstream.common.wire.events import Site
 from slipstream.common.wire.step import FenceName, Role, WaitPlace
-from slipstream.scheduler.telemetry.step_metrics import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
+from slipstream.scheduler.telemetry.metrics import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from slipstream.common.wire.recorder import Record
+    from slipstream.common.wire.events import Event
     from slipstream.common.wire.trace import ClockSample, Trace, TracedStep
 
 FENCES = {
@@ -42,8 +42,13 @@ _LOOP = {
     Site.TAKE_IN: "take in",
     Site.IDLE: "idle after",
     Site.HOLD: "hold back during",
+    Site.DRAFT_BACKLOG: "wait for the draft before",
+    Site.ACKNOWLEDGEMENT: "wait for the acknowledgement of",
 }
-_LOOP_KINDS = {Site.WAIT: WAIT, Site.IDLE: IDLE, Site.HOLD: IDLE}
+_HOST = {Site.RECEIVE: "receive", Site.ENQUEUE: "enqueue", Site.STAGING: "wait for the device before"}
+_KINDS = dict.fromkeys((Site.WAIT, Site.DRAFT_BACKLOG, Site.ACKNOWLEDGEMENT, Site.STAGING), WAIT) | dict.fromkeys(
+    (Site.IDLE, Site.HOLD), IDLE
+)
 _REQUEST = {Site.TOKENISE: "tokenise", Site.SUBMIT: "submit", Site.FIRST_TOKEN: "first token"}
 _EDGES = {
     VERIFY_TO_DRAFT: "bubble verify → draft",
@@ -177,15 +182,15 @@ class Timeline:
         details = {step.step: _details(step) for step in self._steps}
         for site, step, begin, end in self._records["scheduler"]:
             if site in _LOOP:
-                kind, name = _LOOP_KINDS.get(site, HOST), f"{_LOOP[site]} {step}"
+                kind, name = _KINDS.get(site, HOST), f"{_LOOP[site]} {step}"
                 self._host[Lane.LOOP, site, step] = self._add(Lane.LOOP, kind, name, begin, end, details.get(step, {}))
 
     def _add_host(self, role: Role) -> None:
         lane = _HOSTS[role]
         for site, step, begin, end in self._records[role.value]:
-            if site in (Site.RECEIVE, Site.ENQUEUE):
-                name = f"{site.name.lower()} {step}"
-                self._host[lane, site, step] = self._add(lane, HOST, name, begin, end, {"step": step})
+            if site in _HOST:
+                kind, name = _KINDS.get(site, HOST), f"{_HOST[site]} {step}"
+                self._host[lane, site, step] = self._add(lane, kind, name, begin, end, {"step": step})
 
     def _add_kernels(self, role: Role) -> None:
         """Adds a stream's work by its stamps. A drafter may stamp anything: impossible times are left out or cut."""
@@ -282,7 +287,7 @@ class Timeline:
 
     def _add_requests(self, process_number: int, name: str, earliest_ns: int, latest_ns: int) -> None:
         """Adds a gateway's requests that overlap this time, each in the first row that is free."""
-        requests: dict[int, list[Record]] = {}
+        requests: dict[int, list[Event]] = {}
         for record in self._records[name]:
             if record.site in _REQUEST:
                 requests.setdefault(record.step, []).append(record)
@@ -320,7 +325,7 @@ class Timeline:
 
 
 def _bubbles(verify_end: int, all_end: int, verify: Slice, draft: Slice | None) -> Iterable[tuple[str, int, int]]:
-    """Bubbles as `scheduler/telemetry/step_metrics.py` defines them.
+    """Bubbles as `scheduler/telemetry/metrics.py` defines them.
 
     `verify_end`: when verify ended the step before; `all_end`: end of all work in the steps before. `draft`: its decode
     part, if verify waits for that at its start.

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.rpc import metrics as common_metrics
 from slipstream.common.rpc.metrics import MetricKind
+from slipstream.common.wire.events import WORKER_STALLS
 from slipstream.gateway import metrics as gateway_metrics
-from slipstream.scheduler.telemetry import metrics, step_metrics
+from slipstream.scheduler.telemetry import metrics
 from slipstream.scheduler.workers import heartbeats
-from slipstream.services.worker.host_stalls import STALL_SITES
 
 if TYPE_CHECKING:
     from slipstream.common.rpc.metrics import MetricSpec
@@ -43,7 +43,7 @@ CATALOGUE = (
         "synchronisation. The scheduler has them for all services, so that their labels match. For consecutive steps, "
         "`wall = busy draft + busy verify + bubbles`; where prompts come in on a CPU, draft and verify work at once, "
         "and the busy times are more than that.",
-        step_metrics.SPECS,
+        metrics.STEP_SPECS,
     ),
     Section("Requests", "What clients get. On the gateway's endpoint.", gateway_metrics.SPECS, GATEWAY),
     Section("Server", "What it is and how full it is. On the scheduler's endpoint.", metrics.SERVER_SPECS),
@@ -90,9 +90,9 @@ LABELS = {
     "edge": "between which works the time was lost: `verify_to_draft`, `draft_to_verify`, or `verify_to_verify` in "
     "steps without a draft in their path",
     "site": "where a host thread was blocked. The scheduler's loop: "
-    + ", ".join(f"`{site}`" for site in step_metrics.SITES)
+    + ", ".join(f"`{site}`" for site in metrics.SITES.values())
     + ". A worker's device thread: "
-    + ", ".join(f"`{site}`" for site in STALL_SITES),
+    + ", ".join(f"`{site.name.lower()}`" for site in WORKER_STALLS),
 }
 
 TAIL = """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.registry import Collector
 
 from slipstream.common.rpc.metrics import BUILD_INFO, counter, gauge, histogram
-from slipstream.common.wire.recorder import Record, Site
+from slipstream.common.wire.events import Event, Site
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -115,13 +115,13 @@ class RequestTimes:
     first_sent_ns: int = 0
     """When its first token was sent to a client."""
 
-    def records(self, number: int) -> Iterator[Record]:
+    def records(self, number: int) -> Iterator[Event]:
         """Yields what has happened to the request of a job's number."""
-        yield Record(Site.TOKENISE, number, self.received_ns, self.tokenised_ns)
+        yield Event(Site.TOKENISE, number, self.received_ns, self.tokenised_ns)
         if self.submitted_ns:
-            yield Record(Site.SUBMIT, number, self.tokenised_ns, self.submitted_ns)
+            yield Event(Site.SUBMIT, number, self.tokenised_ns, self.submitted_ns)
             if self.first_sent_ns:
-                yield Record(Site.FIRST_TOKEN, number, self.submitted_ns, self.first_sent_ns)
+                yield Event(Site.FIRST_TOKEN, number, self.submitted_ns, self.first_sent_ns)
 
 
 class TimesOfRequests:
@@ -137,7 +137,7 @@ class TimesOfRequests:
         if len(self._requests) > self._capacity:
             self._requests.popitem(last=False)
 
-    def records(self, owner: str, from_number: int = 0) -> Iterator[Record]:
+    def records(self, owner: str, from_number: int = 0) -> Iterator[Event]:
         """Yields what has happened to an owner's requests, or to all if it is empty, from a job's number on."""
         for number, (owner_of, times) in self._requests.items():
             if number >= from_number and owner in ("", owner_of):

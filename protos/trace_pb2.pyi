@@ -24,6 +24,11 @@ class TraceSite(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRACE_SITE_FIRST_TOKEN: _ClassVar[TraceSite]
     TRACE_SITE_HOLD: _ClassVar[TraceSite]
     TRACE_SITE_PREFILL: _ClassVar[TraceSite]
+    TRACE_SITE_DRAFT_BACKLOG: _ClassVar[TraceSite]
+    TRACE_SITE_ACKNOWLEDGEMENT: _ClassVar[TraceSite]
+    TRACE_SITE_ATTACH: _ClassVar[TraceSite]
+    TRACE_SITE_STAGING: _ClassVar[TraceSite]
+    TRACE_SITE_DRAIN: _ClassVar[TraceSite]
 TRACE_SITE_UNSPECIFIED: TraceSite
 TRACE_SITE_SEND: TraceSite
 TRACE_SITE_RESULT: TraceSite
@@ -38,6 +43,11 @@ TRACE_SITE_SUBMIT: TraceSite
 TRACE_SITE_FIRST_TOKEN: TraceSite
 TRACE_SITE_HOLD: TraceSite
 TRACE_SITE_PREFILL: TraceSite
+TRACE_SITE_DRAFT_BACKLOG: TraceSite
+TRACE_SITE_ACKNOWLEDGEMENT: TraceSite
+TRACE_SITE_ATTACH: TraceSite
+TRACE_SITE_STAGING: TraceSite
+TRACE_SITE_DRAIN: TraceSite
 
 class TraceRequest(_message.Message):
     __slots__ = ("steps", "wait_ms")

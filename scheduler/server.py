@@ -11,28 +11,35 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from prometheus_client.registry import Collector
+
 from slipstream.common.device.choose import choose_device
 from slipstream.common.errors import ConfigError, SlipstreamError
 from slipstream.common.host import yield_to_streams
 from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.rpc.address import SAME_HOST, UnixAddress, parse_address
 from slipstream.common.rpc.logs import escaped
-from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
+from slipstream.common.rpc.metrics import BUILD_INFO, RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
-from slipstream.common.wire.access_log import make_log_directory
+from slipstream.common.wire.events import make_log_directory
 from slipstream.common.wire.server import SchedulerDescription, SchedulerState, ServerState, ServiceState
 from slipstream.protos import scheduler_pb2_grpc, trace_pb2_grpc
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.servicer import MAX_RECEIVE_BYTES, SERVICE_NAME, SchedulerServicer
-from slipstream.scheduler.telemetry.metrics import ServerMetrics
+from slipstream.scheduler.telemetry import metrics
 from slipstream.scheduler.telemetry.timeline import SERVICE_NAME as TIMELINE
 from slipstream.scheduler.telemetry.timeline import TimelineServicer
 from slipstream.scheduler.workers.session import FINAL_ERRORS, WorkerSession
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from prometheus_client import CollectorRegistry, Metric
+
     from slipstream.common.device.interface import Device
     from slipstream.common.rpc.listener import Listener
+    from slipstream.common.rpc.metrics import MetricSpec
     from slipstream.common.wire.server import DraftSwap, SwapOutcome
     from slipstream.common.wire.worker import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
@@ -226,3 +233,42 @@ def _service(worker: WorkerDescription, address: str) -> ServiceState:
         device=worker.device,
         shared_weight_bytes=worker.shared_weight_bytes,
     )
+
+
+class ServerMetrics(Collector):
+    """Makes its metrics anew at each scrape, so none of an older epoch stays. Has none before the first epoch."""
+
+    def __init__(self, registry: CollectorRegistry, *, epoch: Callable[[], Epoch | None]) -> None:
+        """`epoch` returns the current epoch, or the last one; None before the first."""
+        self._epoch = epoch
+        registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        """Returns the families without values: registering needs no epoch."""
+        return [spec.family() for spec in (BUILD_INFO, *metrics.SERVER_SPECS)]
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector.collect`; called on the scraper's thread."""
+        epoch = self._epoch()
+        if epoch is None:
+            return []
+        verify, sizes, pages = epoch.verify, epoch.sizes.batch, epoch.batch.pages
+        build = ("scheduler", version("slipstream-serve"), verify.model, verify.device, *epoch.labels)
+        # A drafter without a KV cache has no pool.
+        pools = [worker for worker in (verify, epoch.draft) if worker is not None and worker.kv_bytes_per_token]
+        values: dict[MetricSpec, dict[tuple[str, ...], float]] = {
+            BUILD_INFO: {build: 1},
+            metrics.EPOCH: {(): epoch.number},
+            metrics.RUN_AHEAD: {(): sizes.run_ahead},
+            metrics.NUM_DRAFT_TOKENS: {(): epoch.num_draft_tokens},
+            metrics.SLOTS: {(): epoch.batch.slots.num_slots},
+            metrics.KV_PAGES: {(pool.role.value,): pages.num_pages for pool in pools},
+            metrics.KV_PAGES_USED: {(pool.role.value,): pages.num_pages - pages.num_free for pool in pools},
+            metrics.KV_PAGE_BYTES: {(pool.role.value,): pool.kv_bytes_per_token * sizes.page_tokens for pool in pools},
+        }
+        families = []
+        for spec, by_labels in values.items():
+            families.append(spec.family())
+            for labels, value in by_labels.items():
+                families[-1].add_metric(labels, value)
+        return families

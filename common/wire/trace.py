@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.wire.events import Event, Site
 from slipstream.common.wire.messages import Readers, decode, encode
-from slipstream.common.wire.recorder import Record, Site
 from slipstream.common.wire.step import FenceName, FenceWait, WaitPlace
 from slipstream.protos import trace_pb2
 
@@ -99,7 +99,7 @@ class TracedProcess:
     """ "scheduler", "draft" or "verify", or the name of a gateway."""
     pid: int
     model: str = ""
-    records: tuple[Record, ...]
+    records: tuple[Event, ...]
 
     @classmethod
     def from_pb(cls, message: trace_pb2.TracedProcess) -> TracedProcess:
@@ -142,7 +142,7 @@ class HostRecords:
     """The records of a worker, and its sample of the clock of the stamps."""
 
     epoch: int
-    records: tuple[Record, ...]
+    records: tuple[Event, ...]
     clock: ClockSample | None
 
     def to_pb(self) -> trace_pb2.ReadRecordsResponse:
@@ -157,6 +157,6 @@ _clock_sample = partial(decode, ClockSample)
 _SITES = frozenset(int(site) for site in Site)
 
 
-def _records(messages: Iterable[trace_pb2.TraceRecord]) -> tuple[Record, ...]:
+def _records(messages: Iterable[trace_pb2.TraceRecord]) -> tuple[Event, ...]:
     """Leaves out records of sites that only a newer server has."""
-    return tuple(decode(Record, message, {"site": Site}) for message in messages if message.site in _SITES)
+    return tuple(decode(Event, message, {"site": Site}) for message in messages if message.site in _SITES)

@@ -8,12 +8,12 @@ from slipstream.common.rpc.metrics import BUILD_INFO, HOST_STALL_SECONDS
 from slipstream.deploy.grafana.frame import framed
 from slipstream.deploy.grafana.panels import bars, graph, heat_map, listing, numbers
 from slipstream.deploy.grafana.queries import Query, over, rate, series, total
-from slipstream.scheduler.telemetry.metrics import RUN_AHEAD
-from slipstream.scheduler.telemetry.step_metrics import (
+from slipstream.scheduler.telemetry.metrics import (
     BUBBLE_SECONDS,
     BUSY_SECONDS,
     DRAFT_TO_VERIFY,
     OVERLAP_EFFICIENCY,
+    RUN_AHEAD,
     STEP_SECONDS,
     VERIFY_TO_DRAFT,
     VERIFY_TO_VERIFY,

@@ -25,12 +25,15 @@ from slipstream.gateway.metrics import (
     RUNNING,
     WAITING,
 )
-from slipstream.scheduler.telemetry.metrics import KV_PAGE_BYTES, KV_PAGES, KV_PAGES_USED, SLOTS
-from slipstream.scheduler.telemetry.step_metrics import (
+from slipstream.scheduler.telemetry.metrics import (
+    KV_PAGE_BYTES,
+    KV_PAGES,
+    KV_PAGES_USED,
     NOT_FINITE,
     PREEMPTIONS,
     PREFIX_HIT_TOKENS,
     PREFIX_QUERY_TOKENS,
+    SLOTS,
 )
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ from slipstream.deploy.grafana.overlap import DECODE
 from slipstream.deploy.grafana.panels import bars, graph, numbers
 from slipstream.deploy.grafana.queries import Query, over, rate, series, total
 from slipstream.gateway.metrics import GENERATION_TOKENS
-from slipstream.scheduler.telemetry.metrics import NUM_DRAFT_TOKENS
-from slipstream.scheduler.telemetry.step_metrics import (
+from slipstream.scheduler.telemetry.metrics import (
     ACCEPTED_PER_POSITION,
     ACCEPTED_TOKENS,
     BUSY_SECONDS,
     DECODE_STEPS,
     DRAFT_TOKENS,
     DRAFTS,
+    NUM_DRAFT_TOKENS,
     RESTS,
     STEP_SECONDS,
 )

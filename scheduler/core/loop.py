@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
-from slipstream.common.wire.recorder import Site
+from slipstream.common.wire.events import Site
 from slipstream.common.wire.step import DRAFT_FENCES, FenceName
 from slipstream.scheduler.core.pace import Pace
 from slipstream.scheduler.core.plan import consume, initial_state, plan_step, with_draft
@@ -241,11 +241,11 @@ class StepLoop:
         while (backlog := self._speculation.backlog(bound)) is not None:
             self._hand_out()
             draft, oldest = backlog
-            fence, started = draft.attachment.fence(oldest.fence), time.monotonic()
+            fence, begun_ns = draft.attachment.fence(oldest.fence), time.monotonic_ns()
             while draft is self._speculation.active and not fence.wait_on_host(oldest.value, WATCH_S):
                 self._check_verify()
-                self._speculation.watch(draft, oldest, started)
-            self._observer.on_backlog(time.monotonic() - started)
+                self._speculation.watch(draft, oldest, begun_ns / 1e9)
+            self._observer.stall(Site.DRAFT_BACKLOG, step, begun_ns, time.monotonic_ns())
         self._observer.collect(bound, is_last_chance=True)
 
     def _check_progress(self, sent: SentStep) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.errors import FutureMapError
-from slipstream.common.wire.access_log import LogOp
+from slipstream.common.wire.events import LogOp
 from slipstream.common.wire.job import TokenLogprobs
 from slipstream.common.wire.layout import NOT_FINITE, BufferName
 from slipstream.common.wire.step import FenceName
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slipstream.common.device.interface import Arena, Look
-    from slipstream.common.wire.access_log import AccessLog
+    from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.layout import EpochShape
     from slipstream.scheduler.records import Step
 
@@ -34,7 +34,7 @@ _LOGPROBS = (BufferName.OUTPUT_LOGPROBS, BufferName.TOP_TOKENS, BufferName.TOP_L
 class ResultReader:
     """Reads the rows of the ring after publish."""
 
-    def __init__(self, arena: Arena, shape: EpochShape, log: AccessLog, *, is_debug: bool = False) -> None:
+    def __init__(self, arena: Arena, shape: EpochShape, log: EventLog, *, is_debug: bool = False) -> None:
         """`arena`: its tensors are the host's.
 
         `is_debug`: verify marks the lengths in rows that no step has published, and they are looked at.

@@ -53,7 +53,7 @@ class DecodeRecord:
         self._num_added = 0
         self.num_drafting_none = 0
         """Steps that drafted none, though there is a draft. They are not kept."""
-        self._landed_ns: int | None = None
+        self._arrived_ns: int | None = None
         self._longest_gap_ns = 0
         self._had_chunks = False
         """True if the last step took in prompts."""
@@ -61,7 +61,7 @@ class DecodeRecord:
     def add(self, sent: SentStep) -> DecodedStep | None:
         """Adds the outcome of a step and returns it; of a prefill only its time counts, and there is none."""
         step, outcome = sent.step, sent.outcome
-        before, self._landed_ns = self._landed_ns, sent.arrived_ns
+        before, self._arrived_ns = self._arrived_ns, sent.arrived_ns
         gap_ns = 0 if before is None else sent.arrived_ns - before
         self._longest_gap_ns = max(self._longest_gap_ns, gap_ns)
         has_prompts, self._had_chunks = bool(step.chunks) or self._had_chunks, bool(step.chunks)
@@ -83,9 +83,9 @@ class DecodeRecord:
         self._num_added += 1
         return decoded
 
-    def idle(self) -> None:
-        """Nothing runs: the time until the next step counts as no pause."""
-        self._landed_ns = None
+    def on_idle(self) -> None:
+        """Counts the time until the next step as no pause."""
+        self._arrived_ns = None
 
     @property
     def position(self) -> int:

@@ -1,34 +1,47 @@
 """Observes the steps of an epoch: for traces, metrics, the comparison of two drafts, and the policy of drafting.
 
 The loop says that a step was sent, that its result arrived, and that nothing runs. What the workers do not wait for is
-counted after the next step's commands have been sent.
+counted after the next step's commands have been sent. The time of a step is in the stamps that the workers leave in
+the arena.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
-from slipstream.scheduler.telemetry.step_metrics import (
-    DRAFT_BACKLOG,
-    DRAFTED,
-    DRAFTED_NONE,
-    PLAIN,
-    RESTING,
-    RESULT,
-)
+from slipstream.common.errors import RETRY_AFTER_MS, UnavailableError
+from slipstream.common.wire.events import Event, LogOp, Site
+from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART, BufferName
+from slipstream.common.wire.step import FenceName, Role
+from slipstream.common.wire.trace import MAX_STEPS, TracedStep
+from slipstream.scheduler.telemetry.metrics import DRAFTED, DRAFTED_NONE, PLAIN, RESTING, phase_of, time_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import torch
 
+    from slipstream.common.device.interface import Arena, Device
+    from slipstream.common.wire.events import EventLog
+    from slipstream.common.wire.layout import EpochShape
+    from slipstream.common.wire.step import FenceOps
     from slipstream.scheduler.core.draft_policy import DraftPolicy
-    from slipstream.scheduler.records import SentStep, StepResult
+    from slipstream.scheduler.records import Interval, SentStep, StepDraft, StepResult
     from slipstream.scheduler.telemetry.decode_record import DecodeRecord
-    from slipstream.scheduler.telemetry.step_metrics import StepMetrics
-    from slipstream.scheduler.telemetry.timings import StepRecorder, StepTimings
+    from slipstream.scheduler.telemetry.metrics import StepMetrics
+
+    _Sizes = tuple[int, int, int, int]
+    """Of a step: sequences that it decodes, chunks of prompts, most draft tokens of a sequence, and prompt tokens."""
+    _CompleteStep = tuple[int, _Sizes, FenceOps | None, FenceOps, Interval, Interval | None, Interval | None]
 
 TIDY_STEPS = 32
 """Steps that are counted together: what each touches then comes from memory once, not once a step."""
+RESOLUTION_NS = 10**6
+"""Coarsest resolution of a GPU's clock, in nanoseconds."""
+LONGEST_STEP_NS = 600 * 10**9
+"""Longest plausible time of a step, in nanoseconds; stamps beyond it are left out."""
+KEPT_STEPS = MAX_STEPS + 64
+"""Steps that are kept for traces."""
 
 
 class StepObserver:
@@ -36,62 +49,59 @@ class StepObserver:
 
     def __init__(
         self,
-        timings: StepTimings,
-        recorder: StepRecorder,
+        log: EventLog,
+        times: StepTimes,
+        trace: StepTrace,
         metrics: StepMetrics,
         decodes: DecodeRecord,
         policy: DraftPolicy | None,
     ) -> None:
         """`policy`: is told how long steps take, and how many tokens they add."""
-        self._timings = timings
-        self._recorder = recorder
+        self._log = log
+        self._times = times
+        self._trace = trace
         self._metrics = metrics
         self._decodes = decodes
         self._policy = policy
-        self.add = recorder.add
-        """Adds an activity of the loop to the trace: its site, step, begin and end."""
-        self.collect = timings.collect
+        self.add = log.add
+        """Adds an event of the loop: its site, step, begin and end."""
+        self.stall = log.stall
+        """Adds an event in which the loop was blocked."""
+        self.collect = times.collect
         """Reads the stamps of steps up to this one that are there by now."""
         self._arrived_ns = 0
         """When the last result arrived that was counted."""
-        self._uncounted: Callable[[], None] | None = None
-        """Counts the last result."""
+        self._uncounted: SentStep | None = None
+        """The last step whose result arrived, until it is counted."""
         self._num_untidied = 0
 
     def on_sent(self, sent: SentStep) -> None:
         """Called when the commands of a step have been sent."""
-        self._recorder.sent(sent)
-        self._timings.sent(sent)
-        self._count()
+        number = self._trace.last_sent = sent.step.number
+        self._log.add(Site.SEND, number, sent.decided_ns, sent.sent_ns)
+        self._times.on_sent(sent)
+        self.count()
 
     def on_result(self, sent: SentStep, result: StepResult) -> None:
         """Called when the loop has applied the result of a step."""
-        self._count()
-        self._metrics.host_stalled(RESULT, (sent.arrived_ns - sent.wait_ns) / 1e9)
-        self._timings.came(sent, result.stamps_before)
-        self._recorder.consumed(sent)
-        self._uncounted = partial(self._count_step, sent)
+        self.count()
+        self._log.stall(Site.WAIT, sent.step.number, sent.wait_ns, sent.arrived_ns)
+        self._log.add(Site.TAKE_IN, sent.step.number, sent.arrived_ns, sent.applied_ns)
+        self._times.on_result(sent, result.stamps_before)
+        self._uncounted = sent
 
     def on_idle(self) -> None:
         """Called when nothing runs: the time until the next step belongs to none."""
-        self._count()
-        self._timings.idle()
-        self._decodes.idle()
+        self.count()
+        self._times.on_idle()
+        self._decodes.on_idle()
 
-    def on_backlog(self, seconds: float) -> None:
-        """Called after the loop had to wait for a draft that was a whole ring of steps late."""
-        self._metrics.host_stalled(DRAFT_BACKLOG, seconds)
-
-    def close(self) -> None:
-        """Counts what is left: the epoch is over."""
-        self._count()
-
-    def _count(self) -> None:
-        """Counts the last result, if that was not done yet."""
-        count, self._uncounted = self._uncounted, None
-        if count is None:
+    def count(self) -> None:
+        """Counts the last result, if that was not done yet; called once more when the epoch is over."""
+        sent, self._uncounted = self._uncounted, None
+        if sent is None:
             return
-        count()
+        self._count_step(sent)
         self._num_untidied += 1
         if self._num_untidied == TIDY_STEPS:
             self._num_untidied = 0
@@ -101,16 +111,17 @@ class StepObserver:
         """Counts a step, and tells the policy of one that says something of drafted or of plain steps."""
         step, outcome, policy = sent.step, sent.outcome, self._policy
         before_ns, self._arrived_ns = self._arrived_ns, sent.arrived_ns
-        self._metrics.drafted(outcome.num_accepted, outcome.is_speculating, step.most_draft_tokens)
         decoded = self._decodes.add(sent)
         if policy is not None and step.is_prefill:
             seconds = (sent.arrived_ns - max(sent.sent_ns, before_ns)) / 1e9
             policy.take_in_prompts(seconds, step.num_prompt_tokens, is_drafted=sent.draft is not None)
+        is_drafted = decoded is not None and decoded.attachment != 0
+        skips_drafting = step.is_kept and not step.most_draft_tokens
+        plain_mode = DRAFTED_NONE if skips_drafting else RESTING if sent.is_resting else PLAIN
+        mode = "" if decoded is None else DRAFTED if is_drafted else plain_mode
+        self._metrics.decoded(mode, outcome.num_accepted, outcome.is_speculating, step.most_draft_tokens)
         if decoded is None:
             return
-        is_drafted, skips_drafting = decoded.attachment != 0, step.is_kept and not step.most_draft_tokens
-        plain_mode = DRAFTED_NONE if skips_drafting else RESTING if sent.is_resting else PLAIN
-        self._metrics.decoded(DRAFTED if is_drafted else plain_mode)
         if policy is not None and (is_drafted or skips_drafting or sent.draft is None):
             policy.take_in(
                 decoded.gap_ns / 1e9,
@@ -120,3 +131,213 @@ class StepObserver:
                 num_prompt_tokens=step.num_prompt_tokens,
                 has_guesses=not skips_drafting,
             )
+
+
+class StepTimes:
+    """Takes in the stamps of each step, one step late.
+
+    As a rule they come with the next step's result. Those of draft's prefill part may come later: they are read from
+    its own memory once it has signalled.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        arena: Arena,
+        shape: EpochShape,
+        log: EventLog,
+        metrics: StepMetrics,
+        trace: StepTrace,
+    ) -> None:
+        """`trace` is told the stamps of each step, in order, and `metrics` how they are taken apart."""
+        self._device = device
+        self._ring = shape.ring
+        self._log = log
+        self._metrics = metrics
+        self._trace = trace
+        self._verify_stamps = arena.tensor(BufferName.VERIFY_STAMPS)
+        self._draft_stamps = arena.tensor(BufferName.DRAFT_STAMPS)
+        self._unread: deque[SentStep] = deque()
+        self._is_idle = True
+        self._last_result = 0
+        """The last step whose result arrived: verify has stamped those before it."""
+        self._before: Interval = (0, 0)
+
+    def on_sent(self, sent: SentStep) -> None:
+        """Notes a step whose stamps are to be read."""
+        sent.is_first = self._is_idle
+        self._unread.append(sent)
+        self._is_idle = False
+
+    def on_idle(self) -> None:
+        """Leaves out the time until the next step."""
+        self._is_idle = True
+
+    def on_result(self, sent: SentStep, stamps_before: tuple[Interval, ...]) -> None:
+        """Takes in the stamps of the step before, which come with the result of `sent`: verify's and draft's.
+
+        Verify's are complete, and so are those of draft's decode part. Those of its prefill part are if verify has
+        waited for a later part of draft by then: in this step.
+        """
+        number = self._last_result = sent.step.number
+        if self._unread and self._unread[0].step.number < number - 1:
+            self.collect(number - 2)
+        if not self._unread or self._unread[0].step.number != number - 1:
+            return
+        has_decoded, has_prefilled = _parts(self._unread[0])
+        if has_prefilled and not sent.step.is_kept:
+            self.collect(number - 1)
+            return
+        verify, decoded, prefilled = stamps_before
+        self._log_reads(number - 1, has_decoded=has_decoded, has_prefilled=has_prefilled)
+        self._take(verify, decoded if has_decoded else None, prefilled if has_prefilled else None)
+
+    def collect(self, up_to_step: int, *, is_last_chance: bool = False) -> None:
+        """Reads the stamps of steps up to this one that are there by now.
+
+        `is_last_chance`: the next step overwrites verify's. Then those of draft's prefill part are left out where they
+        are not there.
+        """
+        while self._unread and self._unread[0].step.number <= min(up_to_step, self._last_result - 1):
+            sent = self._unread[0]
+            number, row = sent.step.number, sent.step.number % self._ring
+            has_decoded, has_prefilled = _parts(sent)
+            prefilled: Interval | None = None
+            if has_prefilled and sent.draft is not None:
+                if self._has_prefilled(number, sent.draft):
+                    (own,) = self._device.to_host([sent.draft.stamps[row, PREFILL_PART]])
+                    prefilled = _interval(own)
+                elif not is_last_chance:
+                    return
+            self._log_reads(number, has_decoded=has_decoded)
+            decoded = _interval(self._draft_stamps[row, DECODE_PART]) if has_decoded else None
+            self._take(_interval(self._verify_stamps[row]), decoded, prefilled)
+
+    def _take(self, verify: Interval, decoded: Interval | None, prefilled: Interval | None) -> None:
+        """Takes in the stamps of the first unread step: verify's, and those of draft's parts."""
+        sent = self._unread.popleft()
+        step, is_drafted = sent.step, sent.step.most_draft_tokens > 0
+        if decoded is not None and not _is_plausible(verify, decoded, is_before=is_drafted):
+            decoded = None
+        if prefilled is not None and not _is_plausible(verify, prefilled):
+            prefilled = None
+        self._trace.add(sent, verify, decoded, prefilled)
+        before = None if sent.is_first else self._before
+        timing = partial(time_step, phase_of(step), before, verify, decoded, prefilled, is_drafted=is_drafted)
+        self._metrics.observe(timing)
+        draft_ends = [part[1] for part in (decoded, prefilled) if part is not None] or [self._before[1]]
+        self._before = (verify[1], max(verify[1], *draft_ends))
+
+    def _has_prefilled(self, number: int, draft: StepDraft) -> bool:
+        """Returns whether the stamps of draft's prefill part are there, which are to be read then."""
+        prefilled = FenceName.DRAFT_PREFILLED
+        if draft.fence(prefilled).poll() < number:
+            return False
+        if self._log.is_enabled:
+            self._log.fence(LogOp.POLL, prefilled, number, step=number, attachment=draft.number)
+            rows = [2 * (number % self._ring) + PREFILL_PART]
+            self._log.access(BufferName.DRAFT_STAMPS, rows, is_write=False, step=number, attachment=draft.number)
+        return True
+
+    def _log_reads(self, number: int, *, has_decoded: bool, has_prefilled: bool = False) -> None:
+        """Logs reads of a step's stamps among the results. In the log each part of draft has a row of its own."""
+        if self._log.is_enabled:
+            row = number % self._ring
+            self._log.access(BufferName.VERIFY_STAMPS, [row], is_write=False, step=number)
+            for part, has_part in ((DECODE_PART, has_decoded), (PREFILL_PART, has_prefilled)):
+                if has_part:
+                    self._log.access(BufferName.DRAFT_STAMPS, [2 * row + part], is_write=False, step=number)
+
+
+def _parts(sent: SentStep) -> tuple[bool, bool]:
+    """Returns whether stamps of draft's decode part and of its prefill part are to come.
+
+    A draft that was lost leaves none, and the memory of one that no step refers to is gone.
+    """
+    draft = sent.draft
+    if sent.draft_ops is None or draft is None or not draft.is_readable:
+        return False, False
+    return sent.step.is_kept, bool(sent.step.chunks)
+
+
+def _interval(stamps: torch.Tensor) -> Interval:
+    """[2] int64."""
+    start, end = stamps.tolist()
+    return start, end
+
+
+def _is_plausible(verify: Interval, draft: Interval, *, is_before: bool = False) -> bool:
+    """Returns whether stamps may be those of work: a draft may write anything there.
+
+    `is_before`: draft's work came before verify's.
+    """
+    if is_before and draft[1] > verify[0] + RESOLUTION_NS:
+        return False
+    return verify[0] - LONGEST_STEP_NS < draft[0] <= draft[1] < verify[0] + LONGEST_STEP_NS
+
+
+class StepTrace:
+    """The last steps of an epoch and the events of its loop. The loop's thread adds; any other may read."""
+
+    def __init__(self, log: EventLog) -> None:
+        self.is_closed = False
+        """True once the epoch is over."""
+        self.last_sent = 0
+        """The last step that was sent."""
+        self._log = log
+        self._steps: deque[_CompleteStep] = deque(maxlen=KEPT_STEPS)
+
+    def add(self, sent: SentStep, verify: Interval, decoded: Interval | None, prefilled: Interval | None) -> None:
+        """Adds a step that is complete, with the stamps of verify and of draft's parts."""
+        # Its numbers only: the step itself has much more.
+        step = sent.step
+        sizes = len(step.decoded.slots), len(step.chunks), step.most_draft_tokens, step.num_prompt_tokens
+        self._steps.append((step.number, sizes, sent.draft_ops, sent.verify_ops, verify, decoded, prefilled))
+
+    @property
+    def last_complete(self) -> int:
+        """The last step whose stamps were read; 0 before the first."""
+        return self._steps[-1][0] if self._steps else 0
+
+    def steps(self, first: int, last: int) -> list[TracedStep]:
+        """Returns the complete steps among these. Raises UnavailableError if the epoch is over."""
+        if self.is_closed:
+            reason = "the workers were lost, or the server ends, while steps were traced"
+            raise UnavailableError(reason, retry_after_ms=RETRY_AFTER_MS)
+        return [
+            TracedStep(
+                step=step,
+                num_slots=num_decoding + num_chunks,
+                has_draft=draft_ops is not None,
+                num_decoding=num_decoding,
+                num_draft_tokens=num_draft_tokens,
+                num_prompt_tokens=num_prompt_tokens,
+                draft_waits=() if draft_ops is None else draft_ops.waits,
+                verify_waits=verify_ops.waits,
+            )
+            for step, sizes, draft_ops, verify_ops, *_ in self._steps.copy()
+            for num_decoding, num_chunks, num_draft_tokens, num_prompt_tokens in [sizes]
+            if first <= step <= last
+        ]
+
+    def host_events(self, first: int) -> list[Event]:
+        """The loop's events from this step on, in the order in which they ended."""
+        events = self._log.since(first)
+        sent_ns = {event.step: event.end_ns for event in events if event.site is Site.SEND}
+        results = [
+            Event(Site.RESULT, event.step, sent_ns[event.step], event.end_ns)
+            for event in events
+            if event.site is Site.WAIT and event.step in sent_ns
+        ]
+        return sorted(events + results, key=lambda event: event.end_ns)
+
+    def stream_events(self, role: Role, first: int) -> list[Event]:
+        """A worker's stamps, from this step on."""
+        stamps = [
+            [(Site.STREAM, step, verify)]
+            if role is Role.VERIFY
+            else [(Site.STREAM, step, decoded), (Site.PREFILL, step, prefilled)]
+            for step, *_, verify, decoded, prefilled in self._steps.copy()
+            if step >= first
+        ]
+        return [Event(site, step, *stamp) for parts in stamps for site, step, stamp in parts if stamp is not None]

@@ -1,9 +1,10 @@
-"""The `Timeline` service: waits for steps, and merges the records of scheduler, draft and verify."""
+"""The `Timeline` service: waits for steps, and merges the events of scheduler, draft and verify."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import RETRY_AFTER_MS, DeadlineExceededError, UnavailableError
@@ -15,12 +16,14 @@ from slipstream.protos import trace_pb2, trace_pb2_grpc
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from slipstream.common.wire.recorder import Record
+    from slipstream.common.wire.events import Event
     from slipstream.common.wire.trace import ClockSample, HostRecords, TracedStep
     from slipstream.common.wire.worker import WorkerDescription
-    from slipstream.scheduler.telemetry.timings import StepRecorder
+    from slipstream.scheduler.telemetry.observer import StepTrace
     from slipstream.scheduler.workers.epoch import Epoch
 
+LOOK_S = 0.005
+"""Time between two looks for steps that are traced."""
 SERVICE_NAME = trace_pb2.DESCRIPTOR.services_by_name["Timeline"].full_name
 
 
@@ -35,7 +38,7 @@ class TimelineServicer(trace_pb2_grpc.TimelineServicer):
         reject_unknown_fields(request)
         asked = TraceRequest.from_pb(request)
         epoch = self._epoch()
-        if epoch is None or epoch.recorder.is_closed:
+        if epoch is None or epoch.trace.is_closed:
             reason = "the scheduler is not attached to its workers"
             raise UnavailableError(reason, retry_after_ms=RETRY_AFTER_MS)
         return (await _trace(epoch, asked)).to_pb()
@@ -43,57 +46,42 @@ class TimelineServicer(trace_pb2_grpc.TimelineServicer):
 
 async def _trace(epoch: Epoch, asked: TraceRequest) -> Trace:
     """Raises DeadlineExceededError when nothing runs, UnavailableError when the workers are lost."""
-    recorder, workers = epoch.recorder, _attached(epoch)
-    _, clock_before = await asyncio.to_thread(_ask_workers, epoch, workers, recorder.last_sent + 1)
-    first = recorder.last_sent + 1
+    trace, workers = epoch.trace, _attached(epoch)
+    _, clock_before = await asyncio.to_thread(_ask_workers, epoch, workers, trace.last_sent + 1)
+    first = trace.last_sent + 1
     last = first + asked.steps - 1
-    await _until_complete(recorder, last, asked.wait_ms / 1000)
-    steps = recorder.steps(first, last)
+    await _until_complete(trace, last, asked.wait_ms / 1000)
+    steps = trace.steps(first, last)
     if not steps:
         raise DeadlineExceededError(f"no step was complete within {asked.wait_ms / 1000:g} s: ask while requests run")
     # Read before the workers are asked, which takes time: the rings go on.
-    host = recorder.host_records(first)
-    streams = {role: recorder.stream_records(role, first) for role in workers}
+    host = trace.host_events(first)
+    streams = {role: trace.stream_events(role, first) for role in workers}
     answers, clock_after = await asyncio.to_thread(_ask_workers, epoch, workers, first)
     return _merged(epoch, workers, steps, host, streams, answers, (clock_before, clock_after))
 
 
-async def _until_complete(recorder: StepRecorder, last: int, wait_s: float) -> None:
+async def _until_complete(trace: StepTrace, last: int, wait_s: float) -> None:
     """Returns when the step is complete, the epoch is over, or no step was completed for `wait_s`."""
-    loop, is_complete = asyncio.get_running_loop(), asyncio.Event()
-
-    def call() -> None:
-        # The server may be shutting down.
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(is_complete.set)
-
-    recorder.watch(last, call)
-    try:
-        while True:
-            seen = recorder.last_complete
-            try:
-                async with asyncio.timeout(wait_s):
-                    await is_complete.wait()
-                return
-            except TimeoutError:
-                if recorder.last_complete == seen:
-                    return
-    finally:
-        recorder.forget(call)
+    seen, seen_at = trace.last_complete, time.monotonic()
+    while trace.last_complete < last and not trace.is_closed and time.monotonic() < seen_at + wait_s:
+        await asyncio.sleep(LOOK_S)
+        if trace.last_complete != seen:
+            seen, seen_at = trace.last_complete, time.monotonic()
 
 
 def _merged(
     epoch: Epoch,
     workers: Mapping[Role, WorkerDescription],
     steps: list[TracedStep],
-    host: list[Record],
-    streams: dict[Role, list[Record]],
+    host: list[Event],
+    streams: dict[Role, list[Event]],
     answers: dict[Role, HostRecords | None],
     samples: tuple[ClockSample, ...],
 ) -> Trace:
     numbers = {step.step for step in steps}
 
-    def traced(records: Iterable[Record]) -> tuple[Record, ...]:
+    def traced(records: Iterable[Event]) -> tuple[Event, ...]:
         return tuple(record for record in records if record.step in numbers)
 
     processes = [TracedProcess(name="scheduler", pid=os.getpid(), records=traced(host))]

@@ -17,7 +17,7 @@ from slipstream.scheduler.records import NO_LIMIT, DraftKV, DraftTraits
 
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, Device, Fence
-    from slipstream.common.wire.access_log import AccessLog
+    from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.layout import DraftShape
     from slipstream.common.wire.step import StepCommand
     from slipstream.common.wire.worker import WorkerDescription
@@ -54,7 +54,7 @@ class DraftAttachment:
         device: Device,
         *,
         epoch: int,
-        log: AccessLog,
+        log: EventLog,
     ) -> None:
         """Takes the memory. `number`: above those that draft has seen, and new to verify."""
         self.number = number

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import FailedPreconditionError
-from slipstream.common.wire.access_log import StreamName, open_access_log
+from slipstream.common.wire.events import StreamName, open_event_log
 from slipstream.common.wire.layout import RESULT_FENCES, EpochShape
 from slipstream.common.wire.manifest import EVENT
 from slipstream.common.wire.step import Role
@@ -19,8 +19,7 @@ from slipstream.scheduler.core.pace import CPU_LEAD_S, GPU_LEAD_S
 from slipstream.scheduler.core.results import ResultReader
 from slipstream.scheduler.core.speculation import Speculation
 from slipstream.scheduler.telemetry.decode_record import DecodeRecord
-from slipstream.scheduler.telemetry.observer import StepObserver
-from slipstream.scheduler.telemetry.timings import StepRecorder, StepTimings
+from slipstream.scheduler.telemetry.observer import StepObserver, StepTimes, StepTrace
 from slipstream.scheduler.workers.attachment import draft_sizes
 from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchTogether
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.core.outbox import OutputSink
     from slipstream.scheduler.core.speculation import SpeculationListener
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
-    from slipstream.scheduler.telemetry.step_metrics import StepMetrics
+    from slipstream.scheduler.telemetry.metrics import StepMetrics
     from slipstream.scheduler.workers.link import Dispatch, Link
     from slipstream.scheduler.workers.sizing import EpochSizes, Workers
 
@@ -62,8 +61,6 @@ class Epoch:
         """Verify's."""
         self.batch = Batch(sizes.batch)
         self.fence_kind = device.fence_kind
-        self.recorder = StepRecorder()
-        """Records of the last steps."""
         self.decodes = DecodeRecord()
         """How drafting did in the last steps."""
         timeout_s = None if config.draft_timeout_ms is None else config.draft_timeout_ms / 1000
@@ -80,7 +77,9 @@ class Epoch:
             mixes_heads=not self._is_acknowledged,
             policy=self.policy,
         )
-        self.log = open_access_log(config.access_log_dir, StreamName.SCHEDULER, number)
+        self.log = open_event_log(config.access_log_dir, StreamName.SCHEDULER, number)
+        self.trace = StepTrace(self.log)
+        """The last steps."""
         self._expected = workers
         self._config = config
         self._device = device
@@ -98,7 +97,7 @@ class Epoch:
         self._running: StepLoop | None = None
         self._observer: StepObserver | None = None
         self._attachment: Attachment | None = None
-        metrics.count_batch(self.batch)
+        metrics.follow(self.batch, self.log)
         self.measure()
 
     @property
@@ -176,9 +175,9 @@ class Epoch:
 
     def close(self, *, drain: bool) -> None:
         """Ends verify's stream of commands and gives the memory back; with `drain` it finishes what it has."""
-        self.recorder.close()
+        self.trace.is_closed = True
         if self._observer is not None:
-            self._observer.close()
+            self._observer.count()
         if not drain and self._running is not None:
             # Verify does it itself too, but its thread may be blocked by the waiting stream, on a GPU in an allocation.
             self.speculation.end(self.last_sent)
@@ -217,8 +216,9 @@ class Epoch:
             step_timeout_s=config.step_timeout_s,
             lead_s=CPU_LEAD_S if self._device.identity == "cpu" else GPU_LEAD_S,
         )
-        timings = StepTimings(self._device, arena, self._shape, log, self._metrics.observe, self.recorder)
-        observer = self._observer = StepObserver(timings, self.recorder, self._metrics, self.decodes, self.policy)
+        times = StepTimes(self._device, arena, self._shape, log, self._metrics, self.trace)
+        observer = StepObserver(log, times, self.trace, self._metrics, self.decodes, self.policy)
+        self._observer = observer
         results = ResultReader(arena, self._shape, log, is_debug=config.debug)
         loop = StepLoop(
             settings,
@@ -238,5 +238,5 @@ class Epoch:
             speculation = self.speculation
             timeout_s = self._config.step_timeout_s
             patience = lambda: speculation.acknowledge_timeout_s  # noqa: E731
-            return DispatchAcknowledged(self.link, self.log, self._metrics, timeout_s, patience)
+            return DispatchAcknowledged(self.link, self.log, timeout_s, patience)
         return DispatchTogether(self.link, self.log)

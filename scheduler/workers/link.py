@@ -33,6 +33,7 @@ from slipstream.common.rpc.logs import escaped
 from slipstream.common.rpc.shutdown import end_at_once, on_failure
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.wire.command_socket import CommandSender
+from slipstream.common.wire.events import Site
 from slipstream.common.wire.step import DRAFT_FENCES, Role
 from slipstream.common.wire.trace import HostRecords
 from slipstream.common.wire.worker import (
@@ -45,15 +46,13 @@ from slipstream.common.wire.worker import (
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
-from slipstream.scheduler.telemetry.step_metrics import ACKNOWLEDGEMENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from slipstream.common.wire.access_log import AccessLog
+    from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.step import StepCommand
     from slipstream.common.wire.worker import Attachment, DraftRegion, StepTokens, WorkerDescription
-    from slipstream.scheduler.telemetry.step_metrics import StepMetrics
 
 T = TypeVar("T")
 
@@ -415,7 +414,7 @@ class Dispatch(Protocol):
 class DispatchTogether:
     """Sends at once, for fences whose wait may be enqueued before their signal."""
 
-    def __init__(self, verify: Link, log: AccessLog) -> None:
+    def __init__(self, verify: Link, log: EventLog) -> None:
         self.verify = verify
         self._log = log
 
@@ -434,15 +433,13 @@ class DispatchAcknowledged:
     def __init__(
         self,
         verify: Link,
-        log: AccessLog,
-        metrics: StepMetrics,
+        log: EventLog,
         timeout_s: float,
         draft_timeout_s: Callable[[], float],
     ) -> None:
         """`draft_timeout_s` returns the time that a draft may take now."""
         self.verify = verify
         self._log = log
-        self._metrics = metrics
         self._timeout_s = timeout_s
         self._draft_timeout_s = draft_timeout_s
 
@@ -457,8 +454,8 @@ class DispatchAcknowledged:
         link.send(replace(command, wants_acknowledgement=True))
 
     def _wait(self, producer: Link, step: int) -> None:
-        started = time.monotonic()
+        begun_ns = time.monotonic_ns()
         timeout_s = self._timeout_s if producer.role is Role.VERIFY else self._draft_timeout_s()
         if not producer.wait_for_acknowledgement(step, timeout_s):
             raise DeadlineExceededError(f"the {producer.role.value} service did not acknowledge step {step} in time")
-        self._metrics.host_stalled(ACKNOWLEDGEMENT, time.monotonic() - started)
+        self._log.stall(Site.ACKNOWLEDGEMENT, step, begun_ns, time.monotonic_ns())

@@ -21,8 +21,7 @@ from slipstream.common.errors import (
 from slipstream.common.host import STEP_LOOP, name_this_thread
 from slipstream.common.rpc.listener import is_claimed
 from slipstream.common.wire.step import Role
-from slipstream.scheduler.telemetry.metrics import DraftMetrics
-from slipstream.scheduler.telemetry.step_metrics import StepMetrics
+from slipstream.scheduler.telemetry.metrics import DraftMetrics, StepMetrics
 from slipstream.scheduler.workers.draft_session import FIRST_TRY_S, DraftSession
 from slipstream.scheduler.workers.epoch import Epoch
 from slipstream.scheduler.workers.heartbeats import Heartbeats
@@ -214,7 +213,7 @@ class WorkerSession:
 
     def _back_off(self, epoch: Epoch) -> None:
         """Waits longer each time that verify was lost before it had done a step."""
-        self._retry_s = RETRY_S if epoch.recorder.last_complete else min(2 * self._retry_s, LONGEST_RETRY_S)
+        self._retry_s = RETRY_S if epoch.trace.last_complete else min(2 * self._retry_s, LONGEST_RETRY_S)
         self._queue.wait_for_stop(self._retry_s)
 
     def _epoch_with(self, link: Link) -> Epoch:

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
-from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.wire.events import EventLog
 from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.step import FenceName, WaitPlace
 from slipstream.common.wire.worker import DraftSizes
@@ -90,7 +90,7 @@ class VerifyGraphs:
         shape = replace(draft.shape(self._state.attachment.shape, self._target.dtype), chunk_tokens=chunk_tokens)
         specs, slots = (*shape.given_specs(), *shape.own_specs()), self._graphed.slots
         buffers = {BufferName(spec.name): slots.new_zeros(spec.shape, dtype=spec.dtype) for spec in specs}
-        return self._state.make_region(shape, draft, buffers, number=0, vocab_size=1, log=AccessLog())
+        return self._state.make_region(shape, draft, buffers, number=0, vocab_size=1, log=EventLog())
 
     def phases(self, command: StepCommand, region: Region | None, layers: tuple[int, ...]) -> list[Phase]:
         """A decode step, by graphs as far as there are any."""

@@ -24,18 +24,16 @@ from slipstream.common.errors import (
     OutOfMemoryError,
     StaleEpochError,
 )
-from slipstream.common.wire.access_log import LogOp
-from slipstream.common.wire.recorder import FlightRecorder, Site
+from slipstream.common.wire.events import EventLog, LogOp, Site
 from slipstream.common.wire.step import Role
 from slipstream.services.worker.epoch import Epoch, check_attachment, make_state, open_memory, open_region
-from slipstream.services.worker.host_stalls import ACKNOWLEDGEMENT, ATTACH, DRAIN, STAGING, HostStalls
 from slipstream.services.worker.memory import allocated_bytes, first_line, is_out_of_memory, measured, no_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from slipstream.common.device.interface import Device, Stream
-    from slipstream.common.wire.access_log import AccessLog, FenceLogOp
+    from slipstream.common.wire.events import EventLog, FenceLogOp
     from slipstream.common.wire.step import FencePoint, FenceWait, SlotUpdate, StepCommand
     from slipstream.common.wire.worker import Attachment, DraftRegion, StepTokens, WorkerDescription
     from slipstream.services.worker.epoch import EpochState
@@ -53,7 +51,7 @@ class Engine:
         role: RoleEngine,
         device: Device,
         stream: Stream,
-        log: AccessLog,
+        log: EventLog,
         *,
         refuses_waits: bool = False,
         on_stuck: Callable[[Engine, str], None] = lambda *_: None,
@@ -66,7 +64,8 @@ class Engine:
         self._role = role
         self._device = device
         self._stream = stream
-        self._log = log
+        self.log = log
+        """Events: steps that were enqueued, waits for the device, and in debug mode the order."""
         self._refuses_waits = refuses_waits and device.torch_device.type == "cuda"
         self._on_stuck = on_stuck
         self._open: Epoch | None = None
@@ -74,10 +73,6 @@ class Engine:
         """The largest epoch that was attached."""
         self.last_step = 0
         """Number of the last step of the open epoch."""
-        self.stalls = HostStalls()
-        """Time that the thread that owns the device was blocked on it."""
-        self.recorder = FlightRecorder()
-        """Times at which steps were enqueued."""
         # Held while a command is enqueued: an epoch does not end in the middle of one.
         self._enqueueing = threading.Lock()
         self._is_ending = False
@@ -99,7 +94,7 @@ class Engine:
 
     def attach(self, attachment: Attachment) -> StepTokens | None:
         """Opens an epoch, see `RoleEngine.open`. Raises FailedPreconditionError and its kinds, ConfigError, others."""
-        with self.stalls.at(ATTACH):
+        with self.log.blocked(Site.ATTACH):
             try:
                 return self._attach(attachment)
             except DeviceError as error:
@@ -118,8 +113,8 @@ class Engine:
                 self.description,
                 self._device,
                 self._stream,
-                self._log,
-                blocked=partial(self.stalls.at, STAGING),
+                self.log,
+                blocked=partial(self.log.blocked, Site.STAGING),
             )
             opened = Epoch(state, memory)
             self._stream.bind_thread()
@@ -132,7 +127,7 @@ class Engine:
                 raise self._no_room(attachment, error) from error
             raise
         self.last_epoch, self.last_step = attachment.epoch, 0
-        self.recorder.begin_epoch(attachment.epoch)
+        self.log.begin_epoch(attachment.epoch)
         self._is_ending = False
         self._open = opened
         return step_tokens
@@ -150,7 +145,7 @@ class Engine:
             raise FailedPreconditionError(f"epoch {offered.epoch} is not open")
         if offered.attachment in opened.attachments:
             raise StaleEpochError(f"attachment {offered.attachment}: there was an epoch or attachment of this number")
-        region, memory = open_region(offered, opened.state, self.description, self._device, self._log)
+        region, memory = open_region(offered, opened.state, self.description, self._device, self.log)
         try:
             for _ in self._role.prepare(region, opened.state):
                 yield
@@ -220,7 +215,7 @@ class Engine:
             finally:
                 if self._refuses_waits:
                     torch.cuda.set_sync_debug_mode("default")
-        self.recorder.add(Site.ENQUEUE, command.step, begun_ns, time.monotonic_ns())
+        self.log.add(Site.ENQUEUE, command.step, begun_ns, time.monotonic_ns())
 
     def _enqueue(self, opened: Epoch, command: StepCommand) -> None:
         state = opened.state
@@ -241,8 +236,8 @@ class Engine:
     def _enqueue_work(
         self, opened: Epoch, command: StepCommand, take_over: Callable[[], None] | None, phases: list[Phase]
     ) -> None:
-        if self._log.is_enabled:
-            self._stream.enqueue(lambda: self._log.recv(epoch=command.epoch, step=command.step))
+        if self.log.is_enabled:
+            self._stream.enqueue(lambda: self.log.recv(epoch=command.epoch, step=command.step))
         if not self.enqueues_at_once:
             self._stream.enqueue(opened.state.staging.flush)
         if take_over is not None:
@@ -283,7 +278,7 @@ class Engine:
 
     def synchronize(self) -> None:
         """Blocks until the enqueued work is done; only for a worker that acknowledges steps when they are done."""
-        with self.stalls.at(ACKNOWLEDGEMENT):
+        with self.log.blocked(Site.ACKNOWLEDGEMENT, self.last_step):
             self._stream.synchronize(DRAIN_TIMEOUT_S)
 
     def drain(self, epoch: int = 0) -> None:
@@ -291,7 +286,7 @@ class Engine:
         if self._open is not None and epoch in (0, self.epoch):
             self._take_no_more()
             try:
-                with self.stalls.at(DRAIN):
+                with self.log.blocked(Site.DRAIN, self.last_step):
                     self._stream.synchronize(DRAIN_TIMEOUT_S)
             except DeadlineExceededError as error:
                 raise DeadlineExceededError(f"{error}: it waits for {self._open.unmet()}") from None
@@ -324,7 +319,7 @@ class Engine:
     def _is_released(self, opened: Epoch) -> bool:
         try:
             opened.release()
-            with self.stalls.at(DRAIN):
+            with self.log.blocked(Site.DRAIN, self.last_step):
                 self._stream.synchronize(RELEASE_INTERVAL_S)
         except DeadlineExceededError:
             return False
@@ -377,13 +372,11 @@ class Engine:
         memory.signal(self._stream, point)
 
     def _log_point(self, op: FenceLogOp, point: FencePoint | FenceWait, step: int, attachment: int) -> None:
-        if self._log.is_enabled:
-            self._stream.enqueue(
-                lambda: self._log.fence(op, point.fence, point.value, step=step, attachment=attachment)
-            )
+        if self.log.is_enabled:
+            self._stream.enqueue(lambda: self.log.fence(op, point.fence, point.value, step=step, attachment=attachment))
 
     def _log_stamps(self, state: EpochState, step: int, part: int) -> None:
-        if self._log.is_enabled:
+        if self.log.is_enabled:
             self._stream.enqueue(partial(state.memory.log_stamps, step, part))
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.common.device.interface import Arena, Device, Fence, Stream
-    from slipstream.common.wire.access_log import AccessLog
+    from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.layout import StepShape
     from slipstream.common.wire.manifest import Manifest
     from slipstream.common.wire.step import FencePoint, FenceWait, StepCommand
@@ -247,7 +247,7 @@ def open_memory(attachment: Attachment, device: Device) -> SharedMemory:
 
 
 def open_region(
-    offered: DraftRegion, state: EpochState, description: WorkerDescription, device: Device, log: AccessLog
+    offered: DraftRegion, state: EpochState, description: WorkerDescription, device: Device, log: EventLog
 ) -> tuple[Region, SharedMemory]:
     """Maps the memory between verify and a draft. Raises ManifestError, MismatchError."""
     shape = _shape_of_region(offered, state.attachment.shape, description)
@@ -286,9 +286,9 @@ def make_state(
     description: WorkerDescription,
     device: Device,
     stream: Stream,
-    log: AccessLog,
+    log: EventLog,
     *,
-    blocked: Callable[[], AbstractContextManager[None]],
+    blocked: Callable[[int], AbstractContextManager[object]],
 ) -> EpochState:
     """Allocates the state that all roles need. `blocked`: see `PinnedStaging`."""
     make_future_map, make_region = _classes(device)

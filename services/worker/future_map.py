@@ -21,7 +21,7 @@ from slipstream.common.wire.layout import DECODE_PART, NOT_FINITE, PREFILL_PART,
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from slipstream.common.wire.access_log import AccessLog
+    from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.layout import DraftShape, EpochShape
     from slipstream.common.wire.worker import DraftSizes
     from slipstream.services.models.sampler import Logprobs
@@ -81,7 +81,7 @@ class SharedBuffers:
     """
 
     def __init__(
-        self, buffers: Mapping[BufferName, torch.Tensor], stamps: BufferName, log: AccessLog, attachment: int
+        self, buffers: Mapping[BufferName, torch.Tensor], stamps: BufferName, log: EventLog, attachment: int
     ) -> None:
         """`stamps`: the buffer with the times of a worker's own work. `attachment`: 0 for the results."""
         self.attachment = attachment
@@ -206,7 +206,7 @@ class Region(SharedBuffers):
         *,
         number: int,
         vocab_size: int,
-        log: AccessLog,
+        log: EventLog,
         is_debug: bool = False,
     ) -> None:
         """`number`: of the attachment. `vocab_size`: tokens that are read are clamped below it."""
@@ -330,7 +330,7 @@ class FutureMap(SharedBuffers):
         buffers: Mapping[BufferName, torch.Tensor],
         *,
         vocab_size: int,
-        log: AccessLog,
+        log: EventLog,
         regions: Mapping[int, Region] | None = None,
         is_debug: bool = False,
     ) -> None:

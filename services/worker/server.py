@@ -11,16 +11,18 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from slipstream.common.device.choose import choose_device
 from slipstream.common.device.cpu.device import worker_threads
 from slipstream.common.host import yield_to_streams
 from slipstream.common.idle_collection import IdleCollection
-from slipstream.common.rpc.metrics import BUILD_INFO, RpcMetrics, make_registry, serve_metrics
+from slipstream.common.rpc.metrics import BUILD_INFO, HOST_STALL_SECONDS, RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
-from slipstream.common.wire.access_log import StreamName, make_log_directory, open_access_log
 from slipstream.common.wire.command_socket import MAX_COMMAND_BYTES, CommandReceiver
+from slipstream.common.wire.events import WORKER_STALLS, StreamName, make_log_directory, open_event_log
 from slipstream.protos import trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.worker.device_thread import DeviceThread
@@ -28,12 +30,13 @@ from slipstream.services.worker.engine import Engine
 from slipstream.services.worker.servicer import RECORDER, RecorderServicer, WorkerServicer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from prometheus_client import CollectorRegistry
 
     from slipstream.common.device.interface import Device
     from slipstream.common.rpc.listener import Listener
+    from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.step import Role
     from slipstream.services.worker.config import WorkerConfig
     from slipstream.services.worker.role import RoleEngine
@@ -64,7 +67,7 @@ async def run_worker(
         port = held.enter_context(serve_metrics(registry, metrics_port))
         # Closed in the opposite order: the thread releases what the stream waits for, and the stream writes the log.
         make_log_directory(config.access_log_dir)
-        log = open_access_log(config.access_log_dir, StreamName(role.value), os.getpid())
+        log = open_event_log(config.access_log_dir, StreamName(role.value), os.getpid())
         held.callback(log.close)
         stream = device.create_stream(role.value, _reporter(broken))
         held.callback(stream.close)
@@ -88,7 +91,7 @@ async def run_worker(
             max_receive_bytes=MAX_COMMAND_BYTES,
         )
         server.add_service("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, servicer)
-        recorder = RecorderServicer(engine.recorder, device)
+        recorder = RecorderServicer(log, device)
         server.add_service(RECORDER, trace_pb2_grpc.add_RecorderServicer_to_server, recorder)
         await server.start()
         held.callback(commands.close)
@@ -129,7 +132,22 @@ def _describe(registry: CollectorRegistry, device: Device, engine: Engine) -> No
     ordered_with = (device.fence_kind, "on" if worker.under_mps else "off", worker.algorithm)
     labels = (version("slipstream-serve"), worker.model, worker.device, *ordered_with)
     BUILD_INFO.gauge(registry).labels(worker.role.value, *labels).set(1)
-    engine.stalls.register(registry, *ordered_with, worker.role.value)
+    registry.register(_Stalls(engine.log, (*ordered_with, worker.role.value)))
+
+
+class _Stalls(Collector):
+    """The time that threads were blocked, read from the events at each scrape."""
+
+    def __init__(self, log: EventLog, labels: tuple[str, ...]) -> None:
+        """`labels`: fence, MPS, algorithm and service."""
+        self._log = log
+        self._labels = labels
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(HOST_STALL_SECONDS.name, HOST_STALL_SECONDS.help, labels=HOST_STALL_SECONDS.labels)
+        for site in WORKER_STALLS:
+            family.add_metric((*self._labels, site.name.lower()), self._log.stalled_ns[site] / 1e9)
+        yield family
 
 
 def _reporter(broken: asyncio.Future[BaseException]) -> Callable[[BaseException], None]:

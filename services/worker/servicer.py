@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from slipstream.common.errors import FailedPreconditionError, SlipstreamError
 from slipstream.common.wire.command_socket import CommandReceiver, serve_on_event_loop
-from slipstream.common.wire.recorder import Site
+from slipstream.common.wire.events import Site
 from slipstream.common.wire.trace import HostRecords
 from slipstream.common.wire.worker import (
     attached_to_pb,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from grpc.aio import ServicerContext
 
     from slipstream.common.device.interface import Device
-    from slipstream.common.wire.recorder import FlightRecorder
+    from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.step import StepCommand
     from slipstream.common.wire.worker import Attachment, StepTokens
     from slipstream.services.worker.device_thread import DeviceThread
@@ -170,7 +170,7 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         received_ns = time.monotonic_ns()
         self._on_command()
         command = command_from_pb(message)
-        self._engine.recorder.add(Site.RECEIVE, command.step, received_ns, time.monotonic_ns())
+        self._engine.log.add(Site.RECEIVE, command.step, received_ns, time.monotonic_ns())
         self._engine.enqueue(command)
         return command
 
@@ -217,16 +217,16 @@ def _advance(work: Generator[None, None, None]) -> bool:
 class RecorderServicer(trace_pb2_grpc.RecorderServicer):
     """Serves `Recorder`: what this worker's host did in its last steps."""
 
-    def __init__(self, recorder: FlightRecorder, device: Device) -> None:
-        self._recorder = recorder
+    def __init__(self, log: EventLog, device: Device) -> None:
+        self._log = log
         self._device = device
 
     async def ReadRecords(self, request: trace_pb2.ReadRecordsRequest, context: Any) -> trace_pb2.ReadRecordsResponse:
-        records = tuple(self._recorder.since(request.from_step))
+        records = tuple(self._log.since(request.from_step))
         clock = None
         try:
             # Not on the thread that owns the device: steps are enqueued there.
             clock = await asyncio.to_thread(self._device.sample_clock)
         except SlipstreamError as error:
             logger.warning("the clock of the stamps cannot be read: %s", error)
-        return HostRecords(self._recorder.epoch, records, clock).to_pb()
+        return HostRecords(self._log.epoch, records, clock).to_pb()

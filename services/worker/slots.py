@@ -79,13 +79,13 @@ class PinnedStaging:
         depth: int,
         device: torch.device,
         fetch: Callable[[torch.Tensor, torch.Tensor], None],
-        blocked: Callable[[], AbstractContextManager[None]] = nullcontext,
+        blocked: Callable[[int], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """`num_bytes`: of all values in a step; more takes copies of their own. `depth`: host buffers, and rows of
         the FutureMap's ring.
 
         `fetch` copies the second tensor, on the host, to the first, on the device, in words of 64 bits.
-        `blocked` is entered for as long as the thread waits for the device.
+        `blocked` is entered with the step, for as long as the thread waits for the device.
         """
         self._fetch = fetch
         self._blocked = blocked
@@ -116,7 +116,7 @@ class PinnedStaging:
         """See `Staging.begin`. Blocks only if the device is a whole ring of steps behind."""
         self._turn = (self._turn + 1) % len(self._host)
         if self._copied and not self._copied[self._turn].query():  # type: ignore[no-untyped-call]
-            with self._blocked():
+            with self._blocked(step):
                 self._copied[self._turn].synchronize()
         head, values = self._heads[self._turn], (step % len(self._host), *region_words, *slots)
         head[: len(values)] = values

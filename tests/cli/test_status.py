@@ -27,7 +27,7 @@ from slipstream.common.errors import UnavailableError
 from slipstream.common.rpc.metrics import Scrape, joined, make_registry
 from slipstream.common.wire.server import ServiceState
 from slipstream.gateway.metrics import RequestMetrics
-from slipstream.scheduler.telemetry.step_metrics import (
+from slipstream.scheduler.telemetry.metrics import (
     DECODE,
     DRAFT_TO_VERIFY,
     PREFILL,
@@ -260,7 +260,7 @@ class Server:
                     phase=DECODE, draft_ns=MS, verify_ns=13 * MS // 4, wall_ns=5 * MS, bubbles_ns=bubbles
                 )
             )
-            self.steps.drafted(np.array([0, 2, 1, 1], np.int32), np.full(4, fill_value=True), 2)
+            self.steps.decoded("", np.array([0, 2, 1, 1], np.int32), np.full(4, fill_value=True), 2)
         self.steps.observe(
             lambda: StepTiming(
                 phase=PREFILL, draft_ns=0, verify_ns=20 * MS, wall_ns=25 * MS, bubbles_ns={VERIFY_TO_VERIFY: 0}

@@ -15,7 +15,7 @@ from slipstream.cli.trace import fetch_requests, trace_json
 from slipstream.cli.trace_timeline import StampClock
 from slipstream.client import Client
 from slipstream.common.device.interface import ClockBounds
-from slipstream.common.wire.recorder import Record, Site
+from slipstream.common.wire.events import Event, Site
 from slipstream.common.wire.server import ServiceState
 from slipstream.common.wire.step import FenceName, FenceWait
 from slipstream.common.wire.trace import ClockSample, Trace, TracedProcess, TracedStep
@@ -140,9 +140,9 @@ US = 1000
 START_NS = 7_000_000_000_000
 
 
-def record(site: Site, step: int, begin_us: float, end_us: float) -> Record:
+def record(site: Site, step: int, begin_us: float, end_us: float) -> Event:
     """Times count from the beginning of the trace."""
-    return Record(site, step, START_NS + round(begin_us * US), START_NS + round(end_us * US))
+    return Event(site, step, START_NS + round(begin_us * US), START_NS + round(end_us * US))
 
 
 STEPS = (
@@ -404,7 +404,7 @@ def test_without_a_draft() -> None:
 
 
 def test_requests_of_gateways_until_their_first_token() -> None:
-    def phases(job: int, *times_us: float) -> tuple[Record, ...]:
+    def phases(job: int, *times_us: float) -> tuple[Event, ...]:
         sites = (Site.TOKENISE, Site.SUBMIT, Site.FIRST_TOKEN)
         return tuple(record(site, job, *times) for site, times in zip(sites, pairwise(times_us), strict=False))
 
@@ -436,7 +436,7 @@ def test_requests_of_gateways_until_their_first_token() -> None:
 def test_nanoseconds_are_kept() -> None:
     """Far from the host's boot a double still tells them apart, as times count from the first event."""
     late = START_NS + 123
-    records = (Record(Site.STREAM, 8, late, late + 1), Record(Site.STREAM, 9, late + 1, late + 1_000_000_007))
+    records = (Event(Site.STREAM, 8, late, late + 1), Event(Site.STREAM, 9, late + 1, late + 1_000_000_007))
     content = trace_json(replace(TRACE, processes=(SCHEDULER, replace(VERIFY, records=records))))
     first, second = slices_by_thread(content)[VERIFY_STREAM]
     assert (first["ts"], first["dur"]) == (0.123, 0.001)

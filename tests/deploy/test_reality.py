@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream.common.rpc import metrics as common_metrics
 from slipstream.common.rpc.metrics import Scrape
 from slipstream.deploy.metrics_page import CATALOGUE
-from slipstream.services.worker.engine import ATTACH
 from tests.deploy.dashboard_queries import (
     FoundQuery,
     alert_rules,
@@ -93,7 +92,9 @@ def check_endpoints(observed: Observed) -> None:
         sections = [section for section in CATALOGUE if service in section.services]
         assert names_in(text) == {spec.name for section in sections for spec in section.metrics}, service
     for service in ("draft", "verify"):
-        opened = Scrape.read(texts[service]).total(common_metrics.HOST_STALL_SECONDS.name, service=service, site=ATTACH)
+        opened = Scrape.read(texts[service]).total(
+            common_metrics.HOST_STALL_SECONDS.name, service=service, site="attach"
+        )
         assert opened > 0
     for text in texts.values():
         done = subprocess.run(

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from slipstream.bundled import target_dir
 from slipstream.cli.trace import fetch_trace, trace_json
-from slipstream.common.wire.recorder import Site
+from slipstream.common.wire.events import Site
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.wire.step import Role
 from slipstream.common.wire.trace import TraceRequest

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream.client import AsyncClient
 from slipstream.common.errors import InternalError
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry
-from slipstream.common.wire.recorder import Record, Site
+from slipstream.common.wire.events import Event, Site
 from slipstream.common.wire.trace import HostRecords
 from slipstream.gateway.keys import KeyFile, KeyInterceptor
 from slipstream.gateway.metrics import OUTCOMES, RequestMetrics, RequestTimes, ServerInfo, TimesOfRequests
@@ -127,7 +127,7 @@ ANN, BOB = "ann-0123456789abcdef", "bob-0123456789abcdef"
 PHASES = [Site.TOKENISE, Site.SUBMIT, Site.FIRST_TOKEN]
 
 
-async def read(address: str, key: str | None = None, **request: int) -> tuple[Record, ...]:
+async def read(address: str, key: str | None = None, **request: int) -> tuple[Event, ...]:
     """Calls `ReadRecords`."""
     metadata = [("authorization", f"Bearer {key}")] if key else None
     async with grpc.aio.insecure_channel(address) as channel:
@@ -140,7 +140,7 @@ def test_the_oldest_request_goes() -> None:
     times = TimesOfRequests(capacity=2)
     for number in (5, 6, 6, 7):
         times.add(number, "", RequestTimes(100, 200))
-    assert list(times.records("")) == [Record(Site.TOKENISE, number, 100, 200) for number in (6, 7)]
+    assert list(times.records("")) == [Event(Site.TOKENISE, number, 100, 200) for number in (6, 7)]
 
 
 async def test_the_phases_of_a_request_follow_each_other() -> None:

@@ -22,8 +22,8 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnavailableError,
 )
+from slipstream.common.wire.events import Site
 from slipstream.common.wire.job import FinishReason, JobState
-from slipstream.common.wire.recorder import Site
 from slipstream.gateway.keys import client_of, current_owner
 from slipstream.gateway.peers import CLIENT_KEY, OWNER_KEY, FromPeers
 from slipstream.protos import generation_pb2, generation_pb2_grpc

@@ -13,7 +13,7 @@ from slipstream.common.wire.step import FenceName, FenceOps, Role
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.draft import Draft
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
-from slipstream.scheduler.telemetry.step_metrics import StepMetrics
+from slipstream.scheduler.telemetry.metrics import StepMetrics
 from slipstream.scheduler.workers.attachment import DraftAttachment, draft_sizes
 from slipstream.scheduler.workers.epoch import Epoch
 from slipstream.scheduler.workers.sizing import EpochSizes, Workers
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.core.loop import StepLoop
     from slipstream.scheduler.core.outbox import Outgoing
     from slipstream.scheduler.records import LossCause
-    from slipstream.scheduler.telemetry.step_metrics import StepTiming
+    from slipstream.scheduler.telemetry.metrics import StepTiming
     from slipstream.scheduler.workers.link import Link
     from slipstream.services.worker.role import RoleEngine
     from tests.harness.counted_jobs import Job, OutputRow

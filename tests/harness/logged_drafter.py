@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.common.wire.access_log import JsonLinesAccessLog, LogOp, StreamName
+from slipstream.common.wire.events import EventLog, LogOp, StreamName
 from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.step import FenceName
 
@@ -19,7 +19,7 @@ import main
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LOG = JsonLinesAccessLog(Path(sys.argv.pop(1)), StreamName.DRAFT)
+LOG = EventLog(StreamName.DRAFT, Path(sys.argv.pop(1)))
 READS = (BufferName.SEQ_LENS, BufferName.NUM_NEW, BufferName.LAST_TOKENS)
 step = attachment = 0
 

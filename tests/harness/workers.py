@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.wire.access_log import AccessLog, JsonLinesAccessLog, StreamName
+from slipstream.common.wire.events import EventLog, StreamName
 from slipstream.common.wire.layout import (
     GIVEN_FENCES,
     OWN_FENCES,
@@ -72,7 +72,7 @@ class LocalWorker:
     def __init__(
         self,
         role_engine: RoleEngine,
-        log: AccessLog | None = None,
+        log: EventLog | None = None,
         *,
         before_send: ChangeCommand | None = None,
         device: Device | None = None,
@@ -88,7 +88,7 @@ class LocalWorker:
         """The errors that broke the stream."""
         device = device or HostDevice()
         self.stream = device.create_stream(self.role.value, self.failures.append)
-        self.engine = Engine(role_engine, device, self.stream, log or AccessLog())
+        self.engine = Engine(role_engine, device, self.stream, log or EventLog())
         self._epoch = 0
         self._before_send = before_send
 
@@ -147,7 +147,7 @@ class MakeWorker(Protocol):
     def __call__(
         self,
         role_engine: RoleEngine,
-        log: AccessLog | None,
+        log: EventLog | None,
         *,
         before_send: ChangeCommand | None,
         device: Device | None,
@@ -172,7 +172,7 @@ def local_workers(
         for role in roles:
             name, log = role.description.role.value, None
             if log_dir is not None:
-                log = JsonLinesAccessLog(log_dir / f"{name}.jsonl", StreamName(name))
+                log = EventLog(StreamName(name), log_dir / f"{name}.jsonl")
                 logs.callback(log.close)
             workers.append(make(role, log, before_send=before_send, device=device))
         try:

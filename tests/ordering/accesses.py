@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import OrderingError
-from slipstream.common.wire.access_log import StreamName
+from slipstream.common.wire.events import StreamName
 from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.step import FenceName, WaitPlace
 

@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.wire.access_log import LogOp, StreamName
+from slipstream.common.wire.events import LogOp, StreamName
 from slipstream.common.wire.step import Role
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.wire.access_log import StreamName
+from slipstream.common.wire.events import StreamName
 from slipstream.common.wire.step import FenceName, WaitPlace
 from tests.ordering.accesses import COPIED, Access, BufferGroup, Phase, Rows, declared_accesses
 from tests.ordering.knowledge import CONSUMED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.wire.access_log import LogOp
+from slipstream.common.wire.events import LogOp
 from slipstream.common.wire.layout import BufferName
 from tests.ordering.checker import Checker, joined, run
 

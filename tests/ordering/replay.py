@@ -2,7 +2,7 @@
 
     python -m tests.ordering.replay DIR
 
-DIR holds one `*.jsonl` file for each stream of each process, as `JsonLinesAccessLog` writes them.
+DIR holds one `*.jsonl` file for each stream of each process, as `EventLog` writes them.
 Prints a summary, and exits with 1 if two accesses collided or a stream waited for what never came.
 
 The padding row of the slot buffers is left out: every padded batch touches it. Faults that the system tolerates are
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import ConfigError
-from slipstream.common.wire.access_log import LogOp, StreamName
+from slipstream.common.wire.events import LogOp, StreamName
 from slipstream.common.wire.layout import PADDING_SLOT, SLOT_BUFFERS, BufferName
 from slipstream.common.wire.step import FenceName, Role
 from tests.ordering.checker import Checker, Operation, Race, Stuck, run

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.wire.access_log import LogOp, StreamName
+from slipstream.common.wire.events import LogOp, StreamName
 from slipstream.common.wire.layout import ring_rows
 from slipstream.common.wire.step import FenceName, FenceOps, FenceWait, Role
 from slipstream.scheduler.core.plan import catch_up

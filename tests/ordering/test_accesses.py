@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.common.errors import OrderingError
-from slipstream.common.wire.access_log import StreamName
+from slipstream.common.wire.events import StreamName
 from slipstream.common.wire.layout import LENT_WEIGHTS, SLOT_BUFFERS, BufferName, DraftShape, EpochShape
 from slipstream.scheduler.records import DraftTraits
 from tests.ordering.accesses import BufferGroup, Form, Phase, Rows, declared_accesses

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from slipstream.common.wire.access_log import LogOp, StreamName
+from slipstream.common.wire.events import LogOp, StreamName
 from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.step import DRAFT_FENCES, FenceName, Role
 from tests.harness.sampling import examples

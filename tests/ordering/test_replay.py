@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.errors import ConfigError
-from slipstream.common.wire.access_log import JsonLinesAccessLog, LogOp, StreamName
+from slipstream.common.wire.events import EventLog, LogOp, StreamName
 from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.step import FenceName
 from slipstream.scheduler.core.plan import consume, initial_state, last_consumed, plan_step
@@ -53,7 +53,7 @@ def write_run(
 
     Without the operations that `keeps` rejects; when hasty, each step is sent before the consumption that it needs.
     """
-    logs = {stream: JsonLinesAccessLog(folder / f"{stream.value}.{epoch}.jsonl", stream) for stream in StreamName}
+    logs = {stream: EventLog(stream, folder / f"{stream.value}.{epoch}.jsonl") for stream in StreamName}
     state = initial_state(HEAD, RUN_AHEAD)
     steps: dict[int, StepOperations] = {}
 
@@ -85,7 +85,7 @@ def write_run(
         log.close()
 
 
-def write_operation(log: JsonLinesAccessLog, operation: Operation, epoch: int = EPOCH) -> None:
+def write_operation(log: EventLog, operation: Operation, epoch: int = EPOCH) -> None:
     match operation.op:
         case LogOp.SEND:
             assert operation.role is not None
@@ -139,7 +139,7 @@ def test_the_log_says_what_was_written(tmp_path: Path) -> None:
         Operation(LogOp.WRITE, StreamName.DRAFT, 5, EPOCH, buffer=BufferName.DRAFT_TOKENS, rows=(1, 2)),
         Operation(LogOp.SIGNAL, StreamName.DRAFT, 5, EPOCH, fence=FenceName.DRAFT_PROPOSED, value=5),
     ]
-    log = JsonLinesAccessLog(tmp_path / "draft.jsonl", StreamName.DRAFT)
+    log = EventLog(StreamName.DRAFT, tmp_path / "draft.jsonl")
     for operation in operations:
         write_operation(log, operation)
     log.close()
@@ -278,7 +278,7 @@ def replayed(folder: Path, *, status: int) -> str:
 
 def write_release(folder: Path, fence: FenceName, value: int) -> None:
     """The scheduler releases a fence, in a log of its own."""
-    log = JsonLinesAccessLog(folder / "watchdog.jsonl", StreamName.SCHEDULER)
+    log = EventLog(StreamName.SCHEDULER, folder / "watchdog.jsonl")
     log.release(fence, value, epoch=EPOCH, attachment=EPOCH + 1)
     log.close()
 

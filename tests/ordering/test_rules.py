@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.common.wire.access_log import LogOp, StreamName
+from slipstream.common.wire.events import LogOp, StreamName
 from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.step import FenceName
 from slipstream.scheduler.records import DraftTraits

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.wire.events import EventLog
 from slipstream.common.wire.layout import GIVEN_FENCES, OWN_FENCES, BufferName, DraftShape, EpochShape
 from slipstream.common.wire.step import FenceName
 from slipstream.common.wire.worker import DraftSizes
@@ -81,7 +81,7 @@ class Epoch:
                 attachment.shape,
                 {BufferName(spec.name): arena.tensor(spec.name) for spec in attachment.shape.specs()},
                 vocab_size=VOCAB_SIZE,
-                log=AccessLog(),
+                log=EventLog(),
                 is_debug=attachment.is_debug,
             )
         else:
@@ -99,7 +99,7 @@ class Epoch:
         buffers = {BufferName(spec.name): own.tensor(spec.name) for spec in shape.own_specs()}
         buffers |= {BufferName(spec.name): given.tensor(spec.name) for spec in shape.given_specs()}
         debug = self.attachment.is_debug
-        region = Region(shape, sizes, buffers, number=number, vocab_size=VOCAB_SIZE, log=AccessLog(), is_debug=debug)
+        region = Region(shape, sizes, buffers, number=number, vocab_size=VOCAB_SIZE, log=EventLog(), is_debug=debug)
         piece = self.pieces[number] = Piece(region, own, given)
         return piece
 

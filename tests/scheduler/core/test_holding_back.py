@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from slipstream.common.wire.recorder import Site
+from slipstream.common.wire.events import Site
 from slipstream.scheduler.core import loop, pace
 from slipstream.scheduler.core.batch import Batch
 from slipstream.scheduler.core.loop import LEAST_HOLD_S
@@ -35,7 +35,7 @@ def test_long_steps_are_decided_on_late(verify_ms: float, monkeypatch: pytest.Mo
         )
         monkeypatch.setattr(loop, "time", clock)
         epoch.run([job])
-        holds = [record.step for record in epoch.epoch.recorder.host_records(0) if record.site is Site.HOLD]
+        holds = [record.step for record in epoch.epoch.trace.host_events(0) if record.site is Site.HOLD]
         assert holds == [last_sent for _, last_sent, _ in held]
         if verify_ms:
             assert len(held) > 5

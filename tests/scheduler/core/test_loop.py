@@ -16,8 +16,8 @@ from slipstream.common.wire.layout import ring_rows
 from slipstream.scheduler.core.draft import Draft
 from slipstream.scheduler.core.results import ResultReader
 from slipstream.scheduler.core.speculation import FIRST_STEP_TIMEOUT_S
+from slipstream.scheduler.telemetry.metrics import DECODE
 from slipstream.scheduler.telemetry.observer import TIDY_STEPS
-from slipstream.scheduler.telemetry.step_metrics import DECODE
 from tests.harness.dummy_epoch import make_epoch, make_job, workers
 from tests.harness.leaks import nothing_left
 from tests.harness.workers import VOCAB_SIZE
@@ -80,7 +80,7 @@ def test_what_waits_to_be_counted_and_written_does_not_grow(monkeypatch: pytest.
 
         def append(taken_in: StepOutcome) -> None:
             add(taken_in)
-            waiting.append(max(map(len, (metrics._timings, metrics._drafted, committed._unwritten, lengths._ended))))
+            waiting.append(max(map(len, (metrics._timings, metrics._decoded, committed._unwritten, lengths._ended))))
 
         monkeypatch.setattr(committed, "append", append)
         epoch.run([make_job(max_new_tokens=200)])

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import FutureMapError
-from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.wire.events import EventLog
 from slipstream.common.wire.job import TokenLogprobs
 from slipstream.common.wire.layout import NOT_FINITE, RESULT_FENCES, BufferName, EpochShape
 from slipstream.common.wire.step import FenceName
@@ -32,8 +32,8 @@ class Shared:
         device = HostDevice()
         self.arena = device.create_arena(SHAPE.specs(), RESULT_FENCES)
         buffers = {BufferName(spec.name): self.arena.tensor(spec.name) for spec in SHAPE.specs()}
-        self.verify = FutureMap(SHAPE, buffers, vocab_size=100, log=AccessLog(), is_debug=is_debug)
-        self.reader = ResultReader(self.arena, SHAPE, AccessLog(), is_debug=is_debug)
+        self.verify = FutureMap(SHAPE, buffers, vocab_size=100, log=EventLog(), is_debug=is_debug)
+        self.reader = ResultReader(self.arena, SHAPE, EventLog(), is_debug=is_debug)
 
     def publish(self, number: int, rows: list[int], accepted: list[int], logprobs: Logprobs | None = None) -> None:
         """As verify's stream does."""

@@ -16,7 +16,7 @@ from slipstream.cli.trace import fetch_trace, trace_json
 from slipstream.cli.trace_timeline import FENCES
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
-from slipstream.common.wire.recorder import Record, Site
+from slipstream.common.wire.events import Event, Site
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.wire.step import Role
 from slipstream.common.wire.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceRequest
@@ -113,9 +113,9 @@ def check_order(trace: Trace) -> None:
                 if signalled is not None:
                     assert signalled.end_ns < work.begin_ns
                     num_waits += 1
-        landed = at["scheduler", Site.RESULT, step.step].end_ns
-        assert at["verify", Site.STREAM, step.step].begin_ns < landed
-        assert landed == at["scheduler", Site.TAKE_IN, step.step].begin_ns
+        arrived_ns = at["scheduler", Site.RESULT, step.step].end_ns
+        assert at["verify", Site.STREAM, step.step].begin_ns < arrived_ns
+        assert arrived_ns == at["scheduler", Site.TAKE_IN, step.step].begin_ns
         if step.step - trace.run_ahead - 1 >= trace.steps[0].step:
             consumed = at["scheduler", Site.TAKE_IN, step.step - trace.run_ahead - 1]
             assert consumed.end_ns < send.begin_ns
@@ -130,7 +130,7 @@ async def test_when_requests_end_before_there_are_the_steps_so_far(processes: Wo
             _, trace = await asyncio.gather(client.run(make_job(60)), asked)
             assert client.epoch is not None
             # The stamps of a step are read with the next one: those of the last one are not known yet.
-            assert trace.steps[-1].step == client.epoch.recorder.last_complete >= trace.steps[0].step + 10
+            assert trace.steps[-1].step == client.epoch.trace.last_complete >= trace.steps[0].step + 10
             check(trace_json(trace))
             with pytest.raises(DeadlineExceededError, match=r"no step was complete within 0\.05 s"):
                 await fetch_trace(address, TraceRequest(steps=1, wait_ms=50))
@@ -180,7 +180,7 @@ async def test_a_worker_need_not_record(tmp_path: Path, is_recording: bool) -> N
     arena, thread = SharedArenas(), LinkThread()
     with DeviceThread() as device_thread:
         service = WorkerServicer(worker.engine, device_thread)
-        recorder = RecorderServicer(worker.engine.recorder, HostDevice())
+        recorder = RecorderServicer(worker.engine.log, HostDevice())
         services = [
             ("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, service),
             (RECORDER, trace_pb2_grpc.add_RecorderServicer_to_server, recorder),
@@ -201,7 +201,7 @@ async def test_a_worker_need_not_record(tmp_path: Path, is_recording: bool) -> N
     assert found is not None
     assert found.epoch == 3
     assert [(record.site, record.step) for record in found.records] == [(Site.RECEIVE, 2), (Site.ENQUEUE, 2)]
-    assert all(isinstance(record, Record) for record in found.records)
+    assert all(isinstance(record, Event) for record in found.records)
     assert found.clock is not None
     assert found.clock.device_ns == found.clock.host_ns
 

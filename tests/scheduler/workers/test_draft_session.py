@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import ConfigError, FailedPreconditionError, UnavailableError
 from slipstream.common.rpc.listener import Listener as SocketListener
-from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.wire.events import EventLog
 from slipstream.common.wire.layout import RESULT_FENCES, EpochShape
 from slipstream.common.wire.server import DraftSwap, SwapTerms
 from slipstream.common.wire.step import Role
@@ -156,7 +156,7 @@ class Drafts:
             "speculation": self.speculation,
             "decodes": DecodeRecord(),
             "policy": None,
-            "log": AccessLog(),
+            "log": EventLog(),
             "measure": lambda: None,
         }
         self.epoch = cast("Epoch", SimpleNamespace(**parts, link=verify or FakeLink(VERIFY)))

@@ -19,8 +19,8 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.wire import command_socket
-from slipstream.common.wire.access_log import AccessLog
 from slipstream.common.wire.command_socket import SHORT_STEP_S, CommandReceiver, CommandSender
+from slipstream.common.wire.events import EventLog, Site
 from slipstream.common.wire.step import (
     FenceName,
     FenceOps,
@@ -31,7 +31,6 @@ from slipstream.common.wire.step import (
 )
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
-from slipstream.scheduler.telemetry.step_metrics import ACKNOWLEDGEMENT
 from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchTogether, LinkThread, WorkerLink
 from slipstream.services.worker import servicer
 from slipstream.services.worker.device_thread import DeviceThread
@@ -331,17 +330,6 @@ async def test_a_worker_that_stops_while_it_attaches_is_unavailable_not_a_mistak
         await asyncio.to_thread(link.detach, drain=False)
 
 
-class RecordingStalls:
-    """In place of the metrics."""
-
-    def __init__(self) -> None:
-        self.stalls: list[tuple[str, float]] = []
-
-    def host_stalled(self, site: str, seconds: float) -> None:
-        """Keeps it."""
-        self.stalls.append((site, seconds))
-
-
 def _pair(step: int) -> tuple[StepCommand, StepCommand]:
     """Decode commands of a step, ordered as the plan does."""
     draft = decode(step, 1, waits=step - 1)
@@ -353,7 +341,7 @@ def _pair(step: int) -> tuple[StepCommand, StepCommand]:
 async def test_acknowledged_dispatch_sends_what_depends_on_a_step_after_its_acknowledgement(
     tmp_path: Path, thread: LinkThread, arena: SharedArenas, acknowledge_done: bool
 ) -> None:
-    metrics = RecordingStalls()
+    log = EventLog()
     async with (
         served(tmp_path, Role.DRAFT, acknowledge_done=acknowledge_done) as draft,
         served(tmp_path, Role.VERIFY, acknowledge_done=acknowledge_done) as verify,
@@ -363,7 +351,7 @@ async def test_acknowledged_dispatch_sends_what_depends_on_a_step_after_its_ackn
             Role.VERIFY: WorkerLink(Role.VERIFY, verify.server.address, thread, on_failure=ignore),
         }
         to_draft, to_verify = links.values()
-        dispatch = DispatchAcknowledged(to_verify, AccessLog(), metrics, 10.0, lambda: 10.0)  # type: ignore[arg-type]
+        dispatch = DispatchAcknowledged(to_verify, log, 10.0, lambda: 10.0)
 
         def use() -> None:
             for link in links.values():
@@ -381,7 +369,8 @@ async def test_acknowledged_dispatch_sends_what_depends_on_a_step_after_its_ackn
         await asyncio.to_thread(use)
         assert arena.fence(FenceName.VERIFY_STASH).poll() == 10
     # Draft's first command waits for nothing.
-    assert [site for site, _ in metrics.stalls] == [ACKNOWLEDGEMENT] * 19
+    assert [event.site for event in log.since(0)] == [Site.ACKNOWLEDGEMENT] * 19
+    assert log.stalled_ns[Site.ACKNOWLEDGEMENT] > 0
 
 
 async def test_acknowledged_dispatch_gives_up_when_no_acknowledgement_comes(
@@ -390,8 +379,7 @@ async def test_acknowledged_dispatch_gives_up_when_no_acknowledgement_comes(
     async with served(tmp_path, Role.DRAFT) as draft:
         link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
         await asyncio.to_thread(link.attach, attachment_to(arena))
-        metrics = RecordingStalls()
-        dispatch = DispatchAcknowledged(link, AccessLog(), metrics, 10.0, lambda: 0.02)  # type: ignore[arg-type]
+        dispatch = DispatchAcknowledged(link, EventLog(), 10.0, lambda: 0.02)
         late = replace(decode(2, 1), ops=FenceOps((FenceWait(FenceName.DRAFT_PROPOSED, 1),)))
         with pytest.raises(DeadlineExceededError, match="the draft service did not acknowledge step 1 in time"):
             await asyncio.to_thread(dispatch.send, link, late, link)
@@ -412,7 +400,7 @@ async def test_dispatch_together_holds_nothing_back(tmp_path: Path, thread: Link
             for step in range(1, 6):
                 first, second = _pair(step)
                 for link, command in ((links[1], second), (links[0], first)):
-                    DispatchTogether(links[1], AccessLog()).send(link, command, links[0])
+                    DispatchTogether(links[1], EventLog()).send(link, command, links[0])
             assert arena.fence(FenceName.VERIFY_STASH).wait_on_host(5, 10.0)
             for link in links:
                 link.detach(drain=True)

@@ -12,7 +12,7 @@ import torch
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import FailedPreconditionError
-from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.wire.events import EventLog
 from slipstream.common.wire.layout import RESULT_FENCES, DraftShape, EpochShape
 from slipstream.common.wire.step import Role
 from slipstream.common.wire.worker import Attachment
@@ -77,7 +77,7 @@ def test_memory_of_a_gpu_is_kept_until_the_process_has_ended(kind: str, *, is_gi
     link: Any = SimpleNamespace(attach=lambda _: None, detach=lambda drain: drain)
     verify: Any = SimpleNamespace(attach_draft=lambda _: None, detach_draft=lambda *_: None)
     draft = replace(describe(Role.DRAFT), pid=process.pid)
-    attachment = DraftAttachment(2, link, draft, shape, device, epoch=1, log=AccessLog())
+    attachment = DraftAttachment(2, link, draft, shape, device, epoch=1, log=EventLog())
     try:
         attachment.attach(_attachment(device), verify, describe(Role.VERIFY))
         attachment.detach(verify, drain=True)

@@ -19,11 +19,11 @@ from slipstream.common.errors import (
     OutOfMemoryError,
     StaleEpochError,
 )
-from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.wire.events import EventLog, Site
 from slipstream.common.wire.step import Role, StepCommand, WaitPlace
 from slipstream.common.wire.worker import PROTOCOL_VERSION
 from slipstream.services.worker import epoch
-from slipstream.services.worker.engine import ATTACH, DRAIN, Engine
+from slipstream.services.worker.engine import Engine
 from slipstream.services.worker.role import Phase
 from tests.harness.leaks import nothing_left
 from tests.harness.recording_role import PROPOSED, STASH, Recorder, attached
@@ -115,8 +115,8 @@ def test_drain_finishes_what_is_enqueued(draft: Recorder) -> None:
         assert arena.fence(PROPOSED).poll() == 5
         assert not draft.is_open
         worker.engine.drain(1)
-        stalls = worker.engine.stalls.seconds()
-        assert {site for site, seconds in stalls.items() if seconds > 0} == {ATTACH, DRAIN}
+        stalled_ns = worker.engine.log.stalled_ns
+        assert {site for site in Site if stalled_ns[site]} == {Site.ATTACH, Site.DRAIN}
 
 
 def test_a_late_end_of_an_older_epoch_changes_nothing(draft: Recorder) -> None:
@@ -198,7 +198,7 @@ def test_nothing_is_freed_before_a_stream_that_cannot_be_released_is_reported(
 
     closed: list[HostArena] = []
     arena, worker = SharedArenas(), LocalWorker(draft)
-    worker.engine = Engine(draft, HostDevice(), worker.stream, AccessLog(), on_stuck=end)
+    worker.engine = Engine(draft, HostDevice(), worker.stream, EventLog(), on_stuck=end)
     worker.attach(attachment_to(arena, 3))
     worker.send(decode(7, 1, epoch=3, waits=1))
     with monkeypatch.context() as patch:

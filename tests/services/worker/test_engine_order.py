@@ -11,7 +11,7 @@ import pytest
 from slipstream.common.errors import (
     DeadlineExceededError,
 )
-from slipstream.common.wire.access_log import JsonLinesAccessLog, LogOp, StreamName
+from slipstream.common.wire.events import EventLog, LogOp, StreamName
 from slipstream.common.wire.layout import DECODE_PART, BufferName
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.wire.step import FenceOps, FenceWait, Role, SlotUpdate, StepCommand, WaitPlace
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("clean")
 
 def test_waits_come_first_and_every_signal_behind_its_phase(tmp_path: Path) -> None:
     role, arena = Recorder(Role.VERIFY), SharedArenas()
-    log = JsonLinesAccessLog(tmp_path / "verify.jsonl", StreamName.VERIFY)
+    log = EventLog(StreamName.VERIFY, tmp_path / "verify.jsonl")
     worker = LocalWorker(role, log)
     attach(worker, arena)
     worker.send(decode(1, 1, role=Role.VERIFY, waits=1))
@@ -82,7 +82,7 @@ def test_a_phase_signals_in_its_own_order(tmp_path: Path) -> None:
         def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
             return [Phase(lambda: None, (STASH, PUBLISH))]
 
-    arena, log = SharedArenas(), JsonLinesAccessLog(tmp_path / "verify.jsonl", StreamName.VERIFY)
+    arena, log = SharedArenas(), EventLog(StreamName.VERIFY, tmp_path / "verify.jsonl")
     worker = LocalWorker(OnePhase(Role.VERIFY), log)
     attach(worker, arena)
     command = decode(1, 1, role=Role.VERIFY)

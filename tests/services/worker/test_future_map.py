@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.common.errors import FutureMapError
-from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.wire.events import EventLog
 from slipstream.common.wire.layout import DECODE_PART, LENT_WEIGHTS, PREFILL_PART, BufferName, DraftShape
 from slipstream.common.wire.worker import DraftSizes
 from slipstream.services.models.sampler import Logprobs
@@ -37,7 +37,7 @@ TWO = replace(OUTCOME, num_accepted=torch.tensor([1, 0]), tokens=OUTCOME.tokens[
 INT64 = st.one_of(st.sampled_from([-(2**63), -1, 0, 1, VOCAB_SIZE - 1, VOCAB_SIZE, 2**63 - 1]), st.integers(-9, 120))
 
 
-class RecordingLog(AccessLog):
+class RecordingLog(EventLog):
     """Keeps the accesses."""
 
     is_enabled = True

@@ -122,10 +122,9 @@ class SlowCopy:
 def test_waits_for_the_device_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots_module, "_events", lambda _, count: [SlowCopy() for _ in range(count)])
     waits = []
-    step = 0
 
     @contextmanager
-    def blocked() -> Iterator[None]:
+    def blocked(step: int) -> Iterator[None]:
         waits.append(step)
         yield
 

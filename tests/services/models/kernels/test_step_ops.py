@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.wire.events import EventLog
 from slipstream.common.wire.layout import NOT_FINITE, BufferName, DraftShape, EpochShape
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.wire.worker import DraftSizes
@@ -116,9 +116,9 @@ class Memory:
         self.results = _filled(epoch.specs(), device)
         self.shared = _filled([*draft.given_specs(), *draft.own_specs()], device)
         drafter = DraftSizes(num_draft_tokens=3, hidden_width=width)
-        self.region = region_kind(draft, drafter, self.shared, number=9, vocab_size=VOCAB_SIZE, log=AccessLog())
+        self.region = region_kind(draft, drafter, self.shared, number=9, vocab_size=VOCAB_SIZE, log=EventLog())
         regions = {9: self.region}
-        self.map = map_kind(epoch, self.results, vocab_size=VOCAB_SIZE, log=AccessLog(), regions=regions)
+        self.map = map_kind(epoch, self.results, vocab_size=VOCAB_SIZE, log=EventLog(), regions=regions)
 
     def state(self) -> list[dict[str, list[object]]]:
         """Returns all buffers as lists."""

@@ -1,9 +1,10 @@
-"""The times of steps: stamps are read when they are there, and lost time shows in them."""
+"""The times of steps: stamps are read when they are there, lost time shows in them, and a trace has the last ones."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -11,20 +12,22 @@ import torch
 
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.device.cpu.device import HostArena, HostDevice
-from slipstream.common.wire.access_log import AccessLog
+from slipstream.common.errors import UnavailableError
+from slipstream.common.wire.events import Event, EventLog, Site
 from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART, RESULT_FENCES, BufferName, DraftShape, EpochShape
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, PrefillChunk, Role
+from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait, PrefillChunk, Role
+from slipstream.common.wire.trace import MAX_STEPS, TracedStep
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.draft import Draft, DraftState
 from slipstream.scheduler.records import NO_SLOTS, SentStep, SlotLease, Step, StepSlots
-from slipstream.scheduler.telemetry.step_metrics import (
+from slipstream.scheduler.telemetry.metrics import (
     DRAFT_TO_VERIFY,
     VERIFY_TO_DRAFT,
     VERIFY_TO_VERIFY,
     StepTiming,
 )
-from slipstream.scheduler.telemetry.timings import StepRecorder, StepTimings
+from slipstream.scheduler.telemetry.observer import StepTimes, StepTrace
 from slipstream.scheduler.workers.attachment import DraftAttachment
 from tests.harness.counted_jobs import Job
 from tests.harness.counted_time import CountedDevice
@@ -74,12 +77,11 @@ class Stamps:
         self.arena = HostArena.create(SHAPE.specs(), RESULT_FENCES)
         link = cast("Link", LocalWorker(DummyDraft(describe(Role.DRAFT), 0)))
         self.attachment = DraftAttachment(
-            2, link, describe(Role.DRAFT), DraftShape(**SIZES), HostDevice(), epoch=1, log=AccessLog()
+            2, link, describe(Role.DRAFT), DraftShape(**SIZES), HostDevice(), epoch=1, log=EventLog()
         )
         self.draft = Draft(self.attachment)
-        self.collector = StepTimings(
-            HostDevice(), self.arena, SHAPE, AccessLog(), lambda timed: self.timings.append(timed()), StepRecorder()
-        )
+        metrics: Any = SimpleNamespace(observe=lambda timed: self.timings.append(timed()))
+        self.times = StepTimes(HostDevice(), self.arena, SHAPE, EventLog(), metrics, StepTrace(EventLog()))
 
     def send(self, number: int, kind: Kind = DECODE, *, takes_prompts: bool = False) -> None:
         """A step is sent."""
@@ -87,7 +89,7 @@ class Stamps:
         fences = [FenceName.DRAFT_PROPOSED] * step.is_kept + [FenceName.DRAFT_PREFILLED] * bool(step.chunks)
         draft_ops = None if draft is None else FenceOps((), tuple(FencePoint(fence, number) for fence in fences))
         self.sent[number] = SentStep(step, draft, draft_ops, FenceOps(), None, decided_ns=0, sent_ns=0)
-        self.collector.sent(self.sent[number])
+        self.times.on_sent(self.sent[number])
 
     def verify(self, number: int, start: int, end: int) -> None:
         """Verify does its part."""
@@ -98,13 +100,13 @@ class Stamps:
         self.draft.stamps[number % SHAPE.ring, PREFILL_PART] = torch.tensor([start, end])
         self.attachment.prefilled.release(number)
 
-    def come(self, number: int, *before: tuple[int, int]) -> None:
-        """The result of a step comes, with the stamps of the one before: verify's, and the same of draft's parts.
+    def result(self, number: int, *before: tuple[int, int]) -> None:
+        """The result of a step arrives, with the stamps of the one before: verify's, and the same of draft's parts.
 
         If three are given, they are its decode part's and its prefill part's.
         """
         verify, *parts = before or ((0, 0), (0, 0))
-        self.collector.came(self.sent[number], (verify, parts[0], parts[-1]))
+        self.times.on_result(self.sent[number], (verify, parts[0], parts[-1]))
 
 
 @pytest.fixture
@@ -117,42 +119,42 @@ def stamps() -> Iterator[Stamps]:
     made.arena.close()
 
 
-class TestStepTimings:
+class TestStepTimes:
     """Stamps are read when it is sure that they are there, once, in order."""
 
     def test_stamps_come_with_the_next_result(self, stamps: Stamps) -> None:
         """No fence is polled: all of them are at zero here."""
         stamps.send(1)
-        stamps.come(1)
+        stamps.result(1)
         stamps.send(2)
-        stamps.come(2, (30, 60), (10, 20))
+        stamps.result(2, (30, 60), (10, 20))
         assert [(timing.draft_ns, timing.verify_ns) for timing in stamps.timings] == [(10, 30)]
 
     def test_a_draft_that_no_step_waited_for_is_polled(self, stamps: Stamps) -> None:
         stamps.send(1, PREFILL)
         stamps.send(2, PREFILL)
         stamps.verify(1, 30, 60)
-        stamps.come(2, (30, 60), (10, 0))
+        stamps.result(2, (30, 60), (10, 0))
         assert stamps.timings == []
         stamps.prefill(1, 10, 20)
         stamps.send(3)
-        stamps.come(3, (70, 80), (21, 30))
+        stamps.result(3, (70, 80), (21, 30))
         assert [(timing.draft_ns, timing.verify_ns) for timing in stamps.timings] == [(10, 30), (9, 10)]
 
     def test_each_part_of_a_draft_is_read_when_it_is_sure_to_be_done(self, stamps: Stamps) -> None:
         """Verify has waited for the decode part of its own step, and for the prefill part before a later part."""
         stamps.send(1, takes_prompts=True)
-        stamps.come(1)
+        stamps.result(1)
         stamps.send(2, takes_prompts=True)
-        stamps.come(2, (30, 60), (10, 20), (40, 45))
+        stamps.result(2, (30, 60), (10, 20), (40, 45))
         assert [(timing.phase, timing.draft_ns) for timing in stamps.timings] == [("mixed", 15)]
         stamps.verify(2, 70, 80)
         stamps.arena.tensor(BufferName.DRAFT_STAMPS)[2 % SHAPE.ring, DECODE_PART] = torch.tensor([61, 64])
         stamps.send(3, PLAIN)
-        stamps.come(3, (70, 80), (61, 64), (40, 45))
+        stamps.result(3, (70, 80), (61, 64), (40, 45))
         assert len(stamps.timings) == 1
         stamps.prefill(2, 81, 88)
-        stamps.collector.collect(2)
+        stamps.times.collect(2)
         assert [timing.draft_ns for timing in stamps.timings] == [15, 10]
 
     def test_a_step_waits_for_those_before_it(self, stamps: Stamps) -> None:
@@ -161,10 +163,10 @@ class TestStepTimings:
         stamps.send(3, PLAIN)
         stamps.verify(1, 10, 20)
         stamps.verify(2, 25, 40)
-        stamps.come(3, (25, 40), (0, 0))
+        stamps.result(3, (25, 40), (0, 0))
         assert stamps.timings == []
         stamps.prefill(1, 11, 22)
-        stamps.collector.collect(2)
+        stamps.times.collect(2)
         assert [(timing.phase, timing.wall_ns) for timing in stamps.timings] == [("prefill", None), ("decode", 20)]
         assert stamps.timings[1].bubbles_ns == {VERIFY_TO_VERIFY: 3}
 
@@ -174,20 +176,20 @@ class TestStepTimings:
             stamps.send(number, PLAIN)
         for number in range(1, SHAPE.ring):
             stamps.verify(number, 20 * number, 20 * number + 10)
-        stamps.come(SHAPE.ring, (20 * SHAPE.ring - 20, 20 * SHAPE.ring - 10), (0, 0))
-        stamps.collector.collect(1)
+        stamps.result(SHAPE.ring, (20 * SHAPE.ring - 20, 20 * SHAPE.ring - 10), (0, 0))
+        stamps.times.collect(1)
         assert stamps.timings == []
-        stamps.collector.collect(1, is_last_chance=True)
+        stamps.times.collect(1, is_last_chance=True)
         assert [(timing.draft_ns, timing.verify_ns) for timing in stamps.timings] == [(0, 10)]
         stamps.verify(SHAPE.ring, 500, 510)
         stamps.send(SHAPE.ring + 1, PLAIN)
-        stamps.come(SHAPE.ring + 1, (500, 510), (0, 0))
+        stamps.result(SHAPE.ring + 1, (500, 510), (0, 0))
         assert [timing.verify_ns for timing in stamps.timings] == [10] * SHAPE.ring
 
     def test_verifys_stamps_are_not_read_before_the_next_result(self, stamps: Stamps) -> None:
         stamps.send(1, PLAIN)
-        stamps.come(1)
-        stamps.collector.collect(1)
+        stamps.result(1)
+        stamps.times.collect(1)
         assert stamps.timings == []
 
     @pytest.mark.parametrize("is_lost", [False, True])
@@ -198,9 +200,9 @@ class TestStepTimings:
         else:
             for state in (DraftState.CATCHING_UP, DraftState.LEAVING, DraftState.LEFT):
                 stamps.draft.enter(state)
-        stamps.come(1)
+        stamps.result(1)
         stamps.send(2, PLAIN)
-        stamps.come(2, (30, 60), (10, 20))
+        stamps.result(2, (30, 60), (10, 20))
         assert [(timing.draft_ns, timing.verify_ns) for timing in stamps.timings] == [(0, 30)]
 
     @pytest.mark.parametrize(
@@ -208,11 +210,11 @@ class TestStepTimings:
     )
     def test_stamps_that_no_work_left_are_left_out(self, stamps: Stamps, hostile: tuple[int, int]) -> None:
         stamps.send(1)
-        stamps.come(1)
+        stamps.result(1)
         stamps.send(2)
-        stamps.come(2, (30, 60), hostile)
+        stamps.result(2, (30, 60), hostile)
         stamps.send(3)
-        stamps.come(3, (90, 100), hostile)
+        stamps.result(3, (90, 100), hostile)
         assert [timing.draft_ns for timing in stamps.timings] == [0, 0]
         assert all(bubble >= 0 for timing in stamps.timings for bubble in timing.bubbles_ns.values())
 
@@ -220,9 +222,9 @@ class TestStepTimings:
         before: tuple[tuple[int, int], ...] = ()
         for number, start in ((1, 100), (2, 200), (3, 90_000), (4, 90_100), (5, 90_200)):
             if number == 3:
-                stamps.collector.idle()
+                stamps.times.on_idle()
             stamps.send(number)
-            stamps.come(number, *before)
+            stamps.result(number, *before)
             before = ((start + 10, start + 90), (start, start + 10))
         assert [timing.wall_ns for timing in stamps.timings] == [None, 100, None, 100]
         assert [sum(timing.bubbles_ns.values()) for timing in stamps.timings] == [0, 10, 0, 10]
@@ -342,3 +344,82 @@ def test_a_delay_while_draft_works_is_a_bubble_by_as_much_as_it_outlasts_draft()
 def test_running_ahead_hides_the_delay() -> None:
     timings = measured(Role.DRAFT, run_ahead=1)
     assert set(bubbles(timings, VERIFY_TO_DRAFT) + bubbles(timings, DRAFT_TO_VERIFY)) == {0}
+
+
+MEMBERS = StepSlots.of([SlotLease(1, 1), SlotLease(2, 1)])
+WAITS = FenceOps((FenceWait(FenceName.DRAFT_PROPOSED, 1),), ())
+NOTHING = FenceOps()
+
+
+def sent_step(number: int, draft: FenceOps | None = NOTHING, chunks: tuple[PrefillChunk, ...] = ()) -> SentStep:
+    """A step that decodes two requests."""
+    step = Step(number, MEMBERS, MEMBERS, np.ones(2, np.int32), chunks=chunks, num_prompt_tokens=3 * len(chunks))
+    return SentStep(step, None, draft, WAITS, None, 10 * number, 10 * number + 1)
+
+
+def complete(trace: StepTrace, number: int, draft: FenceOps | None = NOTHING) -> None:
+    """Its stamps are there."""
+    trace.add(sent_step(number, draft), (number, number + 2), (number, number + 1), None)
+
+
+def test_steps_are_told_once_they_are_complete() -> None:
+    trace = StepTrace(EventLog())
+    assert (trace.last_complete, trace.steps(1, 2)) == (0, [])
+    complete(trace, 1, draft=None)
+    expected = TracedStep(step=1, num_slots=2, num_decoding=2, has_draft=False, verify_waits=WAITS.waits)
+    assert trace.steps(1, 2) == [expected]
+    complete(trace, 2)
+    assert [(step.step, step.has_draft) for step in trace.steps(2, 9)] == [(2, True)]
+    assert trace.stream_events(Role.VERIFY, 2) == [Event(Site.STREAM, 2, 2, 4)]
+    assert trace.stream_events(Role.DRAFT, 2) == [Event(Site.STREAM, 2, 2, 3)]
+    assert trace.last_complete == 2
+
+
+def test_a_mixed_step_has_two_parts_of_draft() -> None:
+    trace = StepTrace(EventLog())
+    chunk = PrefillChunk(slot=3, start=0, tokens=(1, 2, 3), is_last=False)
+    trace.add(sent_step(5, chunks=(chunk,)), (20, 30), (10, 20), (30, 35))
+    (mixed,) = trace.steps(4, 5)
+    assert (mixed.label, mixed.num_slots, mixed.num_decoding, mixed.num_prompt_tokens) == ("mixed", 3, 2, 3)
+    assert trace.stream_events(Role.DRAFT, 0) == [Event(Site.STREAM, 5, 10, 20), Event(Site.PREFILL, 5, 30, 35)]
+
+
+def test_tells_what_the_loop_did_in_the_order_in_which_it_ended() -> None:
+    log = EventLog()
+    trace = StepTrace(log)
+    log.add(Site.IDLE, 0, 5, 19)
+    for step in (1, 2, 3):
+        log.add(Site.SEND, step, 10 * step, 10 * step + 1)
+    log.stall(Site.WAIT, 2, 22, 25)
+    log.add(Site.TAKE_IN, 2, 25, 27)
+    assert trace.host_events(2) == [
+        Event(Site.SEND, 2, 20, 21),
+        Event(Site.WAIT, 2, 22, 25),
+        Event(Site.RESULT, 2, 21, 25),
+        Event(Site.TAKE_IN, 2, 25, 27),
+        Event(Site.SEND, 3, 30, 31),
+    ]
+    assert log.stalled_ns[Site.WAIT] == 3
+
+
+def test_as_many_steps_are_kept_as_a_trace_may_have() -> None:
+    log = EventLog()
+    trace = StepTrace(log)
+    for number in range(1, 2 * MAX_STEPS):
+        for site in (Site.SEND, Site.WAIT, Site.TAKE_IN, Site.IDLE, Site.HOLD):
+            log.add(site, number, 1, 2)
+        complete(trace, number)
+    first = 2 * MAX_STEPS - MAX_STEPS
+    numbers = list(range(first, 2 * MAX_STEPS))
+    assert [step.step for step in trace.steps(first, 2 * MAX_STEPS)] == numbers
+    assert [event.step for event in trace.stream_events(Role.DRAFT, first)] == numbers
+    assert sorted({event.step for event in trace.host_events(first)}) == numbers
+    assert len(trace.steps(0, 2 * MAX_STEPS)) < 1.1 * MAX_STEPS
+
+
+def test_an_epoch_that_is_over_has_no_trace() -> None:
+    trace = StepTrace(EventLog())
+    complete(trace, 1)
+    trace.is_closed = True
+    with pytest.raises(UnavailableError, match="were lost"):
+        trace.steps(1, 1)
