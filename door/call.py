@@ -14,7 +14,7 @@ from slipstream.door.events import send_json, send_stream
 from slipstream.door.parsers import Forms
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from starlette.types import Receive, Send
 
@@ -144,7 +144,7 @@ class Call:
         """Answers with JSON."""
         await send_json(self._send, body)
 
-    async def send_stream(self, events: AsyncIterator[bytes]) -> None:
+    async def send_stream(self, events: AsyncGenerator[bytes, None]) -> None:
         """Answers with events. Errors before the first one are raised, later ones sent."""
         to_error = partial(api_error, names=self._names)
         await send_stream(self._send, events, to_error, read_timeout_s=self.door.config.read_timeout_s)

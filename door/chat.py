@@ -59,6 +59,9 @@ class Sample:
 
     def __init__(self, options: RequestOptions, forms: Forms, *, has_one_call: bool) -> None:
         self.num_calls = 0
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        """Tokens up to the newest message with thoughts."""
         self._has_one_call = has_one_call
         self._parser: Parser | None = make_parser(
             forms, options.get("tools") or (), options.get("template_kwargs") or {}
@@ -66,11 +69,14 @@ class Sample:
 
     def read(self, chunk: OutputChunk) -> Sequence[Delta]:
         """The next parts of the output."""
+        self.num_tokens += len(chunk.token_ids)
         if self._parser is None:
             return (Content(chunk.text),) if chunk.text else ()
         found = self._parser.push(chunk.text) if chunk.text else []
         if chunk.finish_reason is not None:
             found = [*found, *self._parser.finish()]
+        if any(isinstance(delta, Reasoning) for delta in found):
+            self.num_reasoning_tokens = self.num_tokens
         return [delta for delta in found if self._counts(delta)]
 
     def finish_reason(self, chunk: OutputChunk) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from slipstream.common.errors import SlipstreamError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from starlette.types import Send
 
@@ -43,7 +44,7 @@ async def send_error(send: Send, error: ApiError) -> None:
 
 async def send_stream(
     send: Send,
-    events: AsyncIterator[bytes],
+    events: AsyncGenerator[bytes, None],
     to_error: Callable[[SlipstreamError], ApiError],
     *,
     read_timeout_s: float,
@@ -53,8 +54,10 @@ async def send_stream(
     Raises TimeoutError for a client that reads nothing for so long.
     """
     loop = asyncio.get_running_loop()
-    first = await anext(events, b"")
-    async with asyncio.timeout(read_timeout_s) as bound:
+    # The end of the events ends their job.
+    async with aclosing(events), asyncio.timeout(None) as bound:
+        first = await anext(events, b"")
+        bound.reschedule(loop.time() + read_timeout_s)
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM})
         await send({"type": "http.response.body", "body": first, "more_body": True})
         bound.reschedule(None)

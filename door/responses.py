@@ -262,7 +262,7 @@ class _Answer:
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": cached},
                 "output_tokens": output,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._sample.num_reasoning_tokens},
                 "total_tokens": prompt + output,
             }
         return {**self._fields, "output": self._items, "usage": usage}

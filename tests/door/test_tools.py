@@ -110,6 +110,7 @@ async def test_a_response_has_items_and_its_events_make_them(form: str) -> None:
         assert whole.status == "incomplete"
         assert whole.usage is not None
         assert whole.usage.output_tokens == num_tokens
+        assert 0 < whole.usage.output_tokens_details.reasoning_tokens < num_tokens
         events = [event async for event in await door.openai.responses.create(**request, stream=True)]
         assert [event.sequence_number for event in events] == list(range(len(events)))
         assert [events[0].type, events[1].type, events[-1].type] == [
