@@ -192,7 +192,7 @@ class SchedulerLink:
         sample.is_cancelled = True
         if sample.admitted_at is None:
             self.num_waiting -= 1
-            if sample.id:
+            if sample.id in self.running:
                 self._leaving.add(sample.id)
         if sample.id:
             self._cancelled.append(sample.id)
@@ -207,10 +207,14 @@ class SchedulerLink:
             # The scheduler never hears of it.
             self._outgoing.remove(sample)
             self._leaving.discard(sample.id)
-        self.release(sample)
+        self._forget(sample)
 
     def release(self, sample: Sample) -> None:
         """Forgets a sequence. Called by the receiver when it is over."""
+        self._leaving.discard(sample.id)
+        self._forget(sample)
+
+    def _forget(self, sample: Sample) -> None:
         if sample in self._samples:
             del self._samples[sample]
             self.running.pop(sample.id, None)
@@ -258,7 +262,7 @@ class SchedulerLink:
             receiver.deliver(step)
         for refusal in map(Refusal.from_pb, message.refusals):
             self._leaving.discard(refusal.sequence)
-            if (sample := self.running.get(refusal.sequence)) is not None:
+            if (sample := self.running.pop(refusal.sequence, None)) is not None:
                 receiver.end(sample, error=refusal.error)
 
     def _flush(self) -> None:

@@ -24,6 +24,8 @@ from tests.harness.tokenizers_by_kind import TEXT
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from slipstream.common.wire.job import OutputChunk
     from tests.harness.generation_server import GenerationServer
 
@@ -110,6 +112,20 @@ async def test_cancelled_outputs_keep_no_place_in_the_queue() -> None:
         server.loop.may_step.set()
         await until(lambda: not server.link.samples)
         assert (server.link.num_waiting, server.link.num_running) == (0, 0)
+        assert tokens_of(await collect(client.generate([5], n=4, max_new_tokens=3))) == [5] * 12
+
+
+async def test_refused_samples_keep_no_place_in_the_queue(tmp_path: Path) -> None:
+    """The first one's refusal cancels the others, when theirs have arrived and wait for the journal."""
+    async with (
+        generation_server(capacity=4, journal=tmp_path / "journal") as server,
+        AsyncClient(server.address) as client,
+    ):
+        server.loop.error = UnavailableError("verify is gone")
+        for number in range(4):
+            with pytest.raises(UnavailableError, match="verify is gone"):
+                await collect(client.generate([5], job_id=f"job-{number}", n=4, max_new_tokens=3))
+        server.loop.error = None
         assert tokens_of(await collect(client.generate([5], n=4, max_new_tokens=3))) == [5] * 12
 
 
