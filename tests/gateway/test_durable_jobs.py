@@ -16,12 +16,11 @@ from prometheus_client import CollectorRegistry
 from slipstream.client import AsyncClient
 from slipstream.common.errors import InternalError, NotFoundError, ResourceExhaustedError, UnavailableError
 from slipstream.common.wire.job import FinishReason, JobState
-from slipstream.common.wire.sequence import SamplingParams, SequenceSpec, StepOutput
+from slipstream.common.wire.sequence import StepOutput
 from slipstream.gateway.job import Job
 from slipstream.gateway.journal import JobJournal, output_of, record_of, rows_of
 from slipstream.gateway.journal_file import Accepted, JournalFile, JournalMode
 from slipstream.gateway.metrics import RequestMetrics
-from slipstream.gateway.request import CheckedRequest
 from slipstream.gateway.sample import Sample
 from slipstream.protos import generation_pb2, generation_pb2_grpc, journal_pb2
 from tests.harness.generation_server import (
@@ -34,6 +33,7 @@ from tests.harness.generation_server import (
     text_of,
     tokens_of,
 )
+from tests.harness.samples import request_of
 from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler
 from tests.harness.waiting import until
 
@@ -505,12 +505,8 @@ async def test_a_sequence_whose_end_is_lost_with_a_commit_is_forgotten(path: Pat
 @pytest.mark.parametrize("is_cancelled", [False, True])
 async def test_a_job_ends_as_cancelled_only_if_a_client_cancelled_it(tmp_path: Path, is_cancelled: bool) -> None:
     """The end of a job whose caller left is kept with a step, its cause later: it goes on when the caller is back."""
-    spec = SequenceSpec(
-        job_id="a", prompt=(70,), max_new_tokens=9, sampling=SamplingParams(), stop_token_ids=frozenset()
-    )
     model = model_of(DESCRIPTION)
-    request = CheckedRequest(job_id="a", digest=b"a", samples=(spec,))
-    job = Job(request, model, number=1, attempt=1)
+    job = Job(request_of(), model, number=1, attempt=1)
     job.is_cancelled = is_cancelled
     last = StepOutput(
         sequences=[7],

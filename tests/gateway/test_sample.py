@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from slipstream.common.wire.job import FinishReason, OutputChunk, PlainChunkEncoder, TokenLogprobs
 from slipstream.common.wire.messages import VARINTS
-from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.gateway.request import CheckedRequest
 from slipstream.gateway.sample import MAX_SHARED_TOKENS, Sample
 from slipstream.gateway.text import Vocabulary
 from slipstream.protos import generation_pb2
+from tests.harness.samples import read, sample_of
 from tests.harness.sampling import examples
 from tests.harness.tokenizers_by_kind import make_tokenizer
 
@@ -23,20 +22,6 @@ if TYPE_CHECKING:
 
 MAX_ID = 345
 ENDS = (*FinishReason, None)
-
-
-def output_of(kind: str, stop: tuple[str, ...]) -> Sample:
-    """The output of a sample of a job with logprobs."""
-    spec = SequenceSpec(
-        job_id="a",
-        prompt=(5,),
-        max_new_tokens=100,
-        sampling=SamplingParams(),
-        stop_token_ids=frozenset(),
-        top_logprobs=0,
-    )
-    request = CheckedRequest(job_id="a", digest=b"", samples=(spec,), stop=stop, min_new_tokens=2)
-    return Sample(request, Vocabulary(make_tokenizer(kind)))
 
 
 Step = tuple[list[int], FinishReason | None]
@@ -58,9 +43,8 @@ def add(output: Sample, step: Step) -> None:
 
 def read_all(output: Sample, chunks: list[OutputChunk]) -> None:
     """Adds what is new."""
-    chunk = output.read(sum(len(chunk.token_ids) for chunk in chunks))
-    if chunk is not None:
-        chunks.append(OutputChunk.from_pb(chunk))
+    if (chunk := read(output, sum(len(chunk.token_ids) for chunk in chunks))) is not None:
+        chunks.append(chunk)
 
 
 def seen_in(chunks: list[OutputChunk]) -> tuple[object, ...]:
@@ -98,7 +82,7 @@ def test_output_does_not_depend_on_when_it_is_read(kind: str) -> None:
         reopened_after: int,
     ) -> None:
         steps = steps_of(tokens, end, ends_with_token=ends_with_token)
-        whole, parts = output_of(kind, stop), output_of(kind, stop)
+        whole, parts = (sample_of(kind, stop, min_new_tokens=2, top_logprobs=0) for _ in range(2))
         expected: list[OutputChunk] = []
         seen: list[OutputChunk] = []
         for number, step in enumerate(steps):
@@ -123,20 +107,6 @@ def test_output_does_not_depend_on_when_it_is_read(kind: str) -> None:
 MAX_ID = 345
 WORD = st.integers(0, 2**32 - 1)
 LONG = st.integers(0, 2**64 - 1)
-
-
-def sample_of(kind: str = "byte level", *, stop: tuple[str, ...] = (), top_logprobs: int | None = None) -> Sample:
-    """The output of the only sample of a job."""
-    spec = SequenceSpec(
-        job_id="a",
-        prompt=(5,),
-        max_new_tokens=1000,
-        sampling=SamplingParams(),
-        stop_token_ids=frozenset(),
-        top_logprobs=top_logprobs,
-    )
-    request = CheckedRequest(job_id="a", digest=b"", samples=(spec,), stop=stop, min_new_tokens=0)
-    return Sample(request, Vocabulary(make_tokenizer(kind)), attempt=7)
 
 
 @settings(max_examples=300, deadline=None)

@@ -17,18 +17,16 @@ from slipstream.client import AsyncClient, Client
 from slipstream.common.errors import FailedPreconditionError, InternalError, ResourceExhaustedError, UnavailableError
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.wire.job import JobState
-from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.gateway.request import CheckedRequest
-from slipstream.gateway.sample import Sample
+from slipstream.common.wire.sequence import SequenceSpec
 from slipstream.gateway.scheduler import MAX_SEQUENCES_PER_MESSAGE, MAX_TOKENS_PER_MESSAGE
-from slipstream.gateway.text import Vocabulary
 from slipstream.protos import generation_pb2 as pb
 from slipstream.protos import generation_pb2_grpc
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, TOKENS_PER_STEP
 from tests.harness.gateway_processes import TIMEOUT_S, gateway_processes
 from tests.harness.generation_server import collect, generation_server, logprobs_in, state_of, text_of, tokens_of
+from tests.harness.samples import sample_of
 from tests.harness.scripted_scheduler import DESCRIPTION, logprobs_of
-from tests.harness.tokenizers_by_kind import TEXT, make_tokenizer
+from tests.harness.tokenizers_by_kind import TEXT
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:
@@ -322,9 +320,7 @@ async def test_a_sequence_that_ends_every_epoch_fails_and_others_go_on(
 
 
 def test_tokens_make_up_for_lost_epochs() -> None:
-    spec = SequenceSpec(job_id="", prompt=(1,), max_new_tokens=9, sampling=SamplingParams(), stop_token_ids=frozenset())
-    request = CheckedRequest(job_id="", digest=b"", samples=(spec,))
-    sample = Sample(request, Vocabulary(make_tokenizer("byte level")))
+    sample = sample_of()
     for num_tokens, is_in_slot, expected in ((0, True, 1), (0, True, 2), (4, True, 1), (4, False, 1), (4, True, 2)):
         sample.token_ids.extend([5] * (num_tokens - sample.num_tokens))
         sample.is_in_slot = is_in_slot

@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from slipstream.client import AsyncClient
 from slipstream.common.errors import UnavailableError
 from slipstream.common.wire.job import FinishReason, JobState, OutputChunk, TokenLogprobs
-from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.gateway.model import ServedModel
-from slipstream.gateway.request import CheckedRequest
-from slipstream.gateway.sample import Sample
 from slipstream.gateway.text import StopMatcher, Vocabulary
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of
+from tests.harness.samples import read, sample_of
 from tests.harness.sampling import examples
 from tests.harness.scripted_scheduler import EOS_ID
 from tests.harness.tokenizers_by_kind import make_tokenizer
@@ -27,6 +25,7 @@ from tests.harness.tokenizers_by_kind import make_tokenizer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from slipstream.gateway.sample import Sample
     from tests.harness.generation_server import GenerationServer
 
 MAX_ID = 345
@@ -51,12 +50,6 @@ def reference(texts: list[str], stops: list[str], num_ignored: int) -> tuple[str
     return whole, len(texts), None
 
 
-def read(sample: Sample, offset: int) -> OutputChunk | None:
-    """Returns the chunk from `offset` on as plain data."""
-    chunk = sample.read(offset)
-    return None if chunk is None else OutputChunk.from_pb(chunk)
-
-
 @pytest.mark.parametrize("kind", ["byte level", "llama", "suffix"])
 def test_an_output_ends_where_the_whole_text_would(kind: str) -> None:
     """In any steps, read at any time from any token: every reader has the same text, and none of it is taken back."""
@@ -77,7 +70,7 @@ def test_an_output_ends_where_the_whole_text_would(kind: str) -> None:
         # Strings that are there, as a rule.
         stops = [stop for start, length in marks if (stop := whole[start : start + length])] or ["never there"]
         text, num_tokens, stop = reference(texts, stops, num_ignored)
-        output = output_of(kind, stops, min_new_tokens=num_ignored)
+        output = sample_of(kind, stops, min_new_tokens=num_ignored, top_logprobs=0)
         steps = [0, *sorted(cut for cut in cuts if 0 < cut < len(ids)), len(ids)]
         seen: list[OutputChunk] = []
         for (start, end), has_reader in zip(pairwise(steps), reads, strict=False):
@@ -105,22 +98,6 @@ def test_an_output_ends_where_the_whole_text_would(kind: str) -> None:
     check()
 
 
-SPEC = SequenceSpec(
-    job_id="a",
-    prompt=(5,),
-    max_new_tokens=100,
-    sampling=SamplingParams(),
-    stop_token_ids=frozenset(),
-    top_logprobs=0,
-)
-
-
-def output_of(kind: str, stops: list[str], *, min_new_tokens: int = 0) -> Sample:
-    """The output of a sample of a job with stop strings."""
-    request = CheckedRequest(job_id="a", digest=b"", samples=(SPEC,), stop=tuple(stops), min_new_tokens=min_new_tokens)
-    return Sample(request, Vocabulary(make_tokenizer(kind)))
-
-
 def add(output: Sample, ids: list[int], reason: FinishReason | None = None) -> None:
     """Adds the output of a step, with a logprob for each token."""
     output.add(ids, 0, tuple(TokenLogprobs(-token) for token in ids), reason)
@@ -129,7 +106,7 @@ def add(output: Sample, ids: list[int], reason: FinishReason | None = None) -> N
 def test_the_rest_of_a_cancelled_job_may_be_a_stop_string() -> None:
     half = next(t for t in range(MAX_ID) if Vocabulary(make_tokenizer("byte level")).bytes_of(t) == "你".encode()[:1])
     for stops, expected in ((["\ufffd"], ("", "stop", "\ufffd")), (["\ufffd!"], ("\ufffd", "abort", None))):
-        output = output_of("byte level", stops)
+        output = sample_of("byte level", stops, top_logprobs=0)
         add(output, [half])
         add(output, [], FinishReason.ABORT)
         chunk = read(output, 0)
@@ -232,7 +209,7 @@ async def test_the_first_watcher_of_a_job_that_has_ended(server: GenerationServe
 
 async def test_a_job_that_has_stopped_does_not_fail(server: GenerationServer) -> None:
     """The workers may be lost before the loop knows of the end."""
-    sample = output_of("byte level", ["b"])
+    sample = sample_of("byte level", ["b"], top_logprobs=0)
     ids = server.model.tokenizer.encode("abc")
     logprobs = tuple(TokenLogprobs(-token) for token in ids)
     assert sample.add(ids, 0, logprobs, None, num_draft_tokens=0, published_ns=1), "the scheduler must end it"
