@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from slipstream.services.models.config import ModelConfig
 
 
@@ -180,6 +182,51 @@ class LastOutputs:
         return values if self._outputs is None or layer != self._last else values.index_select(0, self._outputs)
 
 
+Rotating = TypeVar("Rotating", contravariant=True)
+
+
+class Norm(Protocol):
+    """A norm of heads, as kernels read it too."""
+
+    weight: nn.Parameter
+    eps: float
+
+    def __call__(self, x: torch.Tensor, /) -> torch.Tensor: ...
+
+
+class Attention(Protocol[Rotating]):
+    """Attention of one forward, called once for each layer."""
+
+    outputs: LastOutputs
+
+    def __call__(
+        self, layer: int, qkv: torch.Tensor, rotation: Rotating, norms: tuple[Norm, Norm] | None = None
+    ) -> torch.Tensor:
+        """Norms and rotates queries and keys, keeps keys and values, and attends to all that each query sees.
+
+        `qkv`: [N, q_size + 2 * kv_size], which may be overwritten. `norms`: of each head's queries and keys. Returns
+        [N, q_size], or of the last layer what is read of it.
+        """
+
+
+class Rotation:
+    """The rotation of one forward's tokens, the same for all layers."""
+
+    def __init__(self, table: torch.Tensor, positions: torch.Tensor) -> None:
+        """`table`: of `rotation_table`. `positions`: [N] int64."""
+        frequencies, factors = table
+        angles = positions[:, None].to(torch.float32) * frequencies
+        sine = (angles.sin() * factors)[:, None, None]
+        self._cosine = (angles.cos() * factors)[:, None, None]
+        self._signed_sine = torch.cat((-sine, sine), dim=2)
+
+    def apply_(self, heads: torch.Tensor) -> None:
+        """Rotates [N, heads, head_dim] in place."""
+        halves = heads.view(*heads.shape[:2], 2, heads.shape[2] // 2)
+        swapped = halves.flip(2)
+        halves.mul_(self._cosine).addcmul_(swapped, self._signed_sine)
+
+
 class TorchAttention:
     """Attention of one forward in PyTorch, called once for each layer; for CPUs, and as the reference."""
 
@@ -189,13 +236,14 @@ class TorchAttention:
         rows = [row for part in parts for row in ((part,) if part.ragged is None else part.by_row())]
         self._sizes = [row.tokens.numel() for row in rows]
         self._rows = [_RowsAttention(config, row, cache) for row in rows]
+        self._num_heads, self._head_dim = [config.num_heads, config.num_kv_heads], config.head_dim
 
-    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Keeps the keys and values of the batch's tokens and attends to all that their queries see.
-
-        `qkv`: [N, q_size + 2 * kv_size], queries and keys already rotated. Returns [N, q_size], or of the last layer
-        what is read of it.
-        """
+    def __call__(
+        self, layer: int, qkv: torch.Tensor, rotation: Rotation | None = None, norms: tuple[Norm, Norm] | None = None
+    ) -> torch.Tensor:
+        """See `Attention`. `rotation`: None for queries and keys that are rotated already."""
+        if rotation is not None:
+            self._rotate(qkv, rotation, norms)
         parts = list(zip(self._rows, torch.split(qkv, self._sizes), strict=True))
         for rows, of_rows in parts:
             rows.keep(layer, of_rows)
@@ -203,6 +251,14 @@ class TorchAttention:
             return qkv[:0]
         attended = [rows.attend(layer, of_rows) for rows, of_rows in parts]
         return self.outputs.of(layer, attended[0] if len(attended) == 1 else torch.cat(attended))
+
+    def _rotate(self, qkv: torch.Tensor, rotation: Rotation, norms: tuple[Norm, Norm] | None) -> None:
+        num_heads = sum(self._num_heads)
+        heads = qkv[:, : num_heads * self._head_dim].view(len(qkv), num_heads, self._head_dim)
+        if norms is not None:
+            for part, norm in zip(torch.split(heads, self._num_heads, dim=1), norms, strict=True):
+                part.copy_(norm(part))
+        rotation.apply_(heads)
 
 
 class _RowsAttention:
@@ -248,6 +304,7 @@ class _RowsAttention:
         self._split_shape = (num_rows, config.num_kv_heads, group, width, config.head_dim)
         self._kv_shape = (num_rows, num_keys, 2, config.num_kv_heads, config.head_dim)
         self._q_size, self._window_of, self._cache = config.q_size, config.sliding_window, cache
+        self._score_scale, self._score_cap = config.score_scale, config.score_cap
         last_seen = last_seen.clamp_max(num_keys - 1)[..., None]  # so that a window leaves padding queries a key, too
         self._masks = {
             window: _mask(keys, last_seen, window, batch.starts, cache.rows[0].dtype).repeat(1, group, 1)[:, None]
@@ -268,13 +325,22 @@ class _RowsAttention:
         query = qkv[:, : self._q_size].view(self._query_shape).permute(0, 2, 3, 1, 4).reshape(self._stacked_shape)
         mask = self._masks[self._window_of(layer)]
         is_broken = None if self._is_finite(query) else self._zero_broken_keys()
-        output = F.scaled_dot_product_attention(query, kv[0], kv[1], attn_mask=mask)
+        output = self._attended(query, kv[0], kv[1], mask)
         if is_broken is not None:
             # Float products count the broken keys that each query sees: [B, 1, group * W, kv_heads].
             num_seen = (mask == 0).float() @ is_broken.float()[:, None]
             output = output.masked_fill((num_seen > 0).transpose(1, 3), torch.nan)
             output = output.masked_fill(~_has_finite_norm(query)[..., None], torch.nan)
         return output.view(self._split_shape).permute(0, 3, 1, 2, 4).reshape(len(qkv), self._q_size)
+
+    def _attended(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        if self._score_cap is None:
+            return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self._score_scale)
+        scores = (query @ keys.transpose(2, 3)).float().mul_(self._score_scale / self._score_cap)
+        weights = scores.tanh_().mul_(self._score_cap).add_(mask).softmax(dim=-1)
+        return weights.to(values.dtype) @ values
 
     def _is_finite(self, query: torch.Tensor) -> bool:
         """Returns True only if all squared norms are finite. Elsewhere than on a CPU it is not known without waiting.

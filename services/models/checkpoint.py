@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.errors import CheckpointError
-from slipstream.services.models.config import FAMILIES, ModelConfig
-from slipstream.services.models.decoder import Decoder, DecoderLayer, paired_dimensions
+from slipstream.services.models.config import ModelConfig
+from slipstream.services.models.decoder import Decoder, DecoderLayer, RMSNorm, paired_dimensions
+from slipstream.services.models.families import FAMILIES, HeadNorms
 from slipstream.services.models.head_config import (
     EMBEDDING,
     FC,
@@ -90,6 +91,8 @@ class Slot:
 
 Slots = dict[str, Slot]
 """The tensors that a checkpoint must have, by name."""
+_Projections = tuple[tuple[str, str, int, int, int, bool], ...]
+"""Name in the checkpoint, ours, first row, rows, columns, whether there is a bias."""
 
 
 def load_decoder(
@@ -112,11 +115,13 @@ def load_decoder(
         fill_with_noise(decoder)
     else:
         slots = _decoder_slots(config)
-        with WeightFiles(path) as files:
+        with weight_files(path, config) as files:
             _check_tensors(files, slots, config.architecture, partial(_is_ignored, config))
             decoder = decoder_class(config, device=device, dtype=dtype)
             _fill(decoder, slots, files)
             _pair_dimensions(decoder)
+            if config.has_offset_norms:
+                _complete_norms(decoder)
             if config.tie_word_embeddings:
                 _check_tied_output(files)
     decoder.pack()
@@ -169,6 +174,21 @@ def load_head(
             _copy_from_target(head, slot.parameter, name, path, target)
     head.pack()
     return head.eval()
+
+
+def weight_files(path: Path, config: ModelConfig) -> WeightFiles:
+    """Opens a decoder's files; of a multimodal model's, its text part's tensors, by the names that a decoder has."""
+    if config.text_of is None:
+        return WeightFiles(path)
+    logger.info("of %s only the text part is loaded: requests have no images", config.text_of)
+    return WeightFiles(path, name_of=_name_in_text_part)
+
+
+def _name_in_text_part(name: str) -> str | None:
+    for prefix, ours in (("language_model.", ""), ("model.language_model.", "model."), ("lm_head.", "lm_head.")):
+        if name.startswith(prefix):
+            return ours + name.removeprefix(prefix)
+    return None
 
 
 def _decoder_slots(config: ModelConfig) -> Slots:
@@ -235,27 +255,31 @@ def _layer_slots(
     hidden, mlp, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     width = hidden if input_size is None else input_size
     slots: Slots = {}
-    if has_input_norm:
-        slots[f"{theirs}.input_layernorm.weight"] = Slot(f"{ours}.attention_norm.weight", (hidden,))
-    slots[f"{theirs}.post_attention_layernorm.weight"] = Slot(f"{ours}.mlp_norm.weight", (hidden,))
-    if config.has_qk_norms:
-        slots[f"{theirs}.self_attn.q_norm.weight"] = Slot(f"{ours}.query_norm.weight", (config.head_dim,))
-        slots[f"{theirs}.self_attn.k_norm.weight"] = Slot(f"{ours}.key_norm.weight", (config.head_dim,))
+    family = FAMILIES[config.architecture]
+    for name, theirs_name in family.norms.items():
+        if has_input_norm or name != "attention_norm":
+            slots[f"{theirs}.{theirs_name}.weight"] = Slot(f"{ours}.{name}.weight", (hidden,))
+    if config.head_norms is not HeadNorms.NONE:
+        sizes = (config.head_dim, config.head_dim) if config.head_norms is HeadNorms.EACH else (q, kv)
+        slots[f"{theirs}.self_attn.q_norm.weight"] = Slot(f"{ours}.query_norm.weight", sizes[:1])
+        slots[f"{theirs}.self_attn.k_norm.weight"] = Slot(f"{ours}.key_norm.weight", sizes[1:])
     has_qkv_bias, has_mlp_bias, fp8 = config.has_qkv_bias, config.has_mlp_bias, config.fp8
-    # name in the checkpoint, ours, first row, rows, columns, bias
-    fused = (
-        ("self_attn.qkv_proj", "qkv", 0, q + 2 * kv, width, has_qkv_bias),
-        ("mlp.gate_up_proj", "gate_up", 0, 2 * mlp, hidden, has_mlp_bias),
-    )
-    separate = (
+    qkv: _Projections = (
         ("self_attn.q_proj", "qkv", 0, q, width, has_qkv_bias),
         ("self_attn.k_proj", "qkv", q, kv, width, has_qkv_bias),
         ("self_attn.v_proj", "qkv", q + kv, kv, width, has_qkv_bias),
+    )
+    gate_up: _Projections = (
         ("mlp.gate_proj", "gate_up", 0, mlp, hidden, has_mlp_bias),
         ("mlp.up_proj", "gate_up", mlp, mlp, hidden, has_mlp_bias),
     )
+    if family.has_fused_qkv:
+        qkv = (("self_attn.qkv_proj", "qkv", 0, q + 2 * kv, width, has_qkv_bias),)
+    if family.has_fused_mlp:
+        gate_up = (("mlp.gate_up_proj", "gate_up", 0, 2 * mlp, hidden, has_mlp_bias),)
     for name, parameter, start, rows, columns, has_bias in (
-        *(fused if FAMILIES[config.architecture].has_fused_projections else separate),
+        *qkv,
+        *gate_up,
         ("self_attn.o_proj", "output", 0, hidden, q, config.has_output_bias),
         ("mlp.down_proj", "down", 0, hidden, mlp, has_mlp_bias),
     ):
@@ -304,18 +328,25 @@ def _fill_fp8(module: nn.Module, slot: Slot, files: WeightFiles, name: str) -> N
 
 
 def _pair_dimensions(decoder: Decoder) -> None:
-    """Reorders the dimensions of queries and keys where only some of them are rotated; see `paired_dimensions`."""
+    """Reorders the dimensions of queries and keys where the checkpoint pairs others; see `paired_dimensions`."""
     config = decoder.config
-    if config.rope.rotary_dim(config.head_dim) == config.head_dim:
+    if not config.rope.reorders(config.head_dim):
         return
     order = paired_dimensions(config.rope, config.head_dim).to(decoder.embedding.device)
     for layer in decoder.layers:
         assert isinstance(layer, DecoderLayer), "a decoder consists of its own layers"
-        assert layer.head_norms is None, "the norms of heads would have to be reordered, too"
+        assert config.head_norms is HeadNorms.NONE, "the norms of heads would have to be reordered, too"
         for parameter in layer.qkv.parameters():
             num_heads = config.num_heads + config.num_kv_heads
             heads = parameter[: config.q_size + config.kv_size].view(num_heads, config.head_dim, *parameter.shape[1:])
             heads.copy_(heads[:, order])
+
+
+def _complete_norms(decoder: Decoder) -> None:
+    """Adds 1 to the weights of all norms, which the checkpoint leaves out."""
+    for module in decoder.modules():
+        if isinstance(module, RMSNorm):
+            module.weight.add_(1.0)
 
 
 def _copy_finite(target: torch.Tensor, files: WeightFiles, name: str, values: torch.Tensor | None = None) -> None:
@@ -437,7 +468,7 @@ def _copy_from_target(head: DraftHead, which: str, name: str, path: Path, target
         raise CheckpointError(f"{path}: missing tensors: {name}; it can be the target's, if that is named")
     config = ModelConfig.from_directory(target)
     theirs = OUTPUT_TENSOR if which == OUTPUT and not config.tie_word_embeddings else _TARGET_EMBEDDING
-    with WeightFiles(target) as files:
+    with weight_files(target, config) as files:
         slots = {theirs: Slot("", (config.vocab_size, parameter.shape[1]))}
         _check_tensors(files, slots, "the target", lambda name: name != theirs)
         # The two may be padded differently.

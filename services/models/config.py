@@ -7,11 +7,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from enum import Enum, auto
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import CheckpointError
+from slipstream.services.models.families import (
+    FAMILIES,
+    LLAMA_NORMS,
+    TEXT_PARTS,
+    Activation,
+    Family,
+    HeadNorms,
+    RopeType,
+    Windows,
+)
 from slipstream.services.models.json_files import ConfigFields, is_integer
 
 if TYPE_CHECKING:
@@ -23,9 +33,12 @@ _MAX_INTERMEDIATE_SIZE = 2**20
 _MAX_HEADS = _MAX_HEAD_DIM = 2**12
 MAX_VOCAB_SIZE = 2**24
 """Several times what the largest models have; what is derived of these sizes fits the messages between services."""
-RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
 _OLDER_NAMES = {"su": "longrope"}
 _DEFAULT_THETA = 10000.0
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_NEXTN = "num_nextn_predict_layers"
+_OF_WHOLE_MODEL = ("tie_word_embeddings", "eos_token_id", "quantization_config")
+"""Fields of a multimodal model that its text part may leave to it."""
 _ORIGINAL = "original_max_position_embeddings"
 MAX_CONTEXT_TOKENS = 2**24
 """Rotation is computed from positions in float32, which has no larger integers without gaps."""
@@ -56,24 +69,31 @@ class RopeConfig:
     """`longrope`: a factor of each wavelength, for texts up to `original_max_position_embeddings`."""
     attention_factor: float = 1.0
     """Factor of the rotated queries and keys."""
+    is_interleaved: bool = False
+    """In checkpoints dimension 2i is rotated with 2i + 1, and not i with i + `rotary_dim` / 2."""
 
     @classmethod
     def from_fields(
-        cls, fields: ConfigFields, *, head_dim: int, rope_types: tuple[RopeType, ...], may_be_partial: bool
+        cls, fields: ConfigFields, family: Family, *, head_dim: int, layer_type: str | None = None
     ) -> RopeConfig:
-        """Reads it from `config.json`. Raises `CheckpointError` for what is not among `rope_types`, and bad values."""
+        """Reads it from `config.json`. Raises `CheckpointError` for what the family does not have, and bad values.
+
+        `layer_type`: for these layers only, whose fields `rope_parameters` has under this name.
+        """
         # Older files have `rope_scaling`, which goes first in transformers, too, and the other fields beside it.
         source = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
         given = fields.sub(source)
-        for name in fields.get(source) or ():
+        if layer_type is not None and (given.get(_FULL) or given.get(_SLIDING)):
+            given = given.sub(layer_type)
+        for name in given.names:
             if isinstance(given.get(name), dict):
                 raise given.error(name, "the same fields for all layers")
         name = "rope_type" if given.get("rope_type") is not None else "type"
         rope_type = "default" if given.get(name) is None else given.get(name)
         if isinstance(rope_type, str):
             rope_type = _OLDER_NAMES.get(rope_type, rope_type)
-        if rope_type not in rope_types:
-            raise given.error(name, ", ".join(rope_types))
+        if rope_type not in family.rope_types:
+            raise given.error(name, ", ".join(family.rope_types))
         outside = {
             "rope_theta": fields.get("rope_theta") or _DEFAULT_THETA,
             "partial_rotary_factor": fields.get("partial_rotary_factor"),
@@ -82,7 +102,8 @@ class RopeConfig:
         config = cls(
             rope_type=rope_type,
             theta=rope.number("rope_theta"),
-            partial_rotary_factor=_partial_rotary_factor(rope, head_dim, may_be_partial=may_be_partial),
+            partial_rotary_factor=_partial_rotary_factor(rope, head_dim, may_be_partial=family.may_rotate_partially),
+            is_interleaved=family.has_interleaved_pairs,
         )
         match rope_type:
             case "linear":
@@ -98,6 +119,10 @@ class RopeConfig:
     def rotary_dim(self, head_dim: int) -> int:
         """Dimensions of a head that are rotated, an even number."""
         return int(head_dim * self.partial_rotary_factor)
+
+    def reorders(self, head_dim: int) -> bool:
+        """Returns whether a head's dimensions have another order here than in the checkpoint (`paired_dimensions`)."""
+        return self.is_interleaved or self.rotary_dim(head_dim) < head_dim
 
     def context_tokens(self, max_position_embeddings: int) -> int:
         """Positions that a model may use which says `max_position_embeddings`.
@@ -148,14 +173,14 @@ def _yarn(config: RopeConfig, fields: ConfigFields, rope: ConfigFields) -> RopeC
     factor, original = rope.number("factor"), _original(fields, rope)
     if factor * original > MAX_CONTEXT_TOKENS:
         raise rope.error("factor", f"at most {MAX_CONTEXT_TOKENS / original:g} with {_ORIGINAL} = {original}")
-    beta_fast, beta_slow = _optional(rope, "beta_fast", 32.0), _optional(rope, "beta_slow", 1.0)
+    beta_fast, beta_slow = _optional_number(rope, "beta_fast", 32.0), _optional_number(rope, "beta_slow", 1.0)
     if beta_fast < beta_slow:
         raise rope.error("beta_fast", f"at least beta_slow = {beta_slow:g}")
     inferred = _mscale(factor)
     if rope.get("mscale") is not None and rope.get("mscale_all_dim") is not None:
         inferred = _mscale(factor, rope.number("mscale")) / _mscale(factor, rope.number("mscale_all_dim"))
     # transformers leaves `attn_factor` out; the checkpoints that have it are meant, and served elsewhere, with it.
-    inferred *= _optional(rope, "attn_factor", 1.0)
+    inferred *= _optional_number(rope, "attn_factor", 1.0)
     return replace(
         config,
         factor=factor,
@@ -163,7 +188,7 @@ def _yarn(config: RopeConfig, fields: ConfigFields, rope: ConfigFields) -> RopeC
         beta_fast=beta_fast,
         beta_slow=beta_slow,
         truncate=rope.over({"truncate": True}).flag("truncate"),
-        attention_factor=_optional(rope, "attention_factor", inferred),
+        attention_factor=_optional_number(rope, "attention_factor", inferred),
     )
 
 
@@ -171,13 +196,15 @@ def _longrope(config: RopeConfig, fields: ConfigFields, rope: ConfigFields, num_
     original = _original(fields, rope)
     if original == 1:
         raise fields.error(_ORIGINAL, "2 or more")
-    factor = _optional(rope, "factor", fields.count("max_position_embeddings", high=MAX_CONTEXT_TOKENS) / original)
+    factor = _optional_number(
+        rope, "factor", fields.count("max_position_embeddings", high=MAX_CONTEXT_TOKENS) / original
+    )
     inferred = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return replace(
         config,
         original_max_position_embeddings=original,
         short_factors=rope.numbers("short_factor", num_pairs),
-        attention_factor=_optional(rope, "attention_factor", inferred),
+        attention_factor=_optional_number(rope, "attention_factor", inferred),
     )
 
 
@@ -186,7 +213,7 @@ def _original(fields: ConfigFields, rope: ConfigFields) -> int:
     return (rope if fields.get(_ORIGINAL) is None else fields).count(_ORIGINAL, high=MAX_CONTEXT_TOKENS)
 
 
-def _optional(rope: ConfigFields, name: str, default: float) -> float:
+def _optional_number(rope: ConfigFields, name: str, default: float) -> float:
     return default if rope.get(name) is None else rope.number(name)
 
 
@@ -273,111 +300,6 @@ def _check(fields: ConfigFields, name: str, *accepted: Any, others: str = "") ->
         raise fields.error(name, ", ".join([*(str(value) for value in accepted), *([others] if others else [])]))
 
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_NEXTN = "num_nextn_predict_layers"
-
-
-class Windows(Enum):
-    """The layers that have a sliding window."""
-
-    NONE = auto()
-    ALL = auto()
-    """All layers, where `sliding_window` is a number."""
-    BY_LAYER = auto()
-    """The layers that `layer_types` names; without it, with `use_sliding_window`, all from `max_window_layers` on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """An architecture. A bias is True, False, or the name of the field of `config.json` that says which."""
-
-    model_type: str
-    """The value that `model_type` of `config.json` must have."""
-    defaults: dict[str, Any]
-    """Values of fields that `config.json` leaves out, as in transformers; the rest have none."""
-    qkv_bias: bool | str = False
-    output_bias: bool | str = False
-    """Bias of attention's last projection."""
-    mlp_bias: bool | str = False
-    has_qk_norms: bool = False
-    """Each head's queries and keys are normalised before they are rotated."""
-    windows: Windows = Windows.NONE
-    rope_types: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
-    may_rotate_partially: bool = False
-    """`partial_rotary_factor` may be less than 1."""
-    has_fused_projections: bool = False
-    """Checkpoints have one tensor for queries, keys and values, and one for the MLP's gate and up."""
-
-
-_LLAMA: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_MISTRAL = _LLAMA | {
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-}
-_QWEN2 = _LLAMA | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "eos_token_id": None,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_PHI3 = _LLAMA | {
-    "vocab_size": 32064,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 4096,
-    "original_max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 32000,
-}
-FAMILIES = {
-    "LlamaForCausalLM": Family(
-        model_type="llama",
-        defaults=_LLAMA,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        mlp_bias="mlp_bias",
-    ),
-    "MistralForCausalLM": Family(model_type="mistral", defaults=_MISTRAL, windows=Windows.ALL),
-    "Qwen2ForCausalLM": Family(model_type="qwen2", defaults=_QWEN2, qkv_bias=True, windows=Windows.BY_LAYER),
-    "Qwen3ForCausalLM": Family(
-        model_type="qwen3",
-        defaults=_QWEN2 | {"head_dim": 128},
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        has_qk_norms=True,
-        windows=Windows.BY_LAYER,
-    ),
-    "Phi3ForCausalLM": Family(
-        model_type="phi3",
-        defaults=_PHI3,
-        windows=Windows.ALL,
-        rope_types=("default", "longrope"),
-        may_rotate_partially=True,
-        has_fused_projections=True,
-    ),
-}
-"""The architectures that the decoder can run, by their names in `architectures` of `config.json`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder and the token ids that end its text."""
@@ -400,8 +322,7 @@ class ModelConfig:
     """Attention's last projection has a bias."""
     has_mlp_bias: bool = False
     """The three projections of the MLP have a bias."""
-    has_qk_norms: bool = False
-    """Each head's queries and keys are normalised before they are rotated."""
+    head_norms: HeadNorms = HeadNorms.NONE
     sliding_windows: tuple[int | None, ...] = ()
     """Tokens that a query sees in each layer, its own included; None: all. Empty where no layer has a window."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -409,6 +330,27 @@ class ModelConfig:
     """Modules for multi-token prediction after the layers, which only a draft runs."""
     fp8: Fp8Weights | None = None
     """Set if the checkpoint's projections are FP8."""
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
+    """The RoPE of each layer, None for a layer without; empty where all layers have `rope`."""
+    norms: tuple[str, ...] = tuple(LLAMA_NORMS)
+    """Names of the norms that a `DecoderLayer` has."""
+    has_offset_norms: bool = False
+    """Checkpoints have the weights of norms less 1; they are float32, as their sum with 1 needs the digits."""
+    activation: Activation = Activation.SILU
+    embedding_scale: float = 1.0
+    """Factor of embeddings, rounded to the dtype that is computed in."""
+    branch_scale: float = 1.0
+    """Factor of attention's and the MLP's outputs."""
+    score_scale: float
+    """Factor of the products of queries and keys."""
+    score_cap: float | None = None
+    """Scores are cap * tanh(score / cap)."""
+    logits_scale: float = 1.0
+    """Logits are divided by this."""
+    logit_cap: float | None = None
+    """Logits are cap * tanh(logit / cap)."""
+    text_of: str | None = None
+    """The architecture of the multimodal model that this is the text part of."""
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelConfig:
@@ -423,10 +365,15 @@ class ModelConfig:
             raise CheckpointError(f"{path}: config.json is missing; supported: a Hugging Face checkpoint directory")
         fields = ConfigFields.of_file(path / "config.json")
         given = fields.get("architectures")
-        if given not in [[name] for name in FAMILIES]:
+        if given not in [[name] for name in (*FAMILIES, *TEXT_PARTS)]:
             of_head = "; an EAGLE-3 head is a draft, with --algorithm eagle3" if "Eagle3" in str(given) else ""
-            raise fields.error("architectures", f"{', '.join(FAMILIES)} (no mixtures of experts){of_head}")
-        return cls.from_fields(fields, given[0])
+            accepted = f"{', '.join(FAMILIES)} (no mixtures of experts), the text part of {', '.join(TEXT_PARTS)}"
+            raise fields.error("architectures", f"{accepted}{of_head}")
+        if given[0] in FAMILIES:
+            return cls.from_fields(fields, given[0])
+        whole = {name: fields.get(name) for name in _OF_WHOLE_MODEL if fields.get(name) is not None}
+        text = fields.sub("text_config").with_values(whole)
+        return replace(cls.from_fields(text, TEXT_PARTS[given[0]]), text_of=given[0])
 
     @classmethod
     def from_fields(cls, given: ConfigFields, architecture: str) -> ModelConfig:
@@ -435,9 +382,13 @@ class ModelConfig:
         if given.get("model_type") != family.model_type:
             raise given.error("model_type", f"{family.model_type!r}, as architectures says")
         fields = given.over(family.defaults)
-        if fields.get("hidden_act") != "silu":
-            raise fields.error("hidden_act", "'silu'")
+        if fields.get(family.activation_field) != family.activation.value:
+            raise fields.error(family.activation_field, repr(family.activation.value))
+        for name in family.refused:
+            if fields.get(name):
+                raise fields.error(name, "none with this architecture")
         vocab_size = fields.count("vocab_size", high=MAX_VOCAB_SIZE)
+        hidden_size = fields.count("hidden_size", high=MAX_HIDDEN_SIZE)
         num_heads = fields.count("num_attention_heads", high=_MAX_HEADS)
         num_kv_heads = fields.count("num_key_value_heads", num_heads, high=_MAX_HEADS)
         if num_heads % num_kv_heads:
@@ -448,16 +399,18 @@ class ModelConfig:
             # After these the model was trained with other distances, which are not computed.
             dual = fields.sub("dual_chunk_attention_config")
             max_positions = min(max_positions, dual.count("original_max_position_embeddings", high=MAX_CONTEXT_TOKENS))
-        rope = RopeConfig.from_fields(
-            fields, head_dim=head_dim, rope_types=family.rope_types, may_be_partial=family.may_rotate_partially
-        )
+        full = _FULL if family.local_theta is not None else None
+        rope = RopeConfig.from_fields(fields, family, head_dim=head_dim, layer_type=full)
         fp8 = Fp8Weights.from_fields(given)
-        if fp8 is not None and rope.rotary_dim(head_dim) < head_dim:
+        if fp8 is not None and rope.reorders(head_dim):
             raise given.error("quantization_config", "none where a part of a head's dimensions is rotated")
-        return cls(
+        unrotated = _unrotated_layers(fields) if family.has_unrotated_layers else ()
+        windows = _sliding_windows(fields, family.windows, unrotated)
+        scalar = head_dim if family.score_scalar is None else fields.number(family.score_scalar)
+        config = cls(
             architecture=architecture,
             vocab_size=vocab_size,
-            hidden_size=fields.count("hidden_size", high=MAX_HIDDEN_SIZE),
+            hidden_size=hidden_size,
             num_layers=fields.count("num_hidden_layers", high=MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -470,12 +423,42 @@ class ModelConfig:
             has_qkv_bias=fields.flag(family.qkv_bias),
             has_output_bias=fields.flag(family.output_bias),
             has_mlp_bias=fields.flag(family.mlp_bias),
-            has_qk_norms=family.has_qk_norms,
-            sliding_windows=_sliding_windows(fields, family.windows),
+            head_norms=family.head_norms,
+            sliding_windows=windows,
             eos_token_ids=_eos_token_ids(fields, vocab_size),
             num_nextn_layers=fields.count(_NEXTN, high=MAX_LAYERS) if fields.get(_NEXTN) else 0,
             fp8=fp8,
+            layer_ropes=_layer_ropes(fields, family, rope, windows, unrotated, head_dim=head_dim),
+            norms=tuple(family.norms),
+            has_offset_norms=family.has_offset_norms,
+            activation=family.activation,
+            embedding_scale=math.sqrt(hidden_size) if family.has_scaled_embeddings else 1.0,
+            score_scale=1 / math.sqrt(scalar),
+            score_cap=_optional(fields, family.score_cap),
+            logit_cap=_optional(fields, family.logit_cap),
         )
+        if not family.has_multipliers:
+            return config
+        return replace(
+            config,
+            embedding_scale=fields.number("embedding_multiplier"),
+            branch_scale=fields.number("residual_multiplier"),
+            score_scale=fields.number("attention_multiplier"),
+            logits_scale=fields.number("logits_scaling"),
+        )
+
+    @property
+    def has_llama_layers(self) -> bool:
+        """True if both branches of a layer are normed at their beginning only and added as they are.
+
+        Layers of such models are computed by kernels from end to end (`FusedDecoder`).
+        """
+        is_plain = self.norms == tuple(LLAMA_NORMS) and self.head_norms is not HeadNorms.ALL
+        return is_plain and self.branch_scale == 1.0 and self.activation is Activation.SILU
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """The RoPE of a layer. None: its queries and keys are not rotated."""
+        return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
     @property
     def q_size(self) -> int:
@@ -520,32 +503,86 @@ def _head_dim(fields: ConfigFields, num_heads: int) -> int:
     return head_dim
 
 
-def _sliding_windows(fields: ConfigFields, windows: Windows) -> tuple[int | None, ...]:
+def _optional(fields: ConfigFields, name: str | None) -> float | None:
+    return None if name is None or fields.get(name) is None else fields.number(name)
+
+
+def _sliding_windows(fields: ConfigFields, windows: Windows, unrotated: tuple[bool, ...]) -> tuple[int | None, ...]:
     num_layers, layer_types = fields.count("num_hidden_layers", high=MAX_LAYERS), fields.get("layer_types")
     if layer_types is not None and not (isinstance(layer_types, list) and len(layer_types) == num_layers):
         raise fields.error("layer_types", f"a type for each of {num_layers} layers")
     has_window = fields.get("sliding_window") is not None
-    if windows is Windows.BY_LAYER:
-        is_used = fields.flag("use_sliding_window")
-        if layer_types is None:
-            first = fields.get("max_window_layers") if is_used and has_window else num_layers
+    if windows in (Windows.NONE, Windows.ALL):
+        if has_window and windows is Windows.NONE:
+            raise fields.error("sliding_window", "none with this architecture")
+        kind = _SLIDING if has_window else _FULL
+        if layer_types is not None and any(layer_type != kind for layer_type in layer_types):
+            raise fields.error("layer_types", f"{kind}, the same for all layers of this architecture")
+        return (fields.count("sliding_window", high=MAX_CONTEXT_TOKENS),) * num_layers if has_window else ()
+    is_used = windows not in (Windows.BY_LAYER, Windows.UNROTATED) or fields.flag("use_sliding_window")
+    if layer_types is None:
+        have_window = _layers_with_window(fields, windows, unrotated, num_layers)
+        is_any = is_used and (has_window or windows is Windows.PATTERN)
+        layer_types = [_SLIDING if is_any and has_one else _FULL for has_one in have_window]
+    if any(layer_type not in (_FULL, _SLIDING) for layer_type in layer_types):
+        raise fields.error("layer_types", f"{_FULL}, {_SLIDING}")
+    if _SLIDING not in layer_types:
+        return ()
+    if not is_used:
+        raise fields.error("use_sliding_window", f"true, as layer_types has {_SLIDING}")
+    window = fields.count("sliding_window", high=MAX_CONTEXT_TOKENS)
+    return tuple(window if layer_type == _SLIDING else None for layer_type in layer_types)
+
+
+def _layers_with_window(
+    fields: ConfigFields, windows: Windows, unrotated: tuple[bool, ...], num_layers: int
+) -> list[bool]:
+    """Returns which layers have a window where `layer_types` does not say it and windows are used."""
+    match windows:
+        case Windows.UNROTATED:
+            return list(unrotated)
+        case Windows.PATTERN:
+            period = fields.count("sliding_window_pattern", high=MAX_LAYERS)
+            return [(layer + 1) % period != 0 for layer in range(num_layers)]
+        case Windows.BY_LAYER if fields.get("use_sliding_window") and fields.get("sliding_window") is not None:
+            first = fields.get("max_window_layers")
             if not is_integer(first):
                 raise fields.error("max_window_layers", "a number of layers")
-            layer_types = [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
-        if any(layer_type not in (_FULL, _SLIDING) for layer_type in layer_types):
-            raise fields.error("layer_types", f"{_FULL}, {_SLIDING}")
-        if _SLIDING not in layer_types:
-            return ()
-        if not is_used:
-            raise fields.error("use_sliding_window", f"true, as layer_types has {_SLIDING}")
-        window = fields.count("sliding_window", high=MAX_CONTEXT_TOKENS)
-        return tuple(window if layer_type == _SLIDING else None for layer_type in layer_types)
-    if has_window and windows is Windows.NONE:
-        raise fields.error("sliding_window", "none with this architecture")
-    kind = _SLIDING if has_window else _FULL
-    if layer_types is not None and any(layer_type != kind for layer_type in layer_types):
-        raise fields.error("layer_types", f"{kind}, the same for all layers of this architecture")
-    return (fields.count("sliding_window", high=MAX_CONTEXT_TOKENS),) * num_layers if has_window else ()
+            return [layer >= first for layer in range(num_layers)]
+    return [windows is Windows.ALL_BY_DEFAULT] * num_layers
+
+
+def _unrotated_layers(fields: ConfigFields) -> tuple[bool, ...]:
+    """Returns which layers have no RoPE, in spite of their field's name."""
+    num_layers, are_rotated = fields.count("num_hidden_layers", high=MAX_LAYERS), fields.get("no_rope_layers")
+    if are_rotated is None:
+        interval = fields.count("no_rope_layer_interval", high=MAX_LAYERS)
+        return tuple((layer + 1) % interval == 0 for layer in range(num_layers))
+    if not isinstance(are_rotated, list) or len(are_rotated) != num_layers or any(f not in (0, 1) for f in are_rotated):
+        raise fields.error("no_rope_layers", f"0 or 1 for each of {num_layers} layers")
+    return tuple(not is_rotated for is_rotated in are_rotated)
+
+
+def _layer_ropes(
+    fields: ConfigFields,
+    family: Family,
+    rope: RopeConfig,
+    windows: tuple[int | None, ...],
+    unrotated: tuple[bool, ...],
+    *,
+    head_dim: int,
+) -> tuple[RopeConfig | None, ...]:
+    if any(unrotated):
+        return tuple(None if is_unrotated else rope for is_unrotated in unrotated)
+    if family.local_theta is None or not any(windows):
+        return ()
+    given = fields.sub("rope_parameters")
+    if fields.get("rope_scaling") or not (given.get(_FULL) or given.get(_SLIDING)):
+        local = RopeConfig(theta=fields.number(family.local_theta))
+    else:
+        defaults = fields.with_values({"rope_theta": fields.get(family.local_theta)})
+        local = RopeConfig.from_fields(defaults, family, head_dim=head_dim, layer_type=_SLIDING)
+    return tuple(rope if window is None else local for window in windows)
 
 
 def _eos_token_ids(fields: ConfigFields, vocab_size: int) -> frozenset[int]:

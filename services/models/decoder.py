@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from slipstream.common.wire.step import FINAL_NORM
-from slipstream.services.models.attention import TorchAttention
+from slipstream.services.models.attention import Attention, Rotation, TorchAttention
+from slipstream.services.models.families import Activation, HeadNorms
 from slipstream.services.models.linear import FP8, Linear, empty_parameter, keeps_fp8, pack_linears
 
 if TYPE_CHECKING:
     from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV
     from slipstream.services.models.config import ModelConfig, RopeConfig
+
+
+Rotating = TypeVar("Rotating")
+"""What rotates queries and keys, as `Attention` takes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +54,16 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] to the same."""
+        if self.weight.dtype != x.dtype:
+            return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then a gated MLP; the projections that read the same input are one matrix each."""
+    """Attention, then a gated MLP; the projections that read the same input are one matrix each.
+
+    Each branch is normed at its beginning, at its end, or both.
+    """
 
     def __init__(
         self,
@@ -67,12 +77,13 @@ class DecoderLayer(nn.Module):
         """`input_size`: width of attention's input, where that is not the hidden size (see `mix`)."""
         super().__init__()
         self.index = index
-        self._head_dim = config.head_dim
-        self._num_heads = (config.num_heads, config.num_kv_heads)
-        self._rotated_size = config.q_size + config.kv_size
+        self._rotated_sizes = (config.q_size, config.kv_size)
+        self._activation, self._branch_scale = config.activation, config.branch_scale
         hidden, mlp_size = config.hidden_size, config.intermediate_size
 
-        fp8 = config.fp8 if keeps_fp8(device, dtype, has_whole_blocks=config.has_whole_fp8_blocks) else None
+        # Layers of other kinds are computed by PyTorch's products, which know no packed FP8 weights.
+        has_kernels = config.has_whole_fp8_blocks and config.has_llama_layers
+        fp8 = config.fp8 if keeps_fp8(device, dtype, has_whole_blocks=has_kernels) else None
 
         def linear(in_features: int, out_features: int, has_bias: bool) -> Linear:
             weight = empty_parameter(out_features, in_features, device=device, dtype=dtype if fp8 is None else FP8)
@@ -83,44 +94,64 @@ class DecoderLayer(nn.Module):
             return Linear(weight, bias, empty_parameter(*num_scales, device=device, dtype=torch.float32))
 
         def norm(size: int) -> RMSNorm:
-            return RMSNorm(empty_parameter(size, device=device, dtype=dtype), config.rms_norm_eps)
+            return make_norm(config, size, device=device, dtype=dtype)
 
-        self.attention_norm = norm(hidden)
+        def norm_of_branch(name: str) -> RMSNorm:
+            return norm(hidden) if name in config.norms else cast("RMSNorm", nn.Identity())
+
+        self.attention_norm = norm_of_branch("attention_norm")
         self.qkv = linear(input_size or hidden, config.q_size + 2 * config.kv_size, config.has_qkv_bias)
-        self.query_norm = norm(config.head_dim) if config.has_qk_norms else None
-        self.key_norm = norm(config.head_dim) if config.has_qk_norms else None
+        self._are_heads_normed_together = config.head_norms is HeadNorms.ALL
+        sizes = {HeadNorms.EACH: (config.head_dim, config.head_dim), HeadNorms.ALL: self._rotated_sizes}
+        query_size, key_size = sizes.get(config.head_norms, (0, 0))
+        self.query_norm = norm(query_size) if query_size else None
+        self.key_norm = norm(key_size) if key_size else None
         self.output = linear(config.q_size, hidden, config.has_output_bias)
-        self.mlp_norm = norm(hidden)
+        self.attention_post_norm = norm_of_branch("attention_post_norm")
+        self.mlp_norm = norm_of_branch("mlp_norm")
         self.gate_up = linear(hidden, 2 * mlp_size, config.has_mlp_bias)
         self.down = linear(mlp_size, hidden, config.has_mlp_bias)
+        self.mlp_post_norm = norm_of_branch("mlp_post_norm")
 
     @property
     def head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
         """The norms of each head's queries and keys, before they are rotated; None if the model has none."""
+        return None if self._are_heads_normed_together else self._norms_of_heads
+
+    @property
+    def _norms_of_heads(self) -> tuple[RMSNorm, RMSNorm] | None:
         return None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, attend: TorchAttention) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation: Rotating, attend: Attention[Rotating]) -> torch.Tensor:
         """[N, hidden_size] to the same, [M, hidden_size] where M outputs are read; keeps keys and values on the way."""
         return self.mix(x, self.attention_norm(x), rotation, attend)
 
     def mix(
-        self, x: torch.Tensor, attention_input: torch.Tensor, rotation: Rotation, attend: TorchAttention
+        self, x: torch.Tensor, attention_input: torch.Tensor, rotation: Rotating, attend: Attention[Rotating]
     ) -> torch.Tensor:
         """Adds both branches to `x`, or to what is read of it: [N, hidden_size]. `attention_input`: [N, input_size]."""
         qkv = self.qkv(attention_input)
-        heads = qkv[:, : self._rotated_size].view(len(x), sum(self._num_heads), self._head_dim)
-        if self.head_norms is not None:
-            for part, norm in zip(heads.split(self._num_heads, dim=1), self.head_norms, strict=True):
+        if self._are_heads_normed_together and self._norms_of_heads is not None:
+            parts = qkv[:, : sum(self._rotated_sizes)].split(self._rotated_sizes, dim=1)
+            for part, norm in zip(parts, self._norms_of_heads, strict=True):
                 part.copy_(norm(part))
-        rotation.apply_(heads)
-        attended = attend(self.index, qkv)
+        attended = attend(self.index, qkv, rotation, self.head_norms)
         x = attend.outputs.of(self.index, x)
         if not len(x):
             return x
-        x = x + self.output(attended)
+        x = x + self._scaled(self.attention_post_norm(self.output(attended)))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        output: torch.Tensor = self.down(F.silu(gate).mul_(up))
-        return x + output
+        gated = F.silu(gate) if self._activation is Activation.SILU else F.gelu(gate, approximate="tanh")
+        return x + self._scaled(self.mlp_post_norm(self.down(gated.mul_(up))))
+
+    def _scaled(self, branch: torch.Tensor) -> torch.Tensor:
+        return branch if self._branch_scale == 1.0 else branch * self._branch_scale
+
+
+def make_norm(config: ModelConfig, size: int, *, device: torch.device, dtype: torch.dtype) -> RMSNorm:
+    """Makes a norm without its weight."""
+    dtype = torch.float32 if config.has_offset_norms else dtype
+    return RMSNorm(empty_parameter(size, device=device, dtype=dtype), config.rms_norm_eps)
 
 
 class Decoder(nn.Module):
@@ -129,7 +160,7 @@ class Decoder(nn.Module):
     A forward reads nothing back from the device, so it can be captured in a CUDA graph.
     """
 
-    _rotation_table: torch.Tensor
+    _rotation_tables: torch.Tensor
     is_batch_invariant = False
     """True if attention was changed to give a token the same bits in any batch; see `enable_batch_invariance`."""
 
@@ -141,11 +172,15 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, device=device, dtype=dtype) for index in range(config.num_layers)
         )
-        self.norm = RMSNorm(empty_parameter(config.hidden_size, device=device, dtype=dtype), config.rms_norm_eps)
+        self.norm = make_norm(config, config.hidden_size, device=device, dtype=dtype)
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
         is_tied = config.tie_word_embeddings
         self.head = Linear(self.embedding if is_tied else empty_parameter(*vocab_shape, device=device, dtype=dtype))
-        table = rotation_table(config.rope, config.head_dim).to(device)
-        self.register_buffer("_rotation_table", table, persistent=False)
+        ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
+        different = list(dict.fromkeys(ropes))
+        self._table_of_layer = [different.index(rope) for rope in ropes]
+        tables = torch.stack([rotation_table(rope, config.head_dim) for rope in different]).to(device)
+        self.register_buffer("_rotation_tables", tables, persistent=False)
 
     @torch.inference_mode()
     def forward(
@@ -168,18 +203,27 @@ class Decoder(nn.Module):
 
     def _embedded(self, batch: ForwardBatch | JoinedBatch) -> torch.Tensor:
         """The first layer's input: [N, hidden_size]."""
-        return F.embedding(batch.tokens.flatten().clamp(0, self.config.vocab_size - 1), self.embedding)
+        x = F.embedding(batch.tokens.flatten().clamp(0, self.config.vocab_size - 1), self.embedding)
+        return x if self._embedding_scale == 1.0 else x.mul_(self._embedding_scale)
+
+    def _by_layer(self, rotations: list[Rotating]) -> list[Rotating]:
+        """Returns the rotation of each layer. `rotations`: by the different tables."""
+        return [rotations[table] for table in self._table_of_layer]
+
+    def _prepared(self, batch: ForwardBatch | JoinedBatch, cache: PagedKV) -> tuple[list[Any], Attention[Any]]:
+        """Makes what layers share: the rotation by each table, and attention."""
+        positions = batch.positions.flatten().clamp(0, self.config.max_position_embeddings - 1)
+        rotations = [Rotation(table, positions) for table in self._rotation_tables]
+        return rotations, TorchAttention(self.config, batch, cache)
 
     def _run_layers(
         self, batch: ForwardBatch | JoinedBatch, cache: PagedKV, aux_layers: tuple[int, ...]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Returns the final norm's output, [N, hidden_size], and the inputs of `aux_layers` by their numbers."""
+        rotations, attend = self._prepared(batch, cache)
         x = self._embedded(batch)
-        positions = batch.positions.flatten().clamp(0, self.config.max_position_embeddings - 1)
-        rotation = Rotation(self._rotation_table, positions)
-        attend = TorchAttention(self.config, batch, cache)
         stream = {}
-        for index, layer in enumerate(self.layers):
+        for index, (layer, rotation) in enumerate(zip(self.layers, self._by_layer(rotations), strict=True)):
             if index in aux_layers:
                 stream[index] = x
             x = layer(x, rotation, attend)
@@ -192,16 +236,29 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] after the final norm to [..., vocab_size] float32."""
-        logits: torch.Tensor = self.head(hidden)
-        return logits.to(torch.float32)
+        return self._bounded(self.head(hidden)).to(torch.float32)
+
+    def _bounded(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scales logits and bounds them, in float32, where the model does so."""
+        config = self.config
+        if config.logits_scale != 1.0:
+            logits = logits.to(torch.float32) / config.logits_scale
+        if config.logit_cap is not None:
+            logits = logits.to(torch.float32).div(config.logit_cap).tanh_().mul_(config.logit_cap)
+        return logits
 
     def pack(self) -> None:
         """Gives the weights their fastest layout; call it when they are complete."""
         pack_linears(self)
 
 
-def rotation_table(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Radians per position of each pair, and the factor of its cosine and sine: [2, head_dim / 2] float32."""
+def rotation_table(config: RopeConfig | None, head_dim: int) -> torch.Tensor:
+    """Radians per position of each pair, and the factor of its cosine and sine: [2, head_dim / 2] float32.
+
+    None: nothing is rotated.
+    """
+    if config is None:
+        return torch.stack((torch.zeros(head_dim // 2), torch.ones(head_dim // 2)))
     rotary_dim = config.rotary_dim(head_dim)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
     frequencies = torch.reciprocal(config.theta**exponents)
@@ -222,29 +279,13 @@ def rotation_table(config: RopeConfig, head_dim: int) -> torch.Tensor:
 def paired_dimensions(config: RopeConfig, head_dim: int) -> torch.Tensor:
     """The dimension of a checkpoint's head that belongs at each place: [head_dim] int64.
 
-    Checkpoints pair i with i + rotary_dim / 2. Scores do not depend on the order, as queries and keys have the same.
+    Checkpoints pair i with i + rotary_dim / 2, or 2i with 2i + 1. Scores do not depend on the order, as queries and
+    keys have the same.
     """
     rotary_dim = config.rotary_dim(head_dim)
     dims = torch.arange(head_dim)
-    return torch.cat((dims[:rotary_dim].view(2, -1), dims[rotary_dim:].view(2, -1)), dim=1).flatten()
-
-
-class Rotation:
-    """The rotation of one forward's tokens, the same for all layers."""
-
-    def __init__(self, table: torch.Tensor, positions: torch.Tensor) -> None:
-        """`table`: of `rotation_table`. `positions`: [N] int64."""
-        frequencies, factors = table
-        angles = positions[:, None].to(torch.float32) * frequencies
-        sine = (angles.sin() * factors)[:, None, None]
-        self._cosine = (angles.cos() * factors)[:, None, None]
-        self._signed_sine = torch.cat((-sine, sine), dim=2)
-
-    def apply_(self, heads: torch.Tensor) -> None:
-        """Rotates [N, heads, head_dim] in place."""
-        halves = heads.view(*heads.shape[:2], 2, heads.shape[2] // 2)
-        swapped = halves.flip(2)
-        halves.mul_(self._cosine).addcmul_(swapped, self._signed_sine)
+    pairs = dims[:rotary_dim].view(-1, 2).T if config.is_interleaved else dims[:rotary_dim].view(2, -1)
+    return torch.cat((pairs, dims[rotary_dim:].view(2, -1)), dim=1).flatten()
 
 
 def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,8 @@ class MtpConfig(EagleConfig):
         config = ModelConfig.from_directory(path)
         for name, is_supported, accepted in (
             ("quantization_config", config.fp8 is None, "none"),
-            ("partial_rotary_factor", config.rope.rotary_dim(config.head_dim) == config.head_dim, "1"),
+            ("architectures", config.has_llama_layers and not config.layer_ropes, "layers as Llama's"),
+            ("partial_rotary_factor", not config.rope.reorders(config.head_dim), "1"),
             ("layer_types", len(set(config.sliding_windows)) <= 1, "the same for all layers"),
         ):
             if not is_supported:

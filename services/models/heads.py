@@ -21,8 +21,8 @@ from torch import nn
 
 from slipstream.common.errors import MismatchError
 from slipstream.common.wire.layout import BufferName
-from slipstream.services.models.attention import TorchAttention
-from slipstream.services.models.decoder import DecoderLayer, RMSNorm, Rotation, rotation_table
+from slipstream.services.models.attention import Rotation, TorchAttention
+from slipstream.services.models.decoder import DecoderLayer, RMSNorm, rotation_table
 from slipstream.services.models.head_config import EMBEDDING, OUTPUT, Eagle3Config, EagleConfig
 from slipstream.services.models.linear import Linear, empty_parameter, pack_linears
 

@@ -67,6 +67,15 @@ class ConfigFields:
         """The same fields, with values for those that are absent."""
         return ConfigFields(self.path, defaults | self._values, self._prefix, file_name=self._file_name)
 
+    def with_values(self, values: dict[str, Any]) -> ConfigFields:
+        """The same fields, with these values in place of their own."""
+        return ConfigFields(self.path, self._values | values, self._prefix, file_name=self._file_name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The fields that there are."""
+        return tuple(self._values)
+
     def sub(self, name: str) -> ConfigFields:
         """The fields of the object in a field; none where it is absent."""
         value = self.get(name) or {}

@@ -13,6 +13,7 @@ from slipstream.common.errors import CheckpointError
 from slipstream.services.models.json_files import MAX_TABLE_BYTES, read_json, shown
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     import torch
@@ -30,18 +31,24 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: str
     """safetensors' name of the dtype, such as `BF16`."""
+    name: str
+    """In the file."""
 
 
 class WeightFiles:
     """The files of a checkpoint, mapped into memory while this context is open; only headers are read at first."""
 
-    def __init__(self, path: Path, *, framework: str = "pt") -> None:
+    def __init__(
+        self, path: Path, *, framework: str = "pt", name_of: Callable[[str], str | None] = lambda name: name
+    ) -> None:
         """`framework`: see `safe_open`; any will do for who reads no tensor.
+
+        `name_of`: gives the name by which a tensor of the files is known here, or None for one that does not count.
 
         Raises `CheckpointError` when a file is missing or broken or contradicts the index.
         """
         self.path = path
-        self._framework = framework
+        self._framework, self._name_of = framework, name_of
         self.tensors: dict[str, TensorInfo] = {}
         """Tensors by name, in the order in which reading them is fastest."""
         self._stack = ExitStack()
@@ -51,7 +58,8 @@ class WeightFiles:
             for name in sorted(set(locations.values())) if locations is not None else [SINGLE_FILE]:
                 self._open(name)
             for tensor, file in (locations or {}).items():
-                if tensor not in self.tensors or self.tensors[tensor].file != file:
+                ours = name_of(tensor)
+                if ours is not None and (ours not in self.tensors or self.tensors[ours].file != file):
                     raise CheckpointError(f"{path}: {INDEX_FILE}: tensor {tensor} is not in {file}, where it should be")
         except BaseException:
             self._stack.close()
@@ -65,16 +73,17 @@ class WeightFiles:
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor in host memory."""
-        file = self.tensors[name].file
+        info = self.tensors[name]
         try:
-            tensor: torch.Tensor = self._files[file].get_tensor(name)
+            tensor: torch.Tensor = self._files[info.file].get_tensor(info.name)
         except SafetensorError as error:
-            raise CheckpointError(f"{self.path}: {file}: cannot read tensor {name}: {error}") from error
+            raise CheckpointError(f"{self.path}: {info.file}: cannot read tensor {info.name}: {error}") from error
         return tensor
 
     def error(self, name: str, message: str) -> CheckpointError:
         """The error for a tensor that cannot be used."""
-        return CheckpointError(f"{self.path}: {self.tensors[name].file}: tensor {name}: {message}")
+        info = self.tensors[name]
+        return CheckpointError(f"{self.path}: {info.file}: tensor {info.name}: {message}")
 
     def _open(self, name: str) -> None:
         if not (self.path / name).is_file():
@@ -85,11 +94,14 @@ class WeightFiles:
             message = f"{self.path}: {name} is truncated or no safetensors file: {error}"
             raise CheckpointError(message) from error
         self._files[name] = file
-        for tensor in file.offset_keys():
-            if tensor in self.tensors:
-                raise CheckpointError(f"{self.path}: tensor {tensor} is in {self.tensors[tensor].file} and in {name}")
-            info = file.get_slice(tensor)
-            self.tensors[tensor] = TensorInfo(name, tuple(info.get_shape()), info.get_dtype())
+        for theirs in file.offset_keys():
+            ours = self._name_of(theirs)
+            if ours is None:
+                continue
+            if ours in self.tensors:
+                raise CheckpointError(f"{self.path}: tensor {theirs} is in {self.tensors[ours].file} and in {name}")
+            info = file.get_slice(theirs)
+            self.tensors[ours] = TensorInfo(name, tuple(info.get_shape()), info.get_dtype(), theirs)
 
 
 def has_weights(path: Path) -> bool:

@@ -205,7 +205,7 @@ def _describe(
         kv_bytes_per_token=model.kv_bytes_per_token(dtype),
         has_paged_kv=True,
         takes_mixed_steps=role is Role.VERIFY and config.deterministic_width is None,
-        model=_name(config),
+        model=_name(config, model),
         memory=needed_for_work(model, dtype),
         pid=os.getpid(),
         metrics_port=metrics_port,
@@ -214,9 +214,10 @@ def _describe(
     )
 
 
-def _name(config: WorkerConfig) -> str:
-    """The model's name, with a note if its output is no text."""
-    notes = [] if config.load_format != LoadFormat.DUMMY.value else ["random weights"]
+def _name(config: WorkerConfig, model: ModelConfig) -> str:
+    """The model's name, with a note if its output is no text, or if only its text part is loaded."""
+    notes = [] if model.text_of is None else ["text part"]
+    notes += [] if config.load_format != LoadFormat.DUMMY.value else ["random weights"]
     if config.simulate_accept_length is not None:
         notes.append(f"accept length simulated: {config.simulate_accept_length:g}")
     return config.directory.name + (f" ({', '.join(notes)})" if notes else "")

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
 
+def load_reference(path: Path) -> Any:
+    """The checkpoint's model in float32; of a multimodal one, all of it."""
+    is_text = "text_config" not in json.loads((path / "config.json").read_text(encoding="utf-8"))
+    kind = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+    # By plain products: the fused ones have no bounds of scores.
+    return kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+
 def greedy_tokens(path: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
     """The next `num_tokens` token ids of each prompt, in float32, by the checkpoint in `path`; no token ends them."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = load_reference(path)
     outputs = []
     for prompt in prompts:
         tokens = torch.tensor([list(prompt)])

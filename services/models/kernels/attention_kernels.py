@@ -37,6 +37,7 @@ def attend_keys(
     num_pages: tl.tensor, score_scale: tl.tensor, PAGE_SIZE: tl.constexpr, KV_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_FIRST: tl.constexpr, READS_BLOCKS: tl.constexpr,
+    SCORE_CAP: tl.constexpr, CAP_FACTOR: tl.constexpr,  # None, or scores are SCORE_CAP * tanh(score * CAP_FACTOR)
 ) -> tl.tensor:  # fmt: skip
     """Attends to the keys from `begin` to `stop`. Returns the greatest scores, the weights' sums and those of values.
 
@@ -68,6 +69,10 @@ def attend_keys(
         rows = rows_of(pages, next_key, num_pages, PAGE_SIZE)
         pages = pages_of(page_table, next_key + BLOCK_N, stop, PAGE_SIZE)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        if SCORE_CAP is not None:
+            decay_twice = tl.exp2(tl.abs(scores) * (-2.0 * 1.4426950408889634 * CAP_FACTOR))
+            bounded = (1.0 - decay_twice) / (1.0 + decay_twice) * SCORE_CAP
+            scores = tl.where(scores >= 0.0, bounded, -bounded) + scores * 0.0  # what is not finite is NaN
         if (block_begin + BLOCK_N > seen_until) | (block_begin < seen_from):
             is_visible = is_key[None, :] & (key[None, :] <= last_seen[:, None])
             if HAS_FIRST:
@@ -106,12 +111,13 @@ def attend_kernel(
     partial_lse: tl.tensor,  # [N * KV_HEADS * GROUP, num_splits] float32: log2 of the sum of weights
     num_pages: tl.tensor, table_width: tl.tensor, width: tl.tensor, num_splits: tl.tensor, num_query_blocks: tl.tensor,
     window: tl.tensor,
-    score_scale: tl.tensor,  # of scores to the base 2
+    score_scale: tl.tensor,  # of scores to the base 2, after they were bounded
     PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr,
     IS_SPLIT: tl.constexpr,  # each row into num_splits; ragged rows as their items say
     IS_RAGGED: tl.constexpr,  # [N] instead of [B, width]
     READS_BLOCKS: tl.constexpr,  # whole blocks of keys, which a page has one or several of; see `_has_blocks`
+    SCORE_CAP: tl.constexpr, CAP_FACTOR: tl.constexpr,  # see `attend_keys`
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attends with a tile of queries (of all heads that share one key head) of one row over one split of its keys.
@@ -192,6 +198,7 @@ def attend_kernel(
         query, kv, blocks, head * HEAD_DIM, own_pages, begin, stop, seen_from, seen_until,
         lowest, first_seen, last_seen, rows, pages, num_pages, score_scale,
         PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D, BLOCK_N, has_first, READS_BLOCKS,
+        SCORE_CAP, CAP_FACTOR,
     )  # fmt: skip
 
     has_keys = is_seeing & (total != 0.0)  # NaN where a key or value is: so is what comes of it

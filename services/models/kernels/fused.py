@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 
 class FusedDecoder(Decoder):
-    """`Decoder` by kernels; the launches depend on shapes alone, so that it can be captured in a CUDA graph."""
+    """`Decoder` by kernels; the launches depend on shapes alone, so that it can be captured in a CUDA graph.
+
+    Of layers that are not as Llama's, only attention is by kernels, and the rest by PyTorch.
+    """
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(config, device=device, dtype=dtype)
@@ -49,24 +52,32 @@ class FusedDecoder(Decoder):
     def _run_layers(
         self, batch: ForwardBatch | JoinedBatch, cache: PagedKV, aux_layers: tuple[int, ...]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        rotation = rotation_of(batch.positions, self._rotation_table, self.config.max_position_embeddings)
-        attend = paged_attention(self.config, batch, cache, is_invariant=self.is_batch_invariant)
+        if not self.config.has_llama_layers:
+            return super()._run_layers(batch, cache, aux_layers)
+        rotations, attend = self._prepared(batch, cache)
         # Behind attention's plan, which kernels that overlap read before they wait, has to be one that does not.
         x = self._embedded(batch)
         first, *following = *(layer.attention_norm for layer in self._stack), self.norm
         normed: torch.Tensor | Scaled = rms_norm(x, first.weight, first.eps)
         stream = {}
-        for layer, norm in zip(self._stack, following, strict=True):
+        for layer, rotation, norm in zip(self._stack, self._by_layer(rotations), following, strict=True):
             if layer.index in aux_layers:
                 stream[layer.index] = x
             x, normed = run_layer(layer, x, normed, rotation, attend, norm)
         stream[self.config.num_layers] = x
         return rms_norm(x, self.norm.weight, self.norm.eps) if isinstance(normed, Scaled) else normed, stream
 
+    def _prepared(
+        self, batch: ForwardBatch | JoinedBatch, cache: PagedKV
+    ) -> tuple[list[torch.Tensor], PagedAttention | JoinedAttention]:
+        most = self.config.max_position_embeddings
+        rotations = [rotation_of(batch.positions, table, most) for table in self._rotation_tables]
+        return rotations, paged_attention(self.config, batch, cache, is_invariant=self.is_batch_invariant)
+
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Decoder.logits`, but for the dtype: the model's own, as the sampler's kernels read any."""
-        return linear(hidden, self.head)
+        return self._bounded(linear(hidden, self.head))
 
 
 def run_layer(

@@ -17,9 +17,8 @@ from slipstream.services.models.kernels.block_ops import keep_kernel
 from slipstream.services.models.kernels.launching import is_hopper, num_multiprocessors, overlapping, power_of_two
 
 if TYPE_CHECKING:
-    from slipstream.services.models.attention import ForwardBatch, PagedKV, RaggedRows
+    from slipstream.services.models.attention import ForwardBatch, Norm, PagedKV, RaggedRows
     from slipstream.services.models.config import ModelConfig
-    from slipstream.services.models.decoder import RMSNorm
 
 
 MOST_SPLITS = 64
@@ -321,7 +320,7 @@ class PagedAttention:
         layer: int,
         qkv: torch.Tensor,
         rotation: torch.Tensor,
-        norms: tuple[RMSNorm, RMSNorm] | None = None,
+        norms: tuple[Norm, Norm] | None = None,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Normalises, rotates and keeps in one kernel, then attends.
@@ -346,9 +345,7 @@ class PagedAttention:
             self._attend(layer, qkv, output)
         return output
 
-    def _keep(
-        self, layer: int, qkv: torch.Tensor, rotation: torch.Tensor, norms: tuple[RMSNorm, RMSNorm] | None
-    ) -> None:
+    def _keep(self, layer: int, qkv: torch.Tensor, rotation: torch.Tensor, norms: tuple[Norm, Norm] | None) -> None:
         config, cache = self._config, self._cache
         assert qkv.is_contiguous(), "a kernel reads the rows of qkv side by side"
         block_heads = 16 if len(qkv) >= 256 else 2
@@ -368,6 +365,7 @@ class PagedAttention:
     def _attend(self, layer: int, qkv: torch.Tensor, output: torch.Tensor) -> None:
         config, cache, programs, tile = self._config, self._cache, self._programs, self._programs.tile
         window, kv, head_dim = config.sliding_window(layer), cache.rows[layer], config.head_dim
+        cap = config.score_cap
         attend_kernel[programs.grid](
             qkv, kv, TensorDescriptor.from_tensor(kv, [tile.block_n, head_dim]) if self._reads_blocks else kv,
             self._page_table, self._positions, self._is_valid, self._limits,
@@ -377,11 +375,12 @@ class PagedAttention:
             output, self._partial_output, self._partial_lse,
             cache.num_pages, self._page_table.shape[1],
             programs.width, programs.num_splits, programs.num_query_blocks,
-            window if window is not None else 0, math.log2(math.e) / math.sqrt(head_dim),
+            window if window is not None else 0, math.log2(math.e) * (config.score_scale if cap is None else 1.0),
             PAGE_SIZE=cache.page_size, GROUP=self._group, **self._sizes,
             BLOCK_D=max(_LEAST_DIM, power_of_two(head_dim)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             HAS_WINDOW=window is not None, HAS_STARTS=self._starts is not None, IS_SPLIT=programs.is_split,
             IS_RAGGED=self._ragged is not None, READS_BLOCKS=self._reads_blocks,
+            SCORE_CAP=cap, CAP_FACTOR=None if cap is None else config.score_scale / cap,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **self._overlaps,
         )  # fmt: skip
         if programs.num_partials:
@@ -415,7 +414,7 @@ class JoinedAttention:
         self._parts = [PagedAttention(config, part, cache) for part in batch.parts]
 
     def __call__(
-        self, layer: int, qkv: torch.Tensor, rotation: torch.Tensor, norms: tuple[RMSNorm, RMSNorm] | None = None
+        self, layer: int, qkv: torch.Tensor, rotation: torch.Tensor, norms: tuple[Norm, Norm] | None = None
     ) -> torch.Tensor:
         output = qkv.new_empty(len(qkv), self._config.q_size)
         split = (torch.split(values, self._sizes) for values in (qkv, rotation, output))

@@ -131,12 +131,12 @@ def test_nothing_indexes_out_of_range(model: PagedModel, start: int, limit: int)
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e30])
 @pytest.mark.parametrize("column", ["query", "key", "value"])
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (6, None), (6, 4.0)])
 def test_a_token_that_is_not_finite_reaches_only_those_that_see_it(
-    model: PagedModel, bad: float, column: str, window: int | None
+    model: PagedModel, bad: float, column: str, window: int | None, cap: float | None
 ) -> None:
     """Its second head only, also where numbers overflow in a score. All others keep their bits, and what is kept."""
-    config, width, broken = replace(model.decoder.config, sliding_windows=(window, window)), 20, 9
+    config, width, broken = replace(model.decoder.config, sliding_windows=(window,) * 2, score_cap=cap), 20, 9
     batch = model.batch([(0, random_tokens(width, seed=1)), (0, random_tokens(7, seed=2))])
     clean = torch.randn(2 * width, config.q_size + 2 * config.kv_size, generator=torch.Generator().manual_seed(3))
     clean[:, : config.q_size + config.kv_size] *= 1e10 if bad == 1e30 else 1.0

@@ -50,6 +50,7 @@ def test_all_fields(tmp_path: Path) -> None:
         rope=RopeConfig(),
         tie_word_embeddings=False,
         eos_token_ids=frozenset({257}),
+        score_scale=0.25,
     )
     assert config.kv_bytes_per_token(torch.bfloat16) == 2 * 2 * 2 * 16 * 2
     assert config.kv_bytes_per_token(torch.float32) == 2 * 2 * 2 * 16 * 4
@@ -109,7 +110,10 @@ def test_config_is_no_json(tmp_path: Path) -> None:
 
 
 MODELS = (
-    "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Phi3ForCausalLM (no mixtures of experts)"
+    "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Phi3ForCausalLM, MinistralForCausalLM, "
+    "Gemma2ForCausalLM, Gemma3ForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, SmolLM3ForCausalLM, GraniteForCausalLM, "
+    "Glm4ForCausalLM (no mixtures of experts), the text part of Gemma3ForConditionalGeneration, "
+    "Mistral3ForConditionalGeneration"
 )
 LLAMA3 = LLAMA["rope_parameters"] | {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

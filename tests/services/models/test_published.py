@@ -56,7 +56,9 @@ def tables() -> str:
         rope, part = f"`{config.rope.rope_type}`", config.rope.partial_rotary_factor
         rope += f" of {part:.0%} of a head" if part < 1 else ""
         tokens = f"{config.max_position_embeddings:,}"
-        rows.append(f"| {name} | {size:.1f} billion | {rope} | {f'{window:,}' if is_seen else '–'} | {tokens} |")
+        some = " of some layers" if None in config.sliding_windows else ""
+        seen = f"{window:,}{some}" if is_seen else "–"
+        rows.append(f"| {name} | {size:.1f} billion | {rope} | {seen} | {tokens} |")
     rows += ["", "| refused | for |", "|---|---|"]
     rows += [f"| {name} | `{reason}` |" for name, reason in REFUSED.items()]
     return "\n".join(rows)
@@ -78,12 +80,20 @@ def test_every_family_is_there() -> None:
     assert {config.architecture for config in LOADED.values()} == set(FAMILIES)
 
 
+def of_one_layer(model: dict[str, Any]) -> dict[str, Any]:
+    """The model's settings, or those of its text part, without all layers but the first."""
+    if "text_config" in model:
+        return model | {"text_config": of_one_layer(model["text_config"])}
+    by_layer = {name: model[name][:1] for name in ("layer_types", "no_rope_layers") if name in model}
+    return model | by_layer | {"num_hidden_layers": 1}
+
+
 @pytest.mark.parametrize("name", LOADED)
 def test_a_model_has_the_weights_that_it_has_in_transformers(name: str, tmp_path: Path) -> None:
-    one_layer = MODELS[name] | {"num_hidden_layers": 1}
+    one_layer = of_one_layer(MODELS[name])
     write_json(tmp_path / "config.json", one_layer)
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path).get_text_config())
     config = outcome(one_layer)
     assert isinstance(config, ModelConfig)
     assert num_parameters(Decoder(config, device=META, dtype=torch.float32)) == num_parameters(theirs)

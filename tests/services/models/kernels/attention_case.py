@@ -28,6 +28,8 @@ def some_config(
     head_dim: int = 16,
     sliding_windows: tuple[int | None, ...] = (),
     num_layers: int = 1,
+    score_scale: float | None = None,
+    score_cap: float | None = None,
 ) -> ModelConfig:
     """Makes a configuration of which only the attention matters."""
     return ModelConfig(
@@ -44,6 +46,8 @@ def some_config(
         rope=RopeConfig(),
         tie_word_embeddings=True,
         sliding_windows=sliding_windows,
+        score_scale=1 / math.sqrt(head_dim) if score_scale is None else score_scale,
+        score_cap=score_cap,
     )
 
 
@@ -176,7 +180,9 @@ class AttentionCase:
         for row, query in batch.is_valid.nonzero().tolist():
             places = self._seen(row, query, layer)
             keys, values = self._read(row, places, layer)
-            scores = torch.einsum("hd,nhd->hn", queries[row, query], keys) / math.sqrt(config.head_dim)
+            scores = torch.einsum("hd,nhd->hn", queries[row, query], keys) * config.score_scale
+            if config.score_cap is not None:
+                scores = config.score_cap * torch.tanh(scores / config.score_cap)
             output[row, query] = torch.einsum("hn,nhd->hd", scores.softmax(dim=1), values)
         return output.flatten(2)
 

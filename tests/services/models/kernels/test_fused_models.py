@@ -21,6 +21,7 @@ from slipstream.services.models.linear import Linear
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.harness.eagle3_checkpoints import ALGORITHMS, LAYOUTS, MODULES, write_head
 from tests.harness.fp8_checkpoints import quantise
+from tests.harness.transformers_checkpoints import write_by_transformers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,6 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "phi3-partial": {"family": "phi3", "partial_rotary_factor": 0.75, "head_dim": 24, "sliding_window": 5},
 }
+OTHER_FAMILIES = ("gemma2", "gemma3", "olmo3", "smollm3", "granite", "glm4")
 AUX_LAYERS = (0, 1, 2, FINAL_NORM)
 CPU = torch.device("cpu")
 
@@ -50,6 +52,16 @@ CPU = torch.device("cpu")
 def random(shape: tuple[int, ...]) -> torch.Tensor:
     """The same each time."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(5))
+
+
+def write(path: Path, name: str) -> Path:
+    """Writes the model's checkpoint."""
+    if name in OTHER_FAMILIES:
+        return write_by_transformers(path, name, seed=1)
+    write_checkpoint(path, seed=1, **MODELS[name])
+    if name == "llama-fp8":
+        quantise(path, "fp8")
+    return path
 
 
 def batches(device: torch.device) -> list[ForwardBatch]:
@@ -104,11 +116,9 @@ def products_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("products_of")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *OTHER_FAMILIES])
 def test_a_fused_decoder_has_the_decoders_numbers(name: str, tmp_path: Path, device: torch.device) -> None:
-    path = write_checkpoint(tmp_path, seed=1, **MODELS[name])
-    if name == "llama-fp8":
-        quantise(path, "fp8")
+    path = write(tmp_path, name)
     plain = load_decoder(path, device=CPU, dtype=torch.float32)
     assert type(plain) is Decoder
     fused = FusedDecoder(plain.config, device=device, dtype=torch.float32)

@@ -66,6 +66,18 @@ def test_sliding_windows(width: int, device: torch.device, dtype: torch.dtype) -
         case.assert_close(case.attend(layer), case.expected(layer))
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("width", [3, 70])
+def test_bounded_scores(width: int, window: int | None, device: torch.device, dtype: torch.dtype) -> None:
+    windows = () if window is None else (window,)
+    config = some_config(sliding_windows=windows, score_scale=0.4, score_cap=2.0, head_dim=32)
+    case = AttentionCase.random(config, (100, 2), width, device=device, dtype=dtype, seed=12, page_size=64)
+    case.assert_close(case.attend(), case.expected())
+    if dtype == torch.float32:
+        case.ragged((width, 1)).assert_as_pytorch()
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("width", [3, 90])
@@ -319,9 +331,10 @@ def test_a_token_that_is_not_finite_breaks_those_behind_it_alone(
         torch.testing.assert_close(output[broken:, half:], clean[broken:, half:])
 
 
+@pytest.mark.parametrize("cap", [None, 4.0])
 @pytest.mark.parametrize("length", [20, 600])
-def test_a_key_that_is_not_a_number_is_not_hidden(length: int, device: torch.device) -> None:
-    case = AttentionCase.random(some_config(), [length], 2, device=device, dtype=torch.float32, seed=10)
+def test_a_key_that_is_not_a_number_is_not_hidden(length: int, cap: float | None, device: torch.device) -> None:
+    case = AttentionCase.random(some_config(score_cap=cap), [length], 2, device=device, dtype=torch.float32, seed=10)
     page_size = case.cache.page_size
     place = case.batch.page_table[0, 7 // page_size] * page_size + 7 % page_size
     case.cache.rows[0][place, : case.config.kv_size] = float("nan")
