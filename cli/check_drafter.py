@@ -21,8 +21,8 @@ from slipstream.common.wire.step import Role
 from slipstream.common.wire.worker import PROTOCOL_VERSION, attachment_to_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
-from slipstream.scheduler.workers.link import ATTACH_TIMEOUT_S, LinkThread, WorkerLink
-from slipstream.scheduler.workers.sharing import check_sharing
+from slipstream.scheduler.attachment import check_sharing
+from slipstream.scheduler.link import ATTACH_TIMEOUT_S, LinkThread, WorkerLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

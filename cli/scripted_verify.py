@@ -30,7 +30,7 @@ from slipstream.common.wire.step import (
     WaitPlace,
 )
 from slipstream.common.wire.worker import Attachment
-from slipstream.scheduler.core.plan import catch_up, consume, initial_state, plan_step
+from slipstream.scheduler.plan import catch_up, consume, initial_state, plan_step
 from slipstream.scheduler.records import DraftTraits, mask_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Device, Fence
     from slipstream.common.wire.worker import WorkerDescription
-    from slipstream.scheduler.workers.link import Link
+    from slipstream.scheduler.link import Link
 
 NUM_SLOTS, NUM_DRAFT_TOKENS, CHUNK_TOKENS, PAGE_TOKENS, SLOT_PAGES = 5, 3, 16, 16, 18
 CONTEXT_TOKENS = 256

@@ -13,8 +13,8 @@ from slipstream.common.rpc import metrics as common_metrics
 from slipstream.common.rpc.metrics import MetricKind
 from slipstream.common.wire.events import WORKER_STALLS
 from slipstream.gateway import metrics as gateway_metrics
+from slipstream.scheduler import link
 from slipstream.scheduler.telemetry import metrics
-from slipstream.scheduler.workers import heartbeats
 
 if TYPE_CHECKING:
     from slipstream.common.rpc.metrics import MetricSpec
@@ -52,7 +52,7 @@ CATALOGUE = (
         "On the scheduler's endpoint. Losses count drafts that drafted.",
         metrics.DRAFT_SPECS,
     ),
-    Section("Workers, as the scheduler sees them", "On the scheduler's endpoint.", heartbeats.SPECS),
+    Section("Workers, as the scheduler sees them", "On the scheduler's endpoint.", link.SPECS),
     Section(
         "Host threads",
         "On the endpoints of scheduler, draft and verify.",

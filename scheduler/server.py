@@ -25,12 +25,12 @@ from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
 from slipstream.common.wire.events import make_log_directory
 from slipstream.common.wire.server import SchedulerDescription, SchedulerState, ServerState, ServiceState
 from slipstream.protos import scheduler_pb2_grpc, trace_pb2_grpc
-from slipstream.scheduler.core.waiting_queue import WaitingQueue
-from slipstream.scheduler.servicer import MAX_RECEIVE_BYTES, SERVICE_NAME, SchedulerServicer
+from slipstream.scheduler.service import MAX_RECEIVE_BYTES, SERVICE_NAME, SchedulerServicer
+from slipstream.scheduler.session import FINAL_ERRORS, WorkerSession
 from slipstream.scheduler.telemetry import metrics
 from slipstream.scheduler.telemetry.timeline import SERVICE_NAME as TIMELINE
 from slipstream.scheduler.telemetry.timeline import TimelineServicer
-from slipstream.scheduler.workers.session import FINAL_ERRORS, WorkerSession
+from slipstream.scheduler.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from slipstream.common.wire.server import DraftSwap, SwapOutcome
     from slipstream.common.wire.worker import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
-    from slipstream.scheduler.workers.draft_session import DraftSession
-    from slipstream.scheduler.workers.epoch import Epoch
-    from slipstream.scheduler.workers.session import MakeLink
+    from slipstream.scheduler.draft_session import DraftSession
+    from slipstream.scheduler.epoch import Epoch
+    from slipstream.scheduler.session import MakeLink
 
 logger = logging.getLogger(__name__)
 

@@ -44,12 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 MUTUAL_FOLDERS: dict[tuple[str, str], int] = {
     ("common/device", "common/device/cpu"): 1,
     ("common/device", "common/device/cuda"): 1,
-    ("scheduler", "scheduler/core"): 3,
-    ("scheduler", "scheduler/telemetry"): 2,
-    ("scheduler", "scheduler/workers"): 3,
-    ("scheduler/core", "scheduler/telemetry"): 1,
-    ("scheduler/core", "scheduler/workers"): 5,
-    ("scheduler/telemetry", "scheduler/workers"): 4,
+    ("scheduler", "scheduler/telemetry"): 10,
     ("services/draft", "services/worker"): 4,
     ("services/verify", "services/worker"): 1,
 }

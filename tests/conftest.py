@@ -58,7 +58,7 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.fixture
 def tiny_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small steps and large ones differ at any size, so that steps draft none while prompts wait."""
-    monkeypatch.setattr("slipstream.scheduler.core.batch_sizes.LEAST_SMALL", 1)
+    monkeypatch.setattr("slipstream.scheduler.sizes.LEAST_SMALL", 1)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -8,6 +8,7 @@ from slipstream.common.rpc.metrics import BUILD_INFO, RPCS
 from slipstream.deploy.grafana.frame import JOBS, framed
 from slipstream.deploy.grafana.panels import graph, listing, numbers
 from slipstream.deploy.grafana.queries import INTERVAL, Query, increase, rate, series, total
+from slipstream.scheduler.link import HEARTBEAT_AGE, WORKER_UP
 from slipstream.scheduler.telemetry.metrics import (
     ATTACHED,
     ATTACHMENTS,
@@ -17,7 +18,6 @@ from slipstream.scheduler.telemetry.metrics import (
     MISSING_SECONDS,
     SWAPS,
 )
-from slipstream.scheduler.workers.heartbeats import HEARTBEAT_AGE, WORKER_UP
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard

@@ -22,8 +22,8 @@ from prometheus_client.registry import Collector
 
 from slipstream.common.rpc.metrics import HOST_STALL_SECONDS, counter, gauge, histogram
 from slipstream.common.wire.events import EventLog, Site
-from slipstream.scheduler.core.batch_sizes import BatchCounts
 from slipstream.scheduler.records import LossCause, RestCause
+from slipstream.scheduler.sizes import BatchCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from prometheus_client import Counter, Metric
 
     from slipstream.common.rpc.metrics import BulkHistogram
-    from slipstream.scheduler.core.batch import Batch
+    from slipstream.scheduler.batch import Batch
     from slipstream.scheduler.records import Interval, Step
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.layout import EpochShape
     from slipstream.common.wire.step import FenceOps
-    from slipstream.scheduler.core.draft_policy import DraftPolicy
+    from slipstream.scheduler.draft_policy import DraftPolicy
     from slipstream.scheduler.records import Interval, SentStep, StepDraft, StepResult
     from slipstream.scheduler.telemetry.decode_record import DecodeRecord
     from slipstream.scheduler.telemetry.metrics import StepMetrics

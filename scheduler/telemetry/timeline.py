@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from slipstream.common.wire.events import Event
     from slipstream.common.wire.trace import ClockSample, HostRecords, TracedStep
     from slipstream.common.wire.worker import WorkerDescription
+    from slipstream.scheduler.epoch import Epoch
     from slipstream.scheduler.telemetry.observer import StepTrace
-    from slipstream.scheduler.workers.epoch import Epoch
 
 LOOK_S = 0.005
 """Time between two looks for steps that are traced."""

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from slipstream.common.errors import SlipstreamError
     from slipstream.common.wire.job import FinishReason, TokenLogprobs
     from slipstream.common.wire.sequence import SequenceSpec
-    from slipstream.scheduler.core.outbox import Outgoing
-    from slipstream.scheduler.core.waiting_queue import WaitingQueue
+    from slipstream.scheduler.results import Outgoing
+    from slipstream.scheduler.waiting_queue import WaitingQueue
 
 
 @dataclass(slots=True)

@@ -6,17 +6,17 @@ import random
 from collections import deque
 from typing import TYPE_CHECKING
 
-from slipstream.scheduler.core.batch_sizes import BatchSizes
-from slipstream.scheduler.core.plan import consume, initial_state, plan_step, with_draft
-from slipstream.scheduler.core.speculation import Speculation
+from slipstream.scheduler.plan import consume, initial_state, plan_step, with_draft
 from slipstream.scheduler.records import DraftTraits, SentStep
+from slipstream.scheduler.sizes import BatchSizes
+from slipstream.scheduler.speculation import Speculation
 from tests.harness.fake_drafts import FakeDraft
 from tests.harness.simulated_run import Run, make_job, reference, token_of
 from tests.harness.step_kinds import Kind, kind_of_step
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.core.draft import Draft
-    from slipstream.scheduler.core.draft_policy import DraftPolicy
+    from slipstream.scheduler.draft import Draft
+    from slipstream.scheduler.draft_policy import DraftPolicy
     from slipstream.scheduler.records import LossCause, Step, StepResult
     from tests.harness.counted_jobs import Job
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, cast
 from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.errors import SlipstreamError, UnavailableError
 from slipstream.common.wire.step import FenceName, FencePoint, Role
-from slipstream.scheduler.core.draft import Draft
+from slipstream.scheduler.draft import Draft
 from slipstream.scheduler.records import NO_LIMIT, DraftKV, DraftTraits
 from tests.harness.step_kinds import Kind, kind_to_draft
 
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Look
     from slipstream.common.wire.step import SlotUpdate, StepCommand
-    from slipstream.scheduler.workers.attachment import DraftAttachment
+    from slipstream.scheduler.attachment import DraftAttachment
 
 
 class FakeFence:

@@ -10,13 +10,13 @@ from prometheus_client import CollectorRegistry
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.step import FenceName, FenceOps, Role
+from slipstream.scheduler.attachment import DraftAttachment, draft_sizes
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.draft import Draft
-from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from slipstream.scheduler.draft import Draft
+from slipstream.scheduler.epoch import Epoch
+from slipstream.scheduler.sizes import EpochSizes, Workers
 from slipstream.scheduler.telemetry.metrics import StepMetrics
-from slipstream.scheduler.workers.attachment import DraftAttachment, draft_sizes
-from slipstream.scheduler.workers.epoch import Epoch
-from slipstream.scheduler.workers.sizing import EpochSizes, Workers
+from slipstream.scheduler.waiting_queue import WaitingQueue
 from tests.harness.counted_jobs import JobBook
 from tests.harness.workers import LocalWorker, local_workers
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
     from slipstream.common.wire.job import FinishReason
     from slipstream.common.wire.step import StepCommand
-    from slipstream.scheduler.core.loop import StepLoop
-    from slipstream.scheduler.core.outbox import Outgoing
+    from slipstream.scheduler.link import Link
+    from slipstream.scheduler.loop import StepLoop
     from slipstream.scheduler.records import LossCause
+    from slipstream.scheduler.results import Outgoing
     from slipstream.scheduler.telemetry.metrics import StepTiming
-    from slipstream.scheduler.workers.link import Link
     from slipstream.services.worker.role import RoleEngine
     from tests.harness.counted_jobs import Job, OutputRow
 

@@ -58,7 +58,7 @@ def _loop(module: str, name: str, *, is_after: bool = False) -> Method:
 
 
 def _attach(name: str, role: str) -> Method:
-    return Method("slipstream.scheduler.workers.link", name, applies=lambda link, *_: link.role.value == role)
+    return Method("slipstream.scheduler.link", name, applies=lambda link, *_: link.role.value == role)
 
 
 def _engine(name: str, role: str) -> Method:

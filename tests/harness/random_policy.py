@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.scheduler.core.draft_policy import DraftPolicy
+from slipstream.scheduler.draft_policy import DraftPolicy
 
 if TYPE_CHECKING:
     from random import Random

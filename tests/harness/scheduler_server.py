@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from slipstream.common.wire.job import FinishReason
     from slipstream.common.wire.sequence import SequenceSpec
     from slipstream.common.wire.step import Role
-    from slipstream.scheduler.workers.link import Link
+    from slipstream.scheduler.link import Link
     from slipstream.services.worker.role import RoleEngine
     from tests.harness.workers import LocalWorker
 

@@ -10,17 +10,17 @@ import numpy as np
 
 from slipstream.common.wire.job import FinishReason
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.scheduler.core.batch import Batch
-from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from slipstream.scheduler.batch import Batch
 from slipstream.scheduler.records import StepResult
+from slipstream.scheduler.waiting_queue import WaitingQueue
 from tests.harness.counted_jobs import Job, JobBook
 
 if TYPE_CHECKING:
     from random import Random
 
     from slipstream.common.wire.step import SlotUpdate
-    from slipstream.scheduler.core.batch_sizes import BatchSizes
     from slipstream.scheduler.records import Step
+    from slipstream.scheduler.sizes import BatchSizes
 
 STOP = 7
 """A token that some jobs end at."""

@@ -18,9 +18,9 @@ from slipstream.common.wire.server import DraftSwap, SwapTerms
 from slipstream.common.wire.step import Role
 from slipstream.protos import trace_pb2_grpc
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from slipstream.scheduler.session import WorkerSession
 from slipstream.scheduler.telemetry.timeline import SERVICE_NAME, TimelineServicer
-from slipstream.scheduler.workers.session import WorkerSession
+from slipstream.scheduler.waiting_queue import WaitingQueue
 from tests.harness.counted_jobs import JobBook
 from tests.harness.grpc_server import running_server
 from tests.harness.local_epoch import PATIENCE_MS
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
     from slipstream.common.errors import SlipstreamError
     from slipstream.common.wire.server import SwapOutcome
-    from slipstream.scheduler.core.outbox import Outgoing
-    from slipstream.scheduler.workers.draft_session import DraftSession
-    from slipstream.scheduler.workers.epoch import Epoch
+    from slipstream.scheduler.draft_session import DraftSession
+    from slipstream.scheduler.epoch import Epoch
+    from slipstream.scheduler.results import Outgoing
     from tests.harness.counted_jobs import Job
 
 

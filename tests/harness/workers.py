@@ -31,7 +31,7 @@ from slipstream.common.wire.worker import (
     region_from_pb,
     region_to_pb,
 )
-from slipstream.scheduler.workers.link import failure_of
+from slipstream.scheduler.link import failure_of
 from slipstream.services.worker.engine import Engine
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The plan as it follows from the accesses of the commands: the oracle of the table in `scheduler/core/plan.py`.
+"""The plan as it follows from the accesses of the commands: the oracle of the table in `scheduler/plan.py`.
 
 Derives the waits of a command from the accesses that the commands declare (`accesses.py`) and from what the
 command's stream already knows, so that no wait is missing and none redundant.

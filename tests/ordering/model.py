@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from slipstream.scheduler.core.plan import consume, initial_state, plan_step, with_draft
+from slipstream.scheduler.plan import consume, initial_state, plan_step, with_draft
 from tests.ordering.accesses import Command
 from tests.ordering.checker import Operation, run
 from tests.ordering.plan_checker import PlanChecker

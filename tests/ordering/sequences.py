@@ -8,7 +8,7 @@ from functools import cache
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from slipstream.scheduler.core.plan import last_consumed
+from slipstream.scheduler.plan import last_consumed
 from tests.ordering.accesses import Command
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from slipstream.common.wire.events import LogOp, StreamName
 from slipstream.common.wire.layout import ring_rows
 from slipstream.common.wire.step import FenceName, FenceOps, FenceWait, Role
-from slipstream.scheduler.core.plan import catch_up
+from slipstream.scheduler.plan import catch_up
 from tests.ordering.accesses import BufferGroup, Command, Phase, declared_accesses
 from tests.ordering.checker import Operation
 from tests.ordering.parts import ROWS_ORDER, row_masks

@@ -1,4 +1,4 @@
-"""The table of `scheduler/core/plan.py` against the plan that is derived from the declared accesses."""
+"""The table of `scheduler/plan.py` against the plan that is derived from the declared accesses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.errors import OrderingError
-from slipstream.scheduler.core import plan
+from slipstream.scheduler import plan
 from slipstream.scheduler.records import DraftTraits
 from tests.ordering import derivation
 from tests.ordering.accesses import Command

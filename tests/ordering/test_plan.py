@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.common.errors import OrderingError
 from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait, WaitPlace
-from slipstream.scheduler.core.plan import PlanState, catch_up, consume, initial_state, plan_step, with_draft
+from slipstream.scheduler.plan import PlanState, catch_up, consume, initial_state, plan_step, with_draft
 from slipstream.scheduler.records import DraftTraits, mask_of
 
 NO_DRAFT = DraftTraits(is_present=False)

@@ -19,7 +19,7 @@ from slipstream.common.errors import ConfigError
 from slipstream.common.wire.events import EventLog, LogOp, StreamName
 from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.step import FenceName
-from slipstream.scheduler.core.plan import consume, initial_state, last_consumed, plan_step
+from slipstream.scheduler.plan import consume, initial_state, last_consumed, plan_step
 from slipstream.scheduler.records import DraftTraits
 from tests.ordering.accesses import Command
 from tests.ordering.checker import Operation

@@ -9,13 +9,13 @@ import pytest
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.layout import PADDING_SLOT
-from slipstream.scheduler.core.draft_policy import DraftPolicy
+from slipstream.scheduler.draft_policy import DraftPolicy
 from tests.harness.inline_device import InlineDevice
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import local_workers
 from tests.ordering.replay import Replay
-from tests.scheduler.core.test_loop import metric
 from tests.scheduler.test_graphed_steps import DRAFTS, Checkpoints, checkpoints, make_config, make_jobs, roles
+from tests.scheduler.test_loop import metric
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.device.interface import Device
-    from slipstream.scheduler.workers.link import Link
+    from slipstream.scheduler.link import Link
     from slipstream.services.models.attention import ForwardBatch
     from slipstream.services.models.decoder import DecoderOutput
     from slipstream.services.worker.role import RoleEngine

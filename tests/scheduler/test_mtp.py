@@ -29,7 +29,7 @@ from tests.ordering.replay import Replay
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.scheduler.workers.link import Link
+    from slipstream.scheduler.link import Link
     from slipstream.services.worker.future_map import NextStepState
     from slipstream.services.worker.role import RoleEngine
     from slipstream.services.worker.slots import SamplingMode

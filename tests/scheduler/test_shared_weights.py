@@ -14,8 +14,8 @@ from slipstream.common.device.cpu.shared_file import DIRECTORY
 from slipstream.common.errors import MismatchError
 from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.manifest import BufferSpec
-from slipstream.scheduler.workers.sharing import check_fits
-from slipstream.scheduler.workers.sizing import MemoryPlan
+from slipstream.scheduler.attachment import check_fits
+from slipstream.scheduler.sizes import MemoryPlan
 from slipstream.services.models.checkpoint import load_head
 from slipstream.services.models.head_config import EAGLE
 from slipstream.services.worker.config import WorkerConfig

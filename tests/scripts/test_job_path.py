@@ -44,7 +44,7 @@ def job_path(script: Path) -> subprocess.CompletedProcess[str]:
 
 _CORE = {
     "gateway": "gateway/jobs.py",
-    "scheduler": "scheduler/core/loop.py",
+    "scheduler": "scheduler/loop.py",
     "draft": "services/draft/drafters.py",
     "verify": "services/verify/target.py",
 }

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from slipstream.common.errors import SlipstreamError, UnavailableError
-from slipstream.scheduler.workers.link import DRAIN_TIMEOUT_S
+from slipstream.scheduler.link import DRAIN_TIMEOUT_S
 from tests.simulator.threads import Signal
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.gateway.journal import JobJournal, rows_of
-from slipstream.scheduler.core.accounts import SlotAllocator
-from slipstream.scheduler.core.batch import ContextLimit
-from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from slipstream.scheduler.attachment import DraftAttachment
+from slipstream.scheduler.batch import ContextLimit
+from slipstream.scheduler.link import DispatchAcknowledged
 from slipstream.scheduler.records import Sequence
-from slipstream.scheduler.workers.attachment import DraftAttachment
-from slipstream.scheduler.workers.link import DispatchAcknowledged
+from slipstream.scheduler.slots import SlotAllocator
+from slipstream.scheduler.waiting_queue import WaitingQueue
 from tests.simulator.schedule import run_schedule
 from tests.simulator.world import SimulationError
 

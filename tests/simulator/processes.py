@@ -20,9 +20,9 @@ from slipstream.gateway.request import RequestLimits
 from slipstream.gateway.scheduler import SchedulerLink
 from slipstream.gateway.service import GenerationServicer, TokenizeQueue
 from slipstream.gateway.stream import StreamWrites
-from slipstream.scheduler.core.waiting_queue import WaitingQueue
-from slipstream.scheduler.servicer import SchedulerServicer
-from slipstream.scheduler.workers.session import WorkerSession
+from slipstream.scheduler.service import SchedulerServicer
+from slipstream.scheduler.session import WorkerSession
+from slipstream.scheduler.waiting_queue import WaitingQueue
 from tests.harness.tokenizers_by_kind import make_tokenizer
 from tests.harness.workers import VOCAB_SIZE
 from tests.simulator.event_loop import SimulatedLoop
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from slipstream.gateway.journal_file import Change
     from slipstream.gateway.peers import Peers
     from slipstream.scheduler.config import SchedulerConfig
-    from slipstream.scheduler.core.outbox import Outgoing
-    from slipstream.scheduler.workers.epoch import Epoch
+    from slipstream.scheduler.epoch import Epoch
+    from slipstream.scheduler.results import Outgoing
     from tests.simulator.memory import Host
     from tests.simulator.workers import SimulatedWorker
     from tests.simulator.world import World

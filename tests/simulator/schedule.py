@@ -23,7 +23,7 @@ from tests.simulator.workers import HIDDEN_WIDTH, SimulatedWorker
 from tests.simulator.world import SimulationError, World
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.workers.draft_session import DraftSession
+    from slipstream.scheduler.draft_session import DraftSession
 
 CONTEXT_TOKENS = 64
 END_S = 240.0

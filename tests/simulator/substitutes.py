@@ -14,8 +14,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from slipstream.scheduler.core import batch_sizes
-from slipstream.scheduler.workers import attachment, draft_session, epoch, session
+from slipstream.scheduler import attachment, draft_session, epoch, session, sizes
 from tests.harness.random_policy import RandomPolicy
 from tests.simulator.threads import SimulatedCondition, SimulatedEvent, SimulatedFuture, SimulatedThread
 
@@ -105,7 +104,7 @@ def substituted(world: World) -> Iterator[None]:
         put(module, "Future", partial(SimulatedFuture, world))
         put(module, "name_this_thread", lambda _: None)
     if world.seed % 2:  # small steps differ from others then, at sizes such as these
-        put(batch_sizes, "LEAST_SMALL", 1)
+        put(sizes, "LEAST_SMALL", 1)
     put(attachment, "ProcessId", _process_ids(world))
     put(epoch, "DraftPolicy", lambda _on_rest: RandomPolicy(world.random, changes=0.3))
     disabled = logging.root.manager.disable

@@ -78,7 +78,7 @@ def test_planted_bugs_are_found(bug: PlantedBug) -> None:
 def test_a_run_leaves_nothing_behind() -> None:
     """The modules under test have their own clock and threads again, also after a failure."""
     from slipstream.gateway import journal
-    from slipstream.scheduler.core import loop
+    from slipstream.scheduler import loop
 
     before = journal.threading, loop.time
     schedule = Schedule(3)

@@ -19,8 +19,8 @@ from slipstream.common.wire.events import EventLog, Site
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.wire.step import Role
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.batch_sizes import BatchCounts
 from slipstream.scheduler.server import ServerMetrics
+from slipstream.scheduler.sizes import BatchCounts
 from slipstream.scheduler.telemetry.metrics import (
     DECODE,
     DRAFT_TO_VERIFY,

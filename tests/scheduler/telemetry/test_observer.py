@@ -18,8 +18,9 @@ from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART, RESULT_FENC
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait, PrefillChunk, Role
 from slipstream.common.wire.trace import MAX_STEPS, TracedStep
+from slipstream.scheduler.attachment import DraftAttachment
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.draft import Draft, DraftState
+from slipstream.scheduler.draft import Draft, DraftState
 from slipstream.scheduler.records import NO_SLOTS, SentStep, SlotLease, Step, StepSlots
 from slipstream.scheduler.telemetry.metrics import (
     DRAFT_TO_VERIFY,
@@ -28,7 +29,6 @@ from slipstream.scheduler.telemetry.metrics import (
     StepTiming,
 )
 from slipstream.scheduler.telemetry.observer import StepTimes, StepTrace
-from slipstream.scheduler.workers.attachment import DraftAttachment
 from tests.harness.counted_jobs import Job
 from tests.harness.counted_time import CountedDevice
 from tests.harness.local_epoch import LocalEpoch
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from slipstream.common.wire.step import StepCommand
-    from slipstream.scheduler.workers.link import Link
+    from slipstream.scheduler.link import Link
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.role import Phase
     from tests.harness.counted_time import CountedTime

@@ -22,7 +22,7 @@ from slipstream.common.wire.step import Role
 from slipstream.common.wire.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceRequest
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
-from slipstream.scheduler.workers.link import LinkThread, WorkerLink
+from slipstream.scheduler.link import LinkThread, WorkerLink
 from slipstream.services.worker.device_thread import DeviceThread
 from slipstream.services.worker.servicer import RECORDER, RecorderServicer, WorkerServicer
 from tests.harness.checkpoints import write_checkpoint, write_guesser

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream.common.wire.step import PrefillChunk
-from slipstream.scheduler.core.batch_sizes import BatchSizes
+from slipstream.scheduler.sizes import BatchSizes
 from slipstream.services.worker import rehearsal
 from slipstream.services.worker.graphs import with_padding
 

@@ -15,7 +15,7 @@ import pytest
 
 from slipstream.common.errors import FailedPreconditionError, UnavailableError
 from slipstream.common.wire.step import FenceOps, Role
-from slipstream.scheduler.workers.link import LinkThread, WorkerLink
+from slipstream.scheduler.link import LinkThread, WorkerLink
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.leaks import check_it_holds_no_more_than, held_by
 from tests.harness.worker_processes import WorkerProcesses

@@ -1,0 +1,241 @@
+"""An epoch: verify attached to the memory of its results, and the scheduler's state for it. Drafts come and go."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from slipstream.common.errors import FailedPreconditionError
+from slipstream.common.wire.events import StreamName, open_event_log
+from slipstream.common.wire.layout import RESULT_FENCES, EpochShape
+from slipstream.common.wire.manifest import EVENT
+from slipstream.common.wire.step import Role
+from slipstream.common.wire.worker import Attachment, slot_pages
+from slipstream.scheduler.attachment import draft_sizes
+from slipstream.scheduler.batch import Batch
+from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
+from slipstream.scheduler.draft_policy import DraftPolicy
+from slipstream.scheduler.link import DispatchAcknowledged, DispatchTogether
+from slipstream.scheduler.loop import CPU_LEAD_S, GPU_LEAD_S, LoopSettings, StepLoop
+from slipstream.scheduler.results import ResultReader
+from slipstream.scheduler.speculation import Speculation
+from slipstream.scheduler.telemetry.decode_record import DecodeRecord
+from slipstream.scheduler.telemetry.observer import StepObserver, StepTimes, StepTrace
+
+if TYPE_CHECKING:
+    from slipstream.common.device.interface import Arena, Device
+    from slipstream.common.wire.trace import ClockSample, HostRecords
+    from slipstream.common.wire.worker import DraftSizes, WorkerDescription
+    from slipstream.scheduler.config import SchedulerConfig
+    from slipstream.scheduler.link import Dispatch, Link
+    from slipstream.scheduler.results import OutputSink
+    from slipstream.scheduler.sizes import EpochSizes, Workers
+    from slipstream.scheduler.speculation import SpeculationListener
+    from slipstream.scheduler.telemetry.metrics import StepMetrics
+    from slipstream.scheduler.waiting_queue import WaitingQueue
+
+
+class Epoch:
+    """One attachment of verify. `open` it, run its `loop`, `close` it."""
+
+    def __init__(
+        self,
+        number: int,
+        config: SchedulerConfig,
+        workers: Workers,
+        sizes: EpochSizes,
+        *,
+        device: Device,
+        link: Link,
+        queue: WaitingQueue,
+        metrics: StepMetrics,
+        listener: SpeculationListener,
+        sink: OutputSink,
+    ) -> None:
+        """`workers`: verify and the draft that is expected. `link`: verify's, connected, not attached."""
+        self.number = number
+        self.sizes = sizes
+        self.verify = workers.verify
+        self.link = link
+        """Verify's."""
+        self.batch = Batch(sizes.batch)
+        self.fence_kind = device.fence_kind
+        self.decodes = DecodeRecord()
+        """How drafting did in the last steps."""
+        timeout_s = None if config.draft_timeout_ms is None else config.draft_timeout_ms / 1000
+        is_on_gpu = device.identity != "cpu"
+        self.policy = DraftPolicy(metrics.rested) if config.num_draft_tokens is None else None
+        """Decides when the draft rests; None where it always drafts."""
+        self._is_acknowledged = config.dispatch == DISPATCH_ACKNOWLEDGED or self.fence_kind == EVENT
+        """True if a command is sent once what it waits for is acknowledged."""
+        self.speculation = Speculation(
+            self.batch,
+            listener,
+            timeout_s=timeout_s,
+            is_on_gpu=is_on_gpu,
+            mixes_heads=not self._is_acknowledged,
+            policy=self.policy,
+        )
+        self.log = open_event_log(config.access_log_dir, StreamName.SCHEDULER, number)
+        self.trace = StepTrace(self.log)
+        """The last steps."""
+        self._expected = workers
+        self._config = config
+        self._device = device
+        self._queue = queue
+        self._metrics = metrics
+        self._sink = sink
+        self._shape = EpochShape(
+            num_slots=sizes.batch.num_slots,
+            run_ahead=sizes.batch.run_ahead,
+            num_draft_tokens=sizes.batch.num_draft_tokens,
+            chunk_tokens=sizes.batch.chunk_tokens,
+        )
+        self._held = ExitStack()
+        self._held.callback(self.log.close)
+        self._running: StepLoop | None = None
+        self._observer: StepObserver | None = None
+        self._attachment: Attachment | None = None
+        metrics.follow(self.batch, self.log)
+        self.measure()
+
+    @property
+    def draft(self) -> WorkerDescription | None:
+        """The draft that takes part in the steps, or rests."""
+        draft = self.speculation.active or self.speculation.resting
+        return None if draft is None else draft.attachment.description
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K of the draft that takes part; 0 if none does."""
+        active = self.speculation.active
+        return 0 if active is None else active.num_draft_tokens
+
+    @property
+    def algorithm(self) -> str:
+        """The draft's algorithm, "none" without a draft."""
+        draft = self.draft
+        return "none" if draft is None else draft.algorithm
+
+    @property
+    def under_mps(self) -> bool:
+        """True if all workers share the GPU under MPS."""
+        draft = self.draft
+        return self.verify.under_mps and (draft is None or draft.under_mps)
+
+    @property
+    def labels(self) -> tuple[str, str, str]:
+        """Fence, MPS and algorithm, the labels of the step metrics."""
+        return self._metrics.labels
+
+    @property
+    def attachment(self) -> Attachment:
+        """Verify's."""
+        assert self._attachment is not None, "the epoch is open"
+        return self._attachment
+
+    @property
+    def last_sent(self) -> int:
+        """The last step that was sent; 0 before the first."""
+        return 0 if self._running is None else self._running.last_sent
+
+    def open(self) -> StepLoop:
+        """Takes the memory and attaches verify. Raises FailedPreconditionError (and its kinds), ConfigError."""
+        if self.verify.has_scheduler:
+            # Checked before the memory is taken: what a worker may have mapped is not free again at once.
+            raise FailedPreconditionError("the verify service has another scheduler")
+        arena = self._device.create_arena(self._shape.specs(), RESULT_FENCES, on_host=True)
+        self._held.callback(arena.close)
+        batch = self.sizes.batch
+        self._attachment = Attachment(
+            epoch=self.number,
+            manifest=arena.manifest,
+            shape=self._shape,
+            page_tokens=batch.page_tokens,
+            num_pages=batch.num_pages,
+            slot_pages=slot_pages(self._shape, context_tokens=self.sizes.context_tokens, page_tokens=batch.page_tokens),
+            context_tokens=self.sizes.context_tokens,
+            expected_draft=self._expected_draft(),
+            measures_step_tokens=self._config.max_batched_tokens is None and not self._config.debug,
+            is_debug=self._config.debug,
+        )
+        step_tokens = self.link.attach(self._attachment)
+        if step_tokens is not None:
+            self.batch.bound_shared_steps(step_tokens.num_tokens, step_tokens.doubling_context)
+        # All processes that need the memory have mapped it by now.
+        arena.seal()
+        return self._loop(arena)
+
+    def _expected_draft(self) -> DraftSizes | None:
+        draft, num_draft_tokens = self._expected.draft, self._expected.num_draft_tokens
+        if num_draft_tokens is None:
+            num_draft_tokens = self.sizes.batch.num_draft_tokens
+        return draft_sizes(draft, num_draft_tokens) if draft is not None and num_draft_tokens else None
+
+    def close(self, *, drain: bool) -> None:
+        """Ends verify's stream of commands and gives the memory back; with `drain` it finishes what it has."""
+        self.trace.is_closed = True
+        if self._observer is not None:
+            self._observer.count()
+        if not drain and self._running is not None:
+            # Verify does it itself too, but its thread may be blocked by the waiting stream, on a GPU in an allocation.
+            self.speculation.end(self.last_sent)
+        self.link.detach(drain=drain)
+        self.speculation.end(None)
+        self._running = None
+        self._held.close()
+
+    def read_records(self, role: Role, from_step: int) -> HostRecords | None:
+        """A worker's host records of steps from this one on; None if there are none. Called on any thread."""
+        draft = self.speculation.active or self.speculation.resting
+        if role is Role.VERIFY:
+            link, number = self.link, self.number
+        elif draft is not None:
+            link, number = draft.attachment.link, draft.number
+        else:
+            return None
+        found = link.read_records(from_step)
+        return found if found is not None and found.epoch == number else None
+
+    def sample_clock(self) -> ClockSample:
+        """Samples the clock of the stamps. Called on any thread. Raises DeadlineExceededError."""
+        return self._device.sample_clock()
+
+    def measure(self) -> None:
+        """Counts steps under the labels of the draft that takes part now. Called on the loop's thread."""
+        mps = "on" if self.under_mps else "off"
+        self._metrics.measure(fence=self.fence_kind, mps=mps, algorithm=self.algorithm)
+
+    def _loop(self, arena: Arena) -> StepLoop:
+        config, log = self._config, self.log
+        settings = LoopSettings(
+            epoch=self.number,
+            run_ahead=config.run_ahead,
+            ring=self._shape.ring,
+            step_timeout_s=config.step_timeout_s,
+            lead_s=CPU_LEAD_S if self._device.identity == "cpu" else GPU_LEAD_S,
+        )
+        times = StepTimes(self._device, arena, self._shape, log, self._metrics, self.trace)
+        observer = StepObserver(log, times, self.trace, self._metrics, self.decodes, self.policy)
+        self._observer = observer
+        results = ResultReader(arena, self._shape, log, is_debug=config.debug)
+        loop = StepLoop(
+            settings,
+            queue=self._queue,
+            batch=self.batch,
+            speculation=self.speculation,
+            dispatch=self._dispatch(),
+            results=results,
+            observer=observer,
+            sink=self._sink,
+        )
+        self._running = loop
+        return loop
+
+    def _dispatch(self) -> Dispatch:
+        if self._is_acknowledged:
+            speculation = self.speculation
+            timeout_s = self._config.step_timeout_s
+            patience = lambda: speculation.acknowledge_timeout_s  # noqa: E731
+            return DispatchAcknowledged(self.link, self.log, timeout_s, patience)
+        return DispatchTogether(self.link, self.log)
