@@ -261,7 +261,7 @@ def doctor(as_json: JsonOption = False, **values: Any) -> None:
 
     checked(UpConfig, values)
     parse_address(values["listen"], field="listen")
-    models = shared(ModelOptions, values).choose()
+    models = shared(ModelOptions, values).choose(may_download=False)
     listen, metrics_port = values["listen"], first_metrics_port(values["metrics_port"], values["listen"])
     _exit_with(run_doctor(models, values["device"], listen, metrics_port, values["state_dir"], as_json=as_json))
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from slipstream import bundled
+from slipstream.cli.hub import MODEL_UNIT, find_model
 from slipstream.common.errors import CheckpointError, ConfigError
 from slipstream.common.settings import Settings, setting
 from slipstream.scheduler.config import AUTO, DEFAULT_DRAFT_TOKENS, parse_number_or_auto
@@ -53,9 +54,11 @@ class ModelChoice:
 class ModelOptions(Settings, heading="Models"):
     """The options that name models. Without any, the bundled pair is served."""
 
-    target: Path | None = setting(None, unit="DIR", help="Directory of the target model.", unset="the bundled one")
+    target: Path | None = setting(
+        None, unit=MODEL_UNIT, help="Directory of the target model, or its name on the hub.", unset="the bundled one"
+    )
     draft: Path | None = setting(
-        None, unit="DIR", help="Directory of the draft model.", unset="the bundled one for its target"
+        None, unit=MODEL_UNIT, help="The draft model, in the same way.", unset="the bundled one for its target"
     )
     algorithm: str | None = setting(
         None,
@@ -71,9 +74,16 @@ class ModelOptions(Settings, heading="Models"):
         unset=f"{AUTO}, with {DEFAULT_DRAFT_TOKENS}",
     )
 
-    def choose(self) -> ModelChoice:
-        """Decides; --target without --draft has no draft. Raises ConfigError for a contradiction or a missing model."""
-        target, draft = self.target or bundled.target_dir(), self.draft
+    def choose(self, *, may_download: bool = True) -> ModelChoice:
+        """Decides; --target without --draft has no draft. Raises ConfigError for a contradiction or a missing model.
+
+        `may_download`: models of the hub that are not in the cache are downloaded.
+        """
+        target, draft = (
+            None if given is None else find_model(option, given, may_download=may_download)
+            for option, given in (("target", self.target), ("draft", self.draft))
+        )
+        target = target or bundled.target_dir()
         algorithm = self.algorithm or (NONE if self.target is not None and draft is None else algorithm_of(draft))
         check_without_model(algorithm, draft=draft, num_draft_tokens=self.num_draft_tokens)
         if draft is None and algorithm not in WITHOUT_MODEL:

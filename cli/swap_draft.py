@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from slipstream.cli.hub import MODEL_UNIT, find_model
 from slipstream.cli.models import ALGORITHMS, INFERRED, WITHOUT_MODEL, algorithm_of, check_without_model
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.address import parse_address
@@ -25,7 +26,9 @@ class SwapOptions(Settings):
     """The options of the command. Raises ConfigError naming what contradicts another."""
 
     draft: str | None = setting(
-        None, unit="DIR", help="Directory of the new draft model; with --address, the address of its service."
+        None,
+        unit=MODEL_UNIT,
+        help="Directory of the new draft model, or its name on the hub; with --address, the address of its service.",
     )
     algorithm: str | None = setting(
         None,
@@ -68,8 +71,8 @@ class SwapOptions(Settings):
 
     @property
     def directory(self) -> Path | None:
-        """Absolute directory of the draft."""
-        return None if self.draft is None else Path(self.draft).absolute()
+        """Absolute directory of the draft, which may be downloaded. Raises ConfigError."""
+        return None if self.draft is None else find_model("draft", Path(self.draft)).absolute()
 
 
 async def run_swap(options: SwapOptions, state_dir: Path, *, as_json: bool) -> int:
@@ -83,8 +86,8 @@ async def run_swap(options: SwapOptions, state_dir: Path, *, as_json: bool) -> i
     if options.address is not None:
         outcome = await swap_at(options.address, DraftSwap(address=options.draft or "", terms=terms))
     else:
-        algorithm = options.algorithm or algorithm_of(options.directory)
-        outcome = await request_swap(state_dir, options.directory, algorithm, terms)
+        directory = options.directory
+        outcome = await request_swap(state_dir, directory, options.algorithm or algorithm_of(directory), terms)
     if as_json:
         print(json.dumps(asdict(outcome)))
     else:

@@ -33,6 +33,7 @@ from slipstream.services.worker.memory import WORK_BYTES, loading, needed_for_wo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from slipstream.common.device.interface import Device
     from slipstream.common.wire.manifest import Manifest
@@ -220,7 +221,15 @@ def _name(config: WorkerConfig, model: ModelConfig) -> str:
     notes += [] if config.load_format != LoadFormat.DUMMY.value else ["random weights"]
     if config.simulate_accept_length is not None:
         notes.append(f"accept length simulated: {config.simulate_accept_length:g}")
-    return config.directory.name + (f" ({', '.join(notes)})" if notes else "")
+    return model_name(config.directory) + (f" ({', '.join(notes)})" if notes else "")
+
+
+def model_name(directory: Path) -> str:
+    """The directory's name; of a model in the hub's cache, ORG/NAME."""
+    cached = directory.parent.parent.name
+    if directory.parent.name == "snapshots" and cached.startswith("models--"):
+        return cached.removeprefix("models--").replace("--", "/", 1)
+    return directory.name
 
 
 def _ngrams(config: WorkerConfig) -> str:
