@@ -406,7 +406,7 @@ class ModelConfig:
             raise given.error("quantization_config", "none where a part of a head's dimensions is rotated")
         unrotated = _unrotated_layers(fields) if family.has_unrotated_layers else ()
         windows = _sliding_windows(fields, family.windows, unrotated)
-        scalar = head_dim if family.score_scalar is None else fields.number(family.score_scalar)
+        scalar = head_dim if family.score_scalar is None else fields.factor(family.score_scalar)
         config = cls(
             architecture=architecture,
             vocab_size=vocab_size,
@@ -441,10 +441,10 @@ class ModelConfig:
             return config
         return replace(
             config,
-            embedding_scale=fields.number("embedding_multiplier"),
-            branch_scale=fields.number("residual_multiplier"),
-            score_scale=fields.number("attention_multiplier"),
-            logits_scale=fields.number("logits_scaling"),
+            embedding_scale=fields.factor("embedding_multiplier"),
+            branch_scale=fields.factor("residual_multiplier"),
+            score_scale=fields.factor("attention_multiplier"),
+            logits_scale=fields.factor("logits_scaling"),
         )
 
     @property
@@ -504,7 +504,7 @@ def _head_dim(fields: ConfigFields, num_heads: int) -> int:
 
 
 def _optional(fields: ConfigFields, name: str | None) -> float | None:
-    return None if name is None or fields.get(name) is None else fields.number(name)
+    return None if name is None or fields.get(name) is None else fields.factor(name)
 
 
 def _sliding_windows(fields: ConfigFields, windows: Windows, unrotated: tuple[bool, ...]) -> tuple[int | None, ...]:

@@ -19,6 +19,7 @@ MAX_CONFIG_BYTES = 16 * 2**20
 MAX_TABLE_BYTES = 256 * 2**20
 """Size of a file with an entry for each token or tensor; reading takes about ten times as much memory."""
 
+_MAX_FACTOR = 2**15
 _MAX_SHOWN = 120
 _shortened = reprlib.Repr()
 _shortened.maxlevel, _shortened.maxlong = 3, 40
@@ -95,6 +96,13 @@ class ConfigFields:
         number = _positive(self.get(name))
         if number is None:
             raise self.error(name, "a positive number")
+        return number
+
+    def factor(self, name: str) -> float:
+        """A factor of numbers within a model, such that they stay finite in every dtype; else `CheckpointError`."""
+        number = self.number(name)
+        if not 1 / _MAX_FACTOR <= number <= _MAX_FACTOR:
+            raise self.error(name, f"a number from 1/{_MAX_FACTOR} to {_MAX_FACTOR}")
         return number
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:

@@ -16,13 +16,15 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder
 from slipstream.services.models.config import ModelConfig
-from slipstream.services.models.decoder import paired_dimensions
+from slipstream.services.models.decoder import Decoder, paired_dimensions
 from slipstream.services.models.head_config import MtpConfig
 from slipstream.services.models.json_files import ConfigFields, read_json
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import describe_verify
 from tests.harness.checkpoints import refusal, write_json, write_weights
+from tests.harness.mutations import is_refused
 from tests.harness.paged_model import CPU, PagedModel, random_tokens
+from tests.harness.sampling import examples
 from tests.harness.transformers_checkpoints import VARIANTS, write_by_transformers
 from tests.harness.transformers_reference import load_reference
 
@@ -176,6 +178,11 @@ def test_settings_are_read_as_transformers_reads_them(tmp_path: Path, values: di
         ("smollm3", "no_rope_layers", 4, "0 or 1 for each of 36 layers"),
         ("granite", "residual_multiplier", 0, "a positive number"),
         ("granite", "attention_multiplier", None, "a positive number"),
+        ("granite", "embedding_multiplier", 1e30, "a number from 1/32768 to 32768"),
+        ("granite", "logits_scaling", 1e-30, "a number from 1/32768 to 32768"),
+        ("gemma2", "final_logit_softcapping", 1e300, "a number from 1/32768 to 32768"),
+        ("gemma2", "query_pre_attn_scalar", 1e-300, "a number from 1/32768 to 32768"),
+        ("gemma3_text", "rope_parameters", {"full_attention": 5}, "an object"),
         ("granite", "sliding_window", 7, "none with this architecture"),
         ("glm4", "partial_rotary_factor", 0.001, "a positive number"),
         ("olmo3", "layer_types", ["chunked_attention"] * 32, "full_attention, sliding_attention"),
@@ -188,8 +195,24 @@ def test_bad_fields_are_named(model_type: str, name: str, value: object, accepte
     if name == "partial_rotary_factor":
         accepted = "a part of head_dim = 128 that has an even number of dimensions"
         name = f"rope_parameters.{name}"
+    if name == "rope_parameters":
+        name = "rope_parameters.full_attention"
     assert message.startswith(f"there: config.json: {name}: got ")
     assert message.endswith(f", supported: {accepted}")
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma3-multimodal", "olmo3", "smollm3-windows", "granite", "glm4"])
+def test_changed_settings_are_read_or_refused(tmp_path: Path, name: str) -> None:
+    """Only `CheckpointError` is raised, whatever the file holds; a failure names the seed of its change."""
+    path = write_by_transformers(tmp_path / "it", name, has_tokenizer=False)
+
+    def read() -> object:
+        config = ModelConfig.from_directory(path)
+        return config, Decoder(config, device=torch.device("meta"), dtype=torch.float32)
+
+    num_refused = sum(is_refused(path / "config.json", read, seed) for seed in range(examples(80)))
+    assert num_refused > examples(80) // 4
+    read()
 
 
 def test_modules_for_several_tokens_need_layers_as_llamas(tmp_path: Path) -> None:
