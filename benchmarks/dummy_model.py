@@ -19,9 +19,9 @@ from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART
 from slipstream.common.wire.step import FenceName, WaitPlace
 from slipstream.services.models.sampler import accept
 from slipstream.services.verify.graphs import phases_of_decode
+from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.future_map import VerifyResult
 from slipstream.services.worker.graphs import Latest, at_once, batch_buckets, capture_buckets
-from slipstream.services.worker.role import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

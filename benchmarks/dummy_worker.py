@@ -16,12 +16,12 @@ import typer
 from slipstream.common.rpc.service_options import ServiceOptions, run_command
 from slipstream.common.settings import with_options
 from slipstream.common.wire.step import Role
-from slipstream.services.worker.command_line import serve
+from slipstream.services.command_line import serve
 from slipstream.services.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
 
 
 def dummy_worker(role: str, length_ms: float, *options: str) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ def make_dummy(role: Role, length_ms: float, config: WorkerConfig, device: Devic
     """Implements `MakeRole`, but for the first two."""
     # Here, as this is heavy: the address is claimed before.
     from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
-    from slipstream.services.worker.factory import describe_draft, describe_verify
+    from slipstream.services.factory import describe_draft, describe_verify
 
     if role is Role.DRAFT:
         return DummyDraft(describe_draft(config, device, metrics_port), length_ms, device)

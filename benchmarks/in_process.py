@@ -149,8 +149,8 @@ async def run_in_process(config: InProcessSettings, listener: Listener, metrics_
 
 def _engines(config: InProcessSettings, device: Device, stream: Any) -> dict[Role, Engine]:
     from slipstream.common.wire.events import EventLog
+    from slipstream.services.factory import make_draft, make_verify
     from slipstream.services.worker.engine import Engine
-    from slipstream.services.worker.factory import make_draft, make_verify
     from slipstream.services.worker.server import end_at_once
 
     roles = [make_verify(config.verify, device, 0)]

@@ -286,7 +286,7 @@ class UpServer:
             except psutil.NoSuchProcess:
                 continue
             for service in SERVICES:
-                if any(word.endswith(f".{service}.main") for word in command):
+                if any(word.endswith((f".{service}.main", f".{service}_main")) for word in command):
                     found[service] = child
         return found
 

@@ -270,7 +270,7 @@ def first_metrics_port(metrics_port: int | None, listen: str) -> int:
 def worker_command(config: UpConfig, name: str) -> ServiceCommand:
     """Returns the command of "verify" or "draft". The other services serve without a draft."""
     instance = config.draft_instance if name == "draft" else name
-    module, settings = f"slipstream.services.{name}.main", config.worker(name)
+    module, settings = f"slipstream.services.{name}_main", config.worker(name)
     command = _command(config, name, module, config.socket(instance), settings, log_path=config.log_path(instance))
     return replace(command, is_optional=name == "draft")
 

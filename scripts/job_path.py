@@ -132,8 +132,8 @@ def _services(folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 
 
 _MODULES = {
-    "verify": "slipstream.services.verify.main",
-    "draft": "slipstream.services.draft.main",
+    "verify": "slipstream.services.verify_main",
+    "draft": "slipstream.services.draft_main",
     "scheduler": "slipstream.scheduler.main",
     "gateway": "slipstream.gateway.main",
 }

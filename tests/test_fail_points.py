@@ -14,8 +14,8 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.gateway.tokenizer import load_tokenizer
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.services.factory import make_verify
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.factory import make_verify
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.planted_faults import POINTS, PlantedFaults

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART
 from slipstream.common.wire.step import FenceName, WaitPlace
+from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.graphs import GRAPHED_MODES, at_once, batch_buckets, capture_buckets, with_padding
 from slipstream.services.worker.rehearsal import rehearse_drafting, rehearse_prompts
-from slipstream.services.worker.role import Phase
 from slipstream.services.worker.slots import FlatChunks, SamplingMode, check_draft_tokens
 
 if TYPE_CHECKING:

@@ -1,4 +1,18 @@
-"""Verify: runs the target model over the draft's tokens, samples, publishes and stashes."""
+"""Verify: runs the target model over the draft's tokens, samples, publishes and stashes.
+
+`measure_step_tokens` finds how many tokens a step that takes in prompts may have while sequences decode, which wait for
+it: the largest power of two from LEAST to MOST for which a forward over this number of tokens of a prompt takes no
+longer than a pause may be:
+
+- On a GPU PAUSE_S. Many tokens take hardly longer there than few, so that smaller steps would be dear.
+- On a CPU, where a token takes about as long among few as among many, as long as verify's part of a decode step of one
+  sequence: then a stream's steps take about twice as long while a prompt comes in beside.
+
+On a CPU a long prompt's attention takes longer than all else. So verify measures the same forward behind a long
+context, too, and answers behind which context a step of so many tokens takes twice as long as at the prompt's begin,
+with what it decodes. Steps then have fewer tokens of the prompt. A GPU's do not: attention behind 2,000 tokens takes
+less than a tenth of a step, and small steps are dear.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +23,42 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.errors import InvalidArgumentError, MismatchError
-from slipstream.common.wire.step import FINAL_NORM, FenceName, WaitPlace
-from slipstream.common.wire.worker import DraftSizes
+from slipstream.common.wire.step import FINAL_NORM, FenceName, PrefillChunk, SlotUpdate, WaitPlace
+from slipstream.common.wire.worker import DraftSizes, StepTokens
 from slipstream.services.models.sampler import SimulatedAcceptance
 from slipstream.services.verify.graphs import VerifyGraphs, waits_for_stash_read
-from slipstream.services.verify.step_tokens import measure_step_tokens
 from slipstream.services.verify.target import PromptEnds, Target, TargetStep
-from slipstream.services.worker.graphs import at_once, forward_size, padded_to, sizes_up_to, with_padding
+from slipstream.services.worker.engine import Phase
+from slipstream.services.worker.graphs import (
+    at_once,
+    forward_size,
+    padded_to,
+    shortest_seconds,
+    sizes_up_to,
+    with_padding,
+)
 from slipstream.services.worker.rehearsal import rehearse_mixed, rehearse_prompts
-from slipstream.services.worker.role import Phase
 from slipstream.services.worker.slots import FlatChunks, check_draft_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
-    from slipstream.common.wire.step import PrefillChunk, StepCommand
-    from slipstream.common.wire.worker import StepTokens, WorkerDescription
+    from slipstream.common.wire.step import StepCommand
+    from slipstream.common.wire.worker import WorkerDescription
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import Region, VerifyResult
     from slipstream.services.worker.language_model import LanguageModel
 
 logger = logging.getLogger(__name__)
 
+LEAST, MOST = 32, 2048
+"""Tokens of a step that `measure_step_tokens` may answer."""
+PAUSE_S = 0.05
+"""Longest pause of the sequences that decode on a GPU, in seconds."""
+FAR_TOKENS = 4096
+"""Longest context of the second measurement, in tokens."""
+_MEASURED_SLOT = 1
+"""The slot that the measurement uses, which has no pages yet."""
 _REHEARSED = -1
 """Stands for an attachment in steps that are only rehearsed."""
 
@@ -247,3 +275,63 @@ def _nothing() -> None:
 def fused_layers(num_layers: int) -> tuple[int, ...]:
     """The layers whose inputs an EAGLE-3 head fuses: a low, a middle and a high one (Li et al., 2025)."""
     return (min(2, num_layers), num_layers // 2, max(num_layers - 3, 0))
+
+
+def measure_step_tokens(model: LanguageModel, state: EpochState) -> StepTokens:
+    """Stream work: returns the tokens of a step. Waits for the device. Nothing must run yet."""
+    is_cpu = model.device.type == "cpu"
+    _put(state, SlotUpdate(slot=_MEASURED_SLOT, generation=0, limit_tokens=state.attachment.context_tokens))
+    most_s = shortest_seconds(partial(_decode, model), model.device) if is_cpu else PAUSE_S
+    found, found_s, size = LEAST, 0.0, LEAST
+    while size <= min(MOST, state.attachment.shape.chunk_tokens):
+        seconds = shortest_seconds(partial(_prefill, model, state, size), model.device)
+        if size > LEAST and seconds > most_s:
+            break
+        found, found_s, size = size, seconds, 2 * size
+    doubling_context = _doubling_context(model, state, found, found_s, most_s) if is_cpu else None
+    logger.info(
+        "steps that decode and take in prompts have %d tokens: a prompt's take %.1f ms, a pause may have %.1f ms; "
+        "they take twice as long behind %s tokens",
+        found,
+        1e3 * found_s,
+        1e3 * most_s,
+        "any number of" if doubling_context is None else doubling_context,
+    )
+    return StepTokens(min(found, state.attachment.shape.chunk_tokens), doubling_context)
+
+
+def _doubling_context(
+    model: LanguageModel, state: EpochState, num_tokens: int, seconds: float, decode_s: float
+) -> int | None:
+    """The context behind which a step with `num_tokens` of a prompt takes twice as long as at its begin.
+
+    None if none does. `seconds`: of the prompt's tokens there; `decode_s`: of the other part of the step.
+    """
+    context = min(FAR_TOKENS, state.attachment.context_tokens - num_tokens)
+    if context <= 0:
+        return None
+    far_s = shortest_seconds(partial(_prefill, model, state, num_tokens, start=context), model.device)
+    more_s = far_s - seconds
+    # A hundredth is less than what two measurements of the same differ by.
+    return None if more_s < seconds / 100 else max(1, round(context * (seconds + decode_s) / more_s))
+
+
+def _put(state: EpochState, update: SlotUpdate) -> None:
+    state.staging.begin(0, (_MEASURED_SLOT,))
+    changes = state.slots.changes((update,), state.staging)
+    state.staging.flush()
+    state.slots.take_over(changes)
+
+
+def _decode(model: LanguageModel) -> None:
+    """One sequence with as many draft tokens as there may be."""
+    *_, (slots, tokens, positions) = model.slots.warm_up()
+    model.decoder.logits(model.forward(slots, tokens, positions).hidden)
+
+
+def _prefill(model: LanguageModel, state: EpochState, num_tokens: int, *, start: int = 0) -> None:
+    state.staging.begin(0, (_MEASURED_SLOT,))
+    chunk = PrefillChunk(slot=_MEASURED_SLOT, start=start, tokens=(0,) * num_tokens, is_last=True)
+    chunks = FlatChunks.of((chunk,), state.staging)
+    state.staging.flush()
+    model.decoder.logits(model.prefill(chunks, chunks.ragged.begins[1:] - 1).hidden)

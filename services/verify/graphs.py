@@ -17,9 +17,9 @@ from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.step import FenceName, WaitPlace
 from slipstream.common.wire.worker import DraftSizes
 from slipstream.services.verify.target import TargetForward, merged
+from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.future_map import NO_REGION, CapturedStep, StampPlace, VerifyResult
 from slipstream.services.worker.graphs import GRAPHED_MODES, GraphedPart, Latest, batch_buckets, capture_buckets
-from slipstream.services.worker.role import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

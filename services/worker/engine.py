@@ -1,18 +1,18 @@
 """Carries out a worker's steps: wait, stamp, work, signal, all enqueued on its one stream.
 
-Draft and verify each implement `RoleEngine` and share `Engine`. Everything here runs on the thread that owns the
-device (`enqueue` may run on another). Only `attach`, `drain`, `abandon` and `synchronize` wait for the stream, and
-`enqueue` where the device is a whole ring of steps behind.
+Draft and verify each implement `RoleEngine`, whose device work comes in `Phase`s, and share `Engine`. Everything here
+runs on the thread that owns the device (`enqueue` may run on another). Only `attach`, `drain`, `abandon` and
+`synchronize` wait for the stream, and `enqueue` where the device is a whole ring of steps late.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -30,17 +30,53 @@ from slipstream.services.worker.epoch import Epoch, check_attachment, make_state
 from slipstream.services.worker.memory import allocated_bytes, first_line, is_out_of_memory, measured, no_room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterator
 
     from slipstream.common.device.interface import Device, Stream
     from slipstream.common.wire.events import EventLog, FenceLogOp
-    from slipstream.common.wire.step import FencePoint, FenceWait, SlotUpdate, StepCommand
+    from slipstream.common.wire.step import FenceName, FencePoint, FenceWait, SlotUpdate, StepCommand, WaitPlace
     from slipstream.common.wire.worker import Attachment, DraftRegion, StepTokens, WorkerDescription
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.role import Phase, RoleEngine
+    from slipstream.services.worker.future_map import Region
 
 RELEASE_INTERVAL_S = 0.05
+"""Longest wait for the stream between two releases of its waits, in seconds."""
 DRAIN_TIMEOUT_S = 60.0
+"""Longest wait for the end of the enqueued work, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A piece of a step's work. The waits of its place come before it, the signals of its fences after it."""
+
+    work: Callable[[], None]
+    fences: tuple[FenceName, ...] = ()
+    """In the order in which they are signalled."""
+    place: WaitPlace | None = None
+    """None: no wait stands before it."""
+    part: int = 0
+    """The place in the worker's stamps of the part that it belongs to; the phases of a part follow each other."""
+    is_stamped: bool = False
+    """True if the work of the part's first phase stamps its start, and that of the last one its end, by itself."""
+
+
+class RoleEngine(Protocol):
+    """The device work of a draft or a verify service."""
+
+    description: WorkerDescription
+    """The worker's description, for the scheduler."""
+
+    def open(self, state: EpochState) -> StepTokens | None:
+        """Allocates what an epoch needs, warms up; verify may return a step's tokens. Raises MismatchError, others."""
+
+    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+        """Returns the step's work in order; each part is stream work and holds all it needs."""
+
+    def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
+        """Verify: makes what steps with a draft need; other steps may run between two items. Raises MismatchError."""
+
+    def close(self) -> None:
+        """Frees what `open` allocated."""
 
 
 class Engine:

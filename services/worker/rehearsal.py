@@ -10,8 +10,8 @@ from slipstream.common.wire.step import PrefillChunk, SlotUpdate, StepCommand
 from slipstream.services.worker.graphs import batch_buckets, sizes_up_to
 
 if TYPE_CHECKING:
+    from slipstream.services.worker.engine import RoleEngine
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.role import RoleEngine
 
 _MIXED_SIZES = (1, 16, 128, 512, 1024)
 """Prompt tokens of mixed steps: what differs by their number alone, prompts have rehearsed."""

@@ -14,8 +14,8 @@ from slipstream.benchmarks.near_ties import NearTies, Parting, Plan, Scores, pro
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.services.factory import make_verify
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.factory import make_verify
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch

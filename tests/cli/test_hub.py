@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream.cli.hub import find_model
-from slipstream.services.worker.factory import model_name
+from slipstream.services.factory import model_name
 from tests.harness.checkpoints import write_checkpoint
 
 if TYPE_CHECKING:

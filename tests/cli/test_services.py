@@ -131,7 +131,7 @@ def loading_up(state_dir: Path) -> Iterator[tuple[Running, list[psutil.Process]]
 
 def test_up_ends_when_a_service_dies_while_it_loads(tmp_path: Path) -> None:
     with loading_up(tmp_path) as (up, children):
-        next(child for child in children if "slipstream.services.verify.main" in child.cmdline()).kill()
+        next(child for child in children if "slipstream.services.verify_main" in child.cmdline()).kill()
         assert up.end() == 1
         assert "verify was killed by SIGKILL before it was ready" in up.errors()
     assert not leftovers(tmp_path)

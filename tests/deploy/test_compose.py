@@ -25,7 +25,7 @@ from slipstream.gateway.config import GatewayConfig
 from slipstream.gateway.main import gateway
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.main import scheduler
-from slipstream.services.worker.command_line import draft, verify
+from slipstream.services.command_line import draft, verify
 from slipstream.services.worker.config import WorkerConfig
 from tests.harness.compose_files import DEPLOY, VARIABLE, load
 

@@ -11,7 +11,7 @@ import typer.main
 from slipstream.cli.main import app
 from slipstream.gateway.main import gateway
 from slipstream.scheduler.main import scheduler
-from slipstream.services.worker.command_line import draft, verify
+from slipstream.services.command_line import draft, verify
 from tests.deploy.dashboard_queries import DEPLOY, alert_rules, boards, panels_of
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ async def test_no_token_changes(tmp_path: Path, device: CudaDevice, algorithm: s
     writes, width = tmp_path / "writes", str(SIZES["num_draft_tokens"] + 1)
     target = ("--target", str(target_dir())) if algorithm != STANDALONE else ()
     programs = {
-        Role.VERIFY: ("-m", "slipstream.services.verify.main", "--deterministic-width", width),
+        Role.VERIFY: ("-m", "slipstream.services.verify_main", "--deterministic-width", width),
         Role.DRAFT: (*hostile_program(seed, writes), "--algorithm", algorithm, *target),
     }
     models = {Role.VERIFY: target_dir(), Role.DRAFT: DRAFTS[algorithm]}

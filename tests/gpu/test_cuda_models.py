@@ -13,9 +13,9 @@ from slipstream.bundled import eagle3_dir, mtp_dir, prompts, standalone_dir, tar
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.models.head_config import EAGLE3, MTP
 from slipstream.services.worker.config import NGRAM, STANDALONE, WorkerConfig
-from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, local_workers

@@ -13,9 +13,9 @@ from slipstream.bundled import target_dir
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.wire.step import FenceName
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.factory import make_draft, make_verify
 from tests.gpu.test_cuda_models import DRAFTS, MODELS
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch

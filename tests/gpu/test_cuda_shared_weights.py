@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from slipstream.common.device.choose import choose_device
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.factory import make_verify
+from slipstream.services.factory import make_verify
 role = make_verify(WorkerConfig(model=Path(sys.argv[1]), share_weights=True, dtype="float32"), choose_device("cuda"), 0)
 torch.cuda.synchronize()
 print(pickle.dumps(role.description.weights).hex(), flush=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from slipstream.common.device.interface import Device
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
 
 TIMEOUT_S = 20.0
 MOST_DRAFT_TOKENS = 4

@@ -8,15 +8,15 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.services.factory import make_draft
 from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.factory import make_draft
 from tests.harness.checkpoints import LLAMA, VOCAB_SIZE, write_json, write_tokenizer, write_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
 
 
 AUTHORS = "authors"

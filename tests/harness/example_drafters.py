@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NUMPY_DRAFTER = EXAMPLES / "numpy_drafter" / "main.py"
 CUDA_DRAFTER = EXAMPLES / "cuda_drafter" / "main.py"
-_DRAFT = ("-m", "slipstream.services.draft.main")
+_DRAFT = ("-m", "slipstream.services.draft_main")
 OWN_DRAFTERS = {
     "standalone": (*_DRAFT, "--model", str(standalone_dir())),
     "eagle3": (*_DRAFT, "--algorithm", "eagle3", "--model", str(eagle3_dir()), "--target", str(target_dir())),

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from slipstream.common.errors import SlipstreamError
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
     from tests.harness.served_worker import ServedWorker
 
 NUM_SLOTS, NUM_PAGES, PAGE_TOKENS, CONTEXT_TOKENS = 4, 9, 4, 64

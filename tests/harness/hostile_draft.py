@@ -174,7 +174,7 @@ def main() -> None:
 
     vandalise = vandalise_gpu if "cuda" in sys.argv else vandalise_host
     vandalise(new_vandal)
-    from slipstream.services.draft.main import main as serve
+    from slipstream.services.draft_main import main as serve
 
     serve()
 

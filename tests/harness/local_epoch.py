@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.records import LossCause
     from slipstream.scheduler.results import Outgoing
     from slipstream.scheduler.telemetry.metrics import StepTiming
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
     from tests.harness.counted_jobs import Job, OutputRow
 
 

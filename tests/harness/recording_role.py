@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from slipstream.common.wire.step import FenceName, Role, StepCommand, WaitPlace
-from slipstream.services.worker.role import Phase
+from slipstream.services.worker.engine import Phase
 from tests.harness.workers import LocalWorker, SharedArenas, attach, describe
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from slipstream.common.wire.sequence import SequenceSpec
     from slipstream.common.wire.step import Role
     from slipstream.scheduler.link import Link
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
     from tests.harness.workers import LocalWorker
 
 

@@ -11,8 +11,7 @@ import grpc
 
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.models.attention import PagedKV
-from slipstream.services.worker.device_thread import DeviceThread
-from slipstream.services.worker.servicer import WorkerServicer
+from slipstream.services.worker.server import DeviceThread, WorkerServicer
 from tests.harness.grpc_server import running_server
 from tests.harness.workers import LocalWorker
 
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.wire.worker import WorkerDescription
-    from slipstream.services.worker.engine import Engine
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import Engine, RoleEngine
 
 SETTLE_TIMEOUT_S = 20.0
 

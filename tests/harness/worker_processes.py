@@ -79,7 +79,7 @@ class WorkerProcesses:
         for role in roles:
             address, model = ("--listen", self.address(role)), ("--model", str(self._models[role]))
             options = (*address, *model, "--log-level", "WARNING", *self._options)
-            program = self._programs.get(role, ("-m", f"slipstream.services.{role.value}.main"))
+            program = self._programs.get(role, ("-m", f"slipstream.services.{role.value}_main"))
             command = (sys.executable, *program, *options)
             if self._dummy_ms is not None:
                 command = dummy_worker(role.value, self._dummy_ms, *options)

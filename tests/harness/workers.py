@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Device, Fence
     from slipstream.common.errors import SlipstreamError
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
 
     ChangeCommand = Callable[[StepCommand], StepCommand]
 

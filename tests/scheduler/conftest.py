@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import SEED, make_jobs
@@ -16,7 +16,7 @@ from tests.harness.seeded_jobs import SEED, make_jobs
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
 
 
 @pytest.fixture(scope="module")

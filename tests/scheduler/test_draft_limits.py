@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from slipstream import bundled
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
+from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.checkpoints import VOCAB_SIZE, write_json, write_weights
 from tests.harness.counted_jobs import Job
 from tests.harness.eagle3_checkpoints import make_head
@@ -26,7 +26,7 @@ from tests.ordering.replay import Replay
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
 
 CONTEXT = 24
 

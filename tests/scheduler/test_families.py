@@ -10,9 +10,9 @@ import pytest
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker.config import NGRAM, WorkerConfig
-from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.counted_jobs import Job
 from tests.harness.eagle3_checkpoints import write_head
@@ -24,7 +24,7 @@ from tests.harness.workers import local_workers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
 
 SEED = 11
 NUM_TOKENS, NUM_LONG = 48, 200

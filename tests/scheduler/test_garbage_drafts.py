@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from slipstream.common.device.cpu.device import HostArena, HostDevice
 from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.step import Role
+from slipstream.services.factory import make_draft
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.factory import make_draft
 from tests.harness.eagle3_checkpoints import make_head
 from tests.harness.local_epoch import LocalEpoch, Way
 from tests.harness.sampling import examples
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.wire.worker import Attachment, StepTokens
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
     from tests.harness.counted_jobs import Job
 
 PAUSE_S = 0.0003

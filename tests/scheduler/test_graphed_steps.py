@@ -12,12 +12,12 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import MismatchError
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.head_config import EAGLE3, MTP
 from slipstream.services.verify import graphs as verify_graphs
 from slipstream.services.verify.engine import VerifyEngine
 from slipstream.services.worker.config import NGRAM, WorkerConfig
-from slipstream.services.worker.factory import make_draft, make_verify
 from slipstream.services.worker.language_model import LanguageModel, RaggedGraphs
 from tests.harness import seeded_jobs
 from tests.harness.checkpoints import write_checkpoint, write_guesser
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.link import Link
     from slipstream.services.models.attention import ForwardBatch
     from slipstream.services.models.decoder import DecoderOutput
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
     from tests.harness.counted_jobs import Job
 
 SEED = 5
@@ -169,7 +169,7 @@ def test_one_size_for_all_steps(
 
     monkeypatch.setattr(Decoder, "forward", watched)
     loaded: list[Decoder] = []
-    monkeypatch.setattr("slipstream.services.worker.factory.LanguageModel", lambda *args: _noted(loaded, *args))
+    monkeypatch.setattr("slipstream.services.factory.LanguageModel", lambda *args: _noted(loaded, *args))
     decoder: Any = None
     opened = VerifyEngine.phases
 

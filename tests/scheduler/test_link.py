@@ -32,9 +32,8 @@ from slipstream.common.wire.step import (
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.link import DispatchAcknowledged, DispatchTogether, LinkThread, WorkerLink
-from slipstream.services.worker import servicer
-from slipstream.services.worker.device_thread import DeviceThread
-from slipstream.services.worker.servicer import WorkerServicer
+from slipstream.services.worker import server
+from slipstream.services.worker.server import DeviceThread, WorkerServicer
 from tests.harness.grpc_server import running_server
 from tests.harness.leaks import nothing_left
 from tests.harness.waiting import until
@@ -163,7 +162,7 @@ async def test_a_worker_that_reads_no_commands_is_lost(
 ) -> None:
     """Meanwhile it holds up neither the thread that sends nor that of the links."""
     monkeypatch.setattr(command_socket, "SEND_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(servicer, "serve_on_event_loop", lambda reader: reader.close)
+    monkeypatch.setattr(server, "serve_on_event_loop", lambda reader: reader.close)
     async with served(tmp_path, Role.DRAFT) as draft:
         link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
         await asyncio.to_thread(link.attach, attachment_to(arena, 1))

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.wire.step import StepCommand
+    from slipstream.services.worker.engine import Phase
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.role import Phase
 
 
 def is_mixed(command: StepCommand) -> bool:

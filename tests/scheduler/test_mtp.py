@@ -14,9 +14,9 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.wire.step import FenceName
 from slipstream.services.draft.drafters import HeadDrafter
+from slipstream.services.factory import make_draft
 from slipstream.services.models.head_config import MTP
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.factory import make_draft
 from slipstream.training import checkpoint
 from slipstream.training.mtp import MtpModule
 from tests.harness.counted_jobs import Job
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.scheduler.link import Link
+    from slipstream.services.worker.engine import RoleEngine
     from slipstream.services.worker.future_map import NextStepState
-    from slipstream.services.worker.role import RoleEngine
     from slipstream.services.worker.slots import SamplingMode
     from tests.harness.counted_jobs import OutputRow
 

@@ -11,9 +11,9 @@ import torch
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import InternalError
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
+from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.verify.engine import VerifyEngine
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.factory import make_draft, make_verify
 from slipstream.services.worker.future_map import Region
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.counted_jobs import Job
@@ -23,8 +23,8 @@ from tests.harness.workers import local_workers
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from slipstream.services.worker.engine import RoleEngine
     from slipstream.services.worker.future_map import StepNumber
-    from slipstream.services.worker.role import RoleEngine
 
 COUNTED = "slipstream_sequences_not_finite_total"
 NUM_TOKENS = 16

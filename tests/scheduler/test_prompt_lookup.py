@@ -11,8 +11,8 @@ import pytest
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
+from slipstream.services.factory import make_draft
 from slipstream.services.worker.config import NGRAM, WorkerConfig
-from slipstream.services.worker.factory import make_draft
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch, Models, Served, Way
 from tests.harness.prompt_lookup import continued, num_steps
@@ -21,7 +21,7 @@ from tests.harness.workers import local_workers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
     from tests.harness.counted_jobs import OutputRow
 
 BOUNDS = (1, 3)

@@ -37,7 +37,7 @@ from tests.harness.workers import VOCAB_SIZE, describe
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
 
 pytestmark = pytest.mark.timeout(30)
 

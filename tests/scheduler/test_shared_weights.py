@@ -16,10 +16,10 @@ from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.manifest import BufferSpec
 from slipstream.scheduler.attachment import check_fits
 from slipstream.scheduler.sizes import MemoryPlan
+from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.models.checkpoint import load_head
 from slipstream.services.models.head_config import EAGLE
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.checkpoints import LLAMA, VOCAB_SIZE, write_checkpoint
 from tests.harness.eagle3_checkpoints import ALGORITHMS, EAGLE_AUTHORS, MODULES, make_head, write_head
 from tests.harness.local_epoch import Models, Served, Way
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.wire.manifest import Manifest
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
 
 CPU, HIDDEN = torch.device("cpu"), LLAMA["hidden_size"]
 ONE_TABLE = VOCAB_SIZE * HIDDEN * torch.float32.itemsize

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from slipstream.bundled import prompts, target_dir
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
+from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker.config import NGRAM, WorkerConfig
-from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.prompt_lookup import PlainSuffixCache
@@ -21,7 +21,7 @@ from tests.harness.prompt_lookup import PlainSuffixCache
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
 
 BOUNDS = (2, 4)
 NUM_DRAFT_TOKENS = 3

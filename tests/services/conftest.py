@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.harness.eagle3_checkpoints import write_head
 from tests.harness.hosted import Hosted
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
 
 
 @pytest.fixture(scope="module")

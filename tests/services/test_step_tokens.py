@@ -12,10 +12,10 @@ from slipstream.bundled import target_dir
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.worker import StepTokens
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.services.verify import step_tokens
+from slipstream.services.factory import make_verify
+from slipstream.services.verify import engine
 from slipstream.services.worker import graphs
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.factory import make_verify
 from tests.harness.inline_device import InlineDevice
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import local_workers
@@ -85,21 +85,21 @@ def _measured(
         take(prompt_ms(num_tokens, start))
 
     monkeypatch.setattr(graphs, "_wait_for", lambda _: None)
-    monkeypatch.setattr(step_tokens, "_put", lambda *_: None)
-    monkeypatch.setattr(step_tokens, "_decode", lambda _: take(4.0))
-    monkeypatch.setattr(step_tokens, "_prefill", prefill)
+    monkeypatch.setattr(engine, "_put", lambda *_: None)
+    monkeypatch.setattr(engine, "_decode", lambda _: take(4.0))
+    monkeypatch.setattr(engine, "_prefill", prefill)
     monkeypatch.setattr(graphs, "time", SimpleNamespace(monotonic=lambda: clock.ms / 1000))
     model: Any = SimpleNamespace(device=torch.device(device))
     attachment = SimpleNamespace(context_tokens=context_tokens, shape=SimpleNamespace(chunk_tokens=chunk_tokens))
     state: Any = SimpleNamespace(attachment=attachment)
-    return step_tokens.measure_step_tokens(model, state)
+    return engine.measure_step_tokens(model, state)
 
 
 @pytest.mark.parametrize("make_device", [HostDevice, InlineDevice])
 def test_verify_measures_it_when_its_epoch_opens_unless_a_number_is_given(
     make_device: Callable[[], Device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_tokens, "_doubling_context", lambda *_: 77)
+    monkeypatch.setattr(engine, "_doubling_context", lambda *_: 77)
     device = make_device()
     verify = make_verify(WorkerConfig(model=target_dir()), device, 0)
     with local_workers(verify, device=device) as workers:

@@ -16,8 +16,8 @@ from slipstream.common.errors import (
 )
 from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART, DraftShape
 from slipstream.common.wire.step import DRAFT_FENCES, FenceName, Role, WaitPlace
+from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.future_map import VerifyResult
-from slipstream.services.worker.role import Phase
 from tests.simulator.memory import SimulatedDevice
 from tests.simulator.model import extend, token_of
 from tests.simulator.threads import Signal

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.factory import make_draft, make_verify
 from slipstream.training import checkpoint, distil, distil_eagle, distil_eagle3, distil_mtp, target
 from slipstream.training.distillation import TEMPERATURE
 from slipstream.training.llama import LlamaShape

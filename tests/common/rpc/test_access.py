@@ -165,7 +165,7 @@ async def test_reflection_is_off_at_a_public_address_unless_it_is_asked_for() ->
     [
         ("gateway.main", "--scheduler unix:s.sock --listen 0.0.0.0:0", f"accepted: {SENTENCE}"),
         ("scheduler.main", "--verify unix:v.sock --listen 127.0.0.1:0", "accepted: unix:PATH, in a directory"),
-        ("services.verify.main", "--model . --listen 127.0.0.1:0", "accepted: unix:PATH, in a directory"),
+        ("services.verify_main", "--model . --listen 127.0.0.1:0", "accepted: unix:PATH, in a directory"),
         ("scheduler.main", "--verify v --listen unix:s.sock", "verify: got 'v'"),
     ],
 )

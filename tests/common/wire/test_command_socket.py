@@ -24,7 +24,7 @@ from slipstream.common.wire.command_socket import (
     serve_on_event_loop,
 )
 from slipstream.common.wire.worker import command_to_pb
-from slipstream.services.worker.device_thread import DeviceThread
+from slipstream.services.worker.server import DeviceThread
 from tests.harness.waiting import until
 from tests.harness.workers import decode
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from slipstream.common.wire.step import StepCommand
     from slipstream.scheduler.link import Link
+    from slipstream.services.worker.engine import Phase
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.role import Phase
     from tests.harness.counted_time import CountedTime
 
 DECODE, PREFILL, PLAIN = Kind.DECODE, Kind.PREFILL, Kind.PLAIN

@@ -23,8 +23,7 @@ from slipstream.common.wire.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceReq
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.link import LinkThread, WorkerLink
-from slipstream.services.worker.device_thread import DeviceThread
-from slipstream.services.worker.servicer import RECORDER, RecorderServicer, WorkerServicer
+from slipstream.services.worker.server import RECORDER, DeviceThread, RecorderServicer, WorkerServicer
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.counted_jobs import Job
 from tests.harness.grpc_server import running_server

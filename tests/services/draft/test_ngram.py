@@ -16,9 +16,9 @@ from slipstream.common.errors import ConfigError
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.wire.step import PrefillChunk, SlotUpdate
 from slipstream.services.draft.ngram import NgramDrafter, look_up
+from slipstream.services.factory import describe_draft, describe_verify
 from slipstream.services.worker.config import NGRAM, WorkerConfig
 from slipstream.services.worker.epoch import EpochState
-from slipstream.services.worker.factory import describe_draft, describe_verify
 from slipstream.services.worker.future_map import NextStepState, Region
 from slipstream.services.worker.slots import FlatChunks, HostStaging, SamplingMode, SlotTable
 from tests.harness.prompt_lookup import continued

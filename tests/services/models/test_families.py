@@ -14,13 +14,13 @@ from transformers import AutoConfig
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import CheckpointError
+from slipstream.services.factory import describe_verify
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder, paired_dimensions
 from slipstream.services.models.head_config import MtpConfig
 from slipstream.services.models.json_files import ConfigFields, read_json
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.factory import describe_verify
 from tests.harness.checkpoints import refusal, write_json, write_weights
 from tests.harness.mutations import is_refused
 from tests.harness.paged_model import CPU, PagedModel, random_tokens

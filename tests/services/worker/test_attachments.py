@@ -21,10 +21,10 @@ from slipstream.common.wire.layout import BufferName, DraftShape
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait, PrefillChunk, StepCommand
 from slipstream.common.wire.worker import DraftSizes
+from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker import epoch, fused_future_map
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.factory import make_draft, make_verify
 from slipstream.services.worker.fused_future_map import FusedFutureMap, FusedRegion
 from slipstream.services.worker.graphs import HostCapture
 from tests.harness.checkpoints import write_checkpoint
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.cpu.device import HostFence
     from slipstream.common.device.interface import Device
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
 
 PROMPTS = {1: [5, 6, 7, 8, 9, 10, 11, 12, 13], 3: [200, 3, 77]}
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7)

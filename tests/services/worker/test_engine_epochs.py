@@ -23,8 +23,7 @@ from slipstream.common.wire.events import EventLog, Site
 from slipstream.common.wire.step import Role, StepCommand, WaitPlace
 from slipstream.common.wire.worker import PROTOCOL_VERSION
 from slipstream.services.worker import epoch
-from slipstream.services.worker.engine import Engine
-from slipstream.services.worker.role import Phase
+from slipstream.services.worker.engine import Engine, Phase
 from tests.harness.leaks import nothing_left
 from tests.harness.recording_role import PROPOSED, STASH, Recorder, attached
 from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, decode, describe

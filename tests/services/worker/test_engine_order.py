@@ -15,7 +15,7 @@ from slipstream.common.wire.events import EventLog, LogOp, StreamName
 from slipstream.common.wire.layout import DECODE_PART, BufferName
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.wire.step import FenceOps, FenceWait, Role, SlotUpdate, StepCommand, WaitPlace
-from slipstream.services.worker.role import Phase
+from slipstream.services.worker.engine import Phase
 from tests.harness.recording_role import PROPOSED, PUBLISH, STASH, Recorder, attached
 from tests.harness.workers import LocalWorker, SharedArenas, attach, decode
 from tests.ordering.replay import read_log

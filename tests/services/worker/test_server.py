@@ -153,7 +153,7 @@ def test_model_that_cannot_be_served_is_one_line_and_status_2(tmp_path: Path) ->
     model = write_checkpoint(tmp_path / "model", eos_token_id=-1)
     (model / "generation_config.json").unlink()
     options = ("--model", str(model), "--listen", f"unix:{tmp_path}/verify.sock", "--device", "cpu")
-    command = (sys.executable, "-m", "slipstream.services.verify.main", *options)
+    command = (sys.executable, "-m", "slipstream.services.verify_main", *options)
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     accepted = "a token id below vocab_size = 272, or a list of them"
     expected = f"slipstream-verify: {model}: config.json: eos_token_id: got -1, supported: {accepted}\n"
@@ -164,7 +164,7 @@ def test_model_that_cannot_be_served_is_one_line_and_status_2(tmp_path: Path) ->
 def test_error_of_the_operating_system_is_one_line(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     options = ("--model", str(tmp_path), "--listen", f"unix:{tmp_path}/verify.sock", "--device", "cpu")
-    command = (sys.executable, "-m", "slipstream.services.verify.main", *options, "--access-log-dir", "/proc")
+    command = (sys.executable, "-m", "slipstream.services.verify_main", *options, "--access-log-dir", "/proc")
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert found.stderr.startswith("slipstream-verify: [Errno 2] No such file or directory: '/proc/verify-")
     assert (found.returncode, found.stderr.count("\n")) == (1, 1)

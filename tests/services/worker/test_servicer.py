@@ -19,8 +19,7 @@ from slipstream.common.wire.step import FenceName, Role
 from slipstream.common.wire.worker import attachment_to_pb, command_to_pb, description_from_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
-from slipstream.services.worker.device_thread import DeviceThread
-from slipstream.services.worker.servicer import WorkerServicer
+from slipstream.services.worker.server import DeviceThread, WorkerServicer
 from tests.harness.grpc_server import running_server
 from tests.harness.waiting import until
 from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, decode, describe

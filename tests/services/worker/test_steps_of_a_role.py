@@ -23,8 +23,8 @@ from slipstream.common.wire.step import (
     SlotUpdate,
     StepCommand,
 )
+from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.factory import make_draft, make_verify
 from slipstream.services.worker.language_model import PagedSlots
 from slipstream.services.worker.slots import SamplingMode
 from tests.harness.checkpoints import write_checkpoint
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
 
 
 CHUNK = PrefillChunk(slot=1, start=0, tokens=(5, 6, 7), is_last=True)

@@ -13,9 +13,9 @@ import torch
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import OutOfMemoryError
 from slipstream.common.host import host_bytes
+from slipstream.services import factory
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.head_config import Eagle3Config
-from slipstream.services.worker import factory
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.graphs import forward_size
 from slipstream.services.worker.memory import WORK_BYTES, is_out_of_memory, needed_for_work
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("service", ["verify", "draft"])
 def test_weights_that_do_not_fit_are_one_line(service: str, model: Path) -> None:
-    command = (sys.executable, "-m", f"slipstream.services.{service}.main", "--model", str(model))
+    command = (sys.executable, "-m", f"slipstream.services.{service}_main", "--model", str(model))
     options = ("--listen", f"unix:{model.parent}/{service}.sock", "--load-format", "dummy", "--device", "cpu")
     found = subprocess.run((*command, *options), capture_output=True, text=True, timeout=60, check=False)
     config = json.loads((model / "config.json").read_text())

@@ -1,7 +1,7 @@
 """`slipstream-verify`: the verify service."""
 
 from slipstream.common.rpc.service_options import run_command
-from slipstream.services.worker.command_line import verify
+from slipstream.services.command_line import verify
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """`slipstream-draft`: the draft service."""
 
 from slipstream.common.rpc.service_options import run_command
-from slipstream.services.worker.command_line import draft
+from slipstream.services.command_line import draft
 
 
 def main() -> None:

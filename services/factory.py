@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from slipstream.services.draft.engine import Drafter
     from slipstream.services.models.heads import DraftHead
     from slipstream.services.worker.config import WorkerConfig
-    from slipstream.services.worker.role import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ def serve(role: Role, values: Mapping[str, Any], *, make_role: MakeRole | None =
     def run(config: WorkerConfig, listener: Listener, options: ServiceOptions) -> int:
         import uvloop
 
-        from slipstream.services.worker.factory import make_draft, make_verify
+        from slipstream.services.factory import make_draft, make_verify
         from slipstream.services.worker.server import run_worker
 
         make = make_role or (make_draft if role is Role.DRAFT else make_verify)
