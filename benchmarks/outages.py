@@ -16,8 +16,8 @@ from slipstream.benchmarks.runner import DevicePlan, Names, Row, benchmark, host
 from slipstream.benchmarks.stack import FAULTS, SERVICES, UpServer, bundled_options, up_server, words
 from slipstream.benchmarks.streams import Streams, in_ms
 from slipstream.common.settings import setting
+from slipstream.scheduler.metrics import STEP_SECONDS
 from slipstream.scheduler.speculation import LEAST_TIMEOUT_CPU_S, LEAST_TIMEOUT_GPU_S
-from slipstream.scheduler.telemetry.metrics import STEP_SECONDS
 
 if TYPE_CHECKING:
     from pathlib import Path

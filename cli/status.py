@@ -209,7 +209,7 @@ class Reading:
             return None
         # Imported here: `up` needs no metrics of its own, and starts without what they take.
         from slipstream.gateway.metrics import GENERATION_TOKENS
-        from slipstream.scheduler.telemetry.metrics import ACCEPTED_TOKENS, BUBBLE_SECONDS, DRAFTS, STEP_SECONDS
+        from slipstream.scheduler.metrics import ACCEPTED_TOKENS, BUBBLE_SECONDS, DRAFTS, STEP_SECONDS
 
         added, seconds = self.metrics.since(earlier.metrics), self.at_s - earlier.at_s
         num_steps, drafts = added.total(f"{STEP_SECONDS.name}_count"), added.total(DRAFTS.name)

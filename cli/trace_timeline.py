@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from slipstream.common.wire.events import Site
 from slipstream.common.wire.step import FenceName, Role, WaitPlace
-from slipstream.scheduler.telemetry.metrics import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
+from slipstream.scheduler.metrics import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -325,7 +325,7 @@ class Timeline:
 
 
 def _bubbles(verify_end: int, all_end: int, verify: Slice, draft: Slice | None) -> Iterable[tuple[str, int, int]]:
-    """Bubbles as `scheduler/telemetry/metrics.py` defines them.
+    """Bubbles as `scheduler/metrics.py` defines them.
 
     `verify_end`: when verify ended the step before; `all_end`: end of all work in the steps before. `draft`: its decode
     part, if verify waits for that at its start.

@@ -13,8 +13,7 @@ from slipstream.common.rpc import metrics as common_metrics
 from slipstream.common.rpc.metrics import MetricKind
 from slipstream.common.wire.events import WORKER_STALLS
 from slipstream.gateway import metrics as gateway_metrics
-from slipstream.scheduler import link
-from slipstream.scheduler.telemetry import metrics
+from slipstream.scheduler import link, metrics
 
 if TYPE_CHECKING:
     from slipstream.common.rpc.metrics import MetricSpec

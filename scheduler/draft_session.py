@@ -22,10 +22,10 @@ from slipstream.common.errors import (
 from slipstream.common.host import name_this_thread
 from slipstream.scheduler.attachment import DraftAttachment, Retired, check_fits, draft_sizes
 from slipstream.scheduler.draft import Draft, DraftState
+from slipstream.scheduler.metrics import SwapResult
 from slipstream.scheduler.records import DraftTarget, LossCause
 from slipstream.scheduler.sizes import check_draft_memory
 from slipstream.scheduler.swap import Swap
-from slipstream.scheduler.telemetry.metrics import SwapResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.epoch import Epoch
     from slipstream.scheduler.link import Link
-    from slipstream.scheduler.telemetry.metrics import DraftMetrics
+    from slipstream.scheduler.metrics import DraftMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,9 @@ from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
 from slipstream.scheduler.draft_policy import DraftPolicy
 from slipstream.scheduler.link import DispatchAcknowledged, DispatchTogether
 from slipstream.scheduler.loop import CPU_LEAD_S, GPU_LEAD_S, LoopSettings, StepLoop
+from slipstream.scheduler.observer import DecodeRecord, StepObserver, StepTimes, StepTrace
 from slipstream.scheduler.results import ResultReader
 from slipstream.scheduler.speculation import Speculation
-from slipstream.scheduler.telemetry.decode_record import DecodeRecord
-from slipstream.scheduler.telemetry.observer import StepObserver, StepTimes, StepTrace
 
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, Device
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
     from slipstream.common.wire.worker import DraftSizes, WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.link import Dispatch, Link
+    from slipstream.scheduler.metrics import StepMetrics
     from slipstream.scheduler.results import OutputSink
     from slipstream.scheduler.sizes import EpochSizes, Workers
     from slipstream.scheduler.speculation import SpeculationListener
-    from slipstream.scheduler.telemetry.metrics import StepMetrics
     from slipstream.scheduler.waiting_queue import WaitingQueue
 
 

@@ -11,9 +11,9 @@ from slipstream.common.device.interface import ANY_TIME, Look
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
 from slipstream.common.wire.events import Site
 from slipstream.common.wire.step import DRAFT_FENCES, FenceName
+from slipstream.scheduler.observer import TIDY_STEPS
 from slipstream.scheduler.plan import consume, initial_state, plan_step, with_draft
 from slipstream.scheduler.records import DraftTraits, SentStep
-from slipstream.scheduler.telemetry.observer import TIDY_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from slipstream.scheduler.batch import Batch
     from slipstream.scheduler.draft import Draft
     from slipstream.scheduler.link import Dispatch
+    from slipstream.scheduler.observer import StepObserver
     from slipstream.scheduler.records import Step, StepResult, StepSlots
     from slipstream.scheduler.results import OutputSink, ResultReader
     from slipstream.scheduler.speculation import Speculation
-    from slipstream.scheduler.telemetry.observer import StepObserver
     from slipstream.scheduler.waiting_queue import WaitingQueue
 
 IDLE_S = 0.5

@@ -25,11 +25,11 @@ from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
 from slipstream.common.wire.events import make_log_directory
 from slipstream.common.wire.server import SchedulerDescription, SchedulerState, ServerState, ServiceState
 from slipstream.protos import scheduler_pb2_grpc, trace_pb2_grpc
+from slipstream.scheduler import metrics
 from slipstream.scheduler.service import MAX_RECEIVE_BYTES, SERVICE_NAME, SchedulerServicer
 from slipstream.scheduler.session import FINAL_ERRORS, WorkerSession
-from slipstream.scheduler.telemetry import metrics
-from slipstream.scheduler.telemetry.timeline import SERVICE_NAME as TIMELINE
-from slipstream.scheduler.telemetry.timeline import TimelineServicer
+from slipstream.scheduler.timeline import SERVICE_NAME as TIMELINE
+from slipstream.scheduler.timeline import TimelineServicer
 from slipstream.scheduler.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:

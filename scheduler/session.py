@@ -25,8 +25,8 @@ from slipstream.scheduler.attachment import check_fits, check_sharing
 from slipstream.scheduler.draft_session import FIRST_TRY_S, DraftSession
 from slipstream.scheduler.epoch import Epoch
 from slipstream.scheduler.link import Heartbeats, LinkThread, WorkerLink
+from slipstream.scheduler.metrics import DraftMetrics, StepMetrics
 from slipstream.scheduler.sizes import EpochSizes, Workers
-from slipstream.scheduler.telemetry.metrics import DraftMetrics, StepMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable

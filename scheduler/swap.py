@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.errors import SlipstreamError, UnavailableError
 from slipstream.common.wire.server import DraftFigures, SwapOutcome
-from slipstream.scheduler.telemetry.decode_record import KEPT_STEPS, accepted_of_first, figures
+from slipstream.scheduler.observer import KEPT_STEPS, accepted_of_first, figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from slipstream.common.wire.server import DraftSwap
     from slipstream.scheduler.draft import Draft
     from slipstream.scheduler.epoch import Epoch
+    from slipstream.scheduler.observer import DecodedStep
     from slipstream.scheduler.records import DraftTarget
-    from slipstream.scheduler.telemetry.decode_record import DecodedStep
 
 logger = logging.getLogger(__name__)
 

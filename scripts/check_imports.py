@@ -44,7 +44,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 MUTUAL_FOLDERS: dict[tuple[str, str], int] = {
     ("common/device", "common/device/cpu"): 1,
     ("common/device", "common/device/cuda"): 1,
-    ("scheduler", "scheduler/telemetry"): 10,
 }
 """Folders that may still import each other, and the most imports in the direction with fewer; entries only go."""
 SMALL_FILES = frozenset({"cli/exec_with_parent.py"})

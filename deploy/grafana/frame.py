@@ -10,7 +10,7 @@ from grafana_foundation_sdk.models import dashboard as models
 from slipstream.common.rpc.metrics import BUILD_INFO
 from slipstream.deploy.grafana.panels import DATASOURCE
 from slipstream.deploy.grafana.queries import INTERVAL, series
-from slipstream.scheduler.telemetry.metrics import EPOCH
+from slipstream.scheduler.metrics import EPOCH
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

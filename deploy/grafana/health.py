@@ -9,7 +9,7 @@ from slipstream.deploy.grafana.frame import JOBS, framed
 from slipstream.deploy.grafana.panels import graph, listing, numbers
 from slipstream.deploy.grafana.queries import INTERVAL, Query, increase, rate, series, total
 from slipstream.scheduler.link import HEARTBEAT_AGE, WORKER_UP
-from slipstream.scheduler.telemetry.metrics import (
+from slipstream.scheduler.metrics import (
     ATTACHED,
     ATTACHMENTS,
     CATCH_UP_SECONDS,

@@ -8,7 +8,7 @@ from slipstream.common.rpc.metrics import BUILD_INFO, HOST_STALL_SECONDS
 from slipstream.deploy.grafana.frame import framed
 from slipstream.deploy.grafana.panels import bars, graph, heat_map, listing, numbers
 from slipstream.deploy.grafana.queries import Query, over, rate, series, total
-from slipstream.scheduler.telemetry.metrics import (
+from slipstream.scheduler.metrics import (
     BUBBLE_SECONDS,
     BUSY_SECONDS,
     DRAFT_TO_VERIFY,

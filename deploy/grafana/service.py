@@ -25,7 +25,7 @@ from slipstream.gateway.metrics import (
     RUNNING,
     WAITING,
 )
-from slipstream.scheduler.telemetry.metrics import (
+from slipstream.scheduler.metrics import (
     KV_PAGE_BYTES,
     KV_PAGES,
     KV_PAGES_USED,

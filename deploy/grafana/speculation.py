@@ -9,7 +9,7 @@ from slipstream.deploy.grafana.overlap import DECODE
 from slipstream.deploy.grafana.panels import bars, graph, numbers
 from slipstream.deploy.grafana.queries import Query, over, rate, series, total
 from slipstream.gateway.metrics import GENERATION_TOKENS
-from slipstream.scheduler.telemetry.metrics import (
+from slipstream.scheduler.metrics import (
     ACCEPTED_PER_POSITION,
     ACCEPTED_TOKENS,
     BUSY_SECONDS,

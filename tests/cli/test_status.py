@@ -27,7 +27,7 @@ from slipstream.common.errors import UnavailableError
 from slipstream.common.rpc.metrics import Scrape, joined, make_registry
 from slipstream.common.wire.server import ServiceState
 from slipstream.gateway.metrics import RequestMetrics
-from slipstream.scheduler.telemetry.metrics import (
+from slipstream.scheduler.metrics import (
     DECODE,
     DRAFT_TO_VERIFY,
     PREFILL,

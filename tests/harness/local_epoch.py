@@ -14,8 +14,8 @@ from slipstream.scheduler.attachment import DraftAttachment, draft_sizes
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.draft import Draft
 from slipstream.scheduler.epoch import Epoch
+from slipstream.scheduler.metrics import StepMetrics
 from slipstream.scheduler.sizes import EpochSizes, Workers
-from slipstream.scheduler.telemetry.metrics import StepMetrics
 from slipstream.scheduler.waiting_queue import WaitingQueue
 from tests.harness.counted_jobs import JobBook
 from tests.harness.workers import LocalWorker, local_workers
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from slipstream.common.wire.step import StepCommand
     from slipstream.scheduler.link import Link
     from slipstream.scheduler.loop import StepLoop
+    from slipstream.scheduler.metrics import StepTiming
     from slipstream.scheduler.records import LossCause
     from slipstream.scheduler.results import Outgoing
-    from slipstream.scheduler.telemetry.metrics import StepTiming
     from slipstream.services.worker.engine import RoleEngine
     from tests.harness.counted_jobs import Job, OutputRow
 

@@ -19,7 +19,7 @@ from slipstream.common.wire.step import Role
 from slipstream.protos import trace_pb2_grpc
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.session import WorkerSession
-from slipstream.scheduler.telemetry.timeline import SERVICE_NAME, TimelineServicer
+from slipstream.scheduler.timeline import SERVICE_NAME, TimelineServicer
 from slipstream.scheduler.waiting_queue import WaitingQueue
 from tests.harness.counted_jobs import JobBook
 from tests.harness.grpc_server import running_server

@@ -26,11 +26,11 @@ from slipstream.scheduler.attachment import DraftAttachment
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.draft import Draft, DraftState
 from slipstream.scheduler.draft_session import DraftSession
+from slipstream.scheduler.metrics import DraftMetrics
+from slipstream.scheduler.observer import DecodeRecord
 from slipstream.scheduler.records import DraftTarget
 from slipstream.scheduler.session import EpochNumbers, WorkerSession
 from slipstream.scheduler.sizes import EpochSizes, Workers
-from slipstream.scheduler.telemetry.decode_record import DecodeRecord
-from slipstream.scheduler.telemetry.metrics import DraftMetrics
 from slipstream.scheduler.waiting_queue import WaitingQueue
 from tests.harness.waiting import block_until
 from tests.harness.workers import describe

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.wire.step import Role
-from slipstream.scheduler.telemetry.metrics import OVERLAP_EFFICIENCY
+from slipstream.scheduler.metrics import OVERLAP_EFFICIENCY
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.eagle3_checkpoints import write_head
 from tests.harness.hostile_draft import HOLD, hostile_program

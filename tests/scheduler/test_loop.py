@@ -14,10 +14,10 @@ from slipstream.common.device.cpu.device import HostFence
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.wire.layout import ring_rows
 from slipstream.scheduler.draft import Draft
+from slipstream.scheduler.metrics import DECODE
+from slipstream.scheduler.observer import TIDY_STEPS
 from slipstream.scheduler.results import ResultReader
 from slipstream.scheduler.speculation import FIRST_STEP_TIMEOUT_S
-from slipstream.scheduler.telemetry.metrics import DECODE
-from slipstream.scheduler.telemetry.observer import TIDY_STEPS
 from tests.harness.dummy_epoch import make_epoch, make_job, workers
 from tests.harness.leaks import nothing_left
 from tests.harness.workers import VOCAB_SIZE

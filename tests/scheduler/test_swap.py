@@ -11,10 +11,10 @@ import pytest
 from slipstream.common.wire.server import DraftSwap, SwapOutcome, SwapTerms
 from slipstream.scheduler.draft import Draft
 from slipstream.scheduler.draft_policy import DraftPolicy
+from slipstream.scheduler.observer import DecodeRecord
+from slipstream.scheduler.observer import figures as figures_of
 from slipstream.scheduler.records import DraftTarget
 from slipstream.scheduler.swap import IDLE_S, LOOK_S, Swap
-from slipstream.scheduler.telemetry.decode_record import DecodeRecord
-from slipstream.scheduler.telemetry.decode_record import figures as figures_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slipstream.common.wire.trace import ClockSample, HostRecords, TracedStep
     from slipstream.common.wire.worker import WorkerDescription
     from slipstream.scheduler.epoch import Epoch
-    from slipstream.scheduler.telemetry.observer import StepTrace
+    from slipstream.scheduler.observer import StepTrace
 
 LOOK_S = 0.005
 """Time between two looks for steps that are traced."""

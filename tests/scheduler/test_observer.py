@@ -21,14 +21,14 @@ from slipstream.common.wire.trace import MAX_STEPS, TracedStep
 from slipstream.scheduler.attachment import DraftAttachment
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.draft import Draft, DraftState
-from slipstream.scheduler.records import NO_SLOTS, SentStep, SlotLease, Step, StepSlots
-from slipstream.scheduler.telemetry.metrics import (
+from slipstream.scheduler.metrics import (
     DRAFT_TO_VERIFY,
     VERIFY_TO_DRAFT,
     VERIFY_TO_VERIFY,
     StepTiming,
 )
-from slipstream.scheduler.telemetry.observer import StepTimes, StepTrace
+from slipstream.scheduler.observer import StepTimes, StepTrace
+from slipstream.scheduler.records import NO_SLOTS, SentStep, SlotLease, Step, StepSlots
 from tests.harness.counted_jobs import Job
 from tests.harness.counted_time import CountedDevice
 from tests.harness.local_epoch import LocalEpoch

@@ -19,9 +19,7 @@ from slipstream.common.wire.events import EventLog, Site
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.wire.step import Role
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.server import ServerMetrics
-from slipstream.scheduler.sizes import BatchCounts
-from slipstream.scheduler.telemetry.metrics import (
+from slipstream.scheduler.metrics import (
     DECODE,
     DRAFT_TO_VERIFY,
     DRAFTED,
@@ -35,6 +33,8 @@ from slipstream.scheduler.telemetry.metrics import (
     StepTiming,
     time_step,
 )
+from slipstream.scheduler.server import ServerMetrics
+from slipstream.scheduler.sizes import BatchCounts
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, describe
@@ -340,7 +340,7 @@ def test_a_drafter_without_a_kv_cache_has_no_pool() -> None:
 
 def test_a_scrape_has_the_time_without_a_draft_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
     registry, now = CollectorRegistry(), [10.0]
-    monkeypatch.setattr("slipstream.scheduler.telemetry.metrics.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("slipstream.scheduler.metrics.time", SimpleNamespace(monotonic=lambda: now[0]))
     drafts = DraftMetrics(registry)
     drafts.set_missing(is_missing=True)
     for now_s, seconds in ((15.0, 5.0), (17.0, 7.0)):

@@ -17,7 +17,7 @@ from slipstream.benchmarks.workloads import Request
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.client import AsyncClient
 from slipstream.common.rpc.metrics import Scrape, scrape
-from slipstream.scheduler.telemetry.metrics import DRAFT_TO_VERIFY, EDGES, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
+from slipstream.scheduler.metrics import DRAFT_TO_VERIFY, EDGES, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
 from tests.harness.late_worker import Late
 
 if TYPE_CHECKING:

@@ -1,1 +1,0 @@
-"""Measurements of the steps: metrics for Prometheus, and records for `slipstream trace`."""
