@@ -50,7 +50,7 @@ def url_of(up: Running) -> str:
 
 def process_of(up: Running, service: str) -> Any:
     """The process of a service."""
-    (found,) = (one for one in up.children() if any(f"slipstream.{service}.main" == word for word in one.cmdline()))
+    (found,) = (one for one in up.children() if any(f"slipstream.{service}" == word for word in one.cmdline()))
     return found
 
 
@@ -81,7 +81,7 @@ async def texts_of(client: openai.AsyncOpenAI, on_text: Any = lambda: None) -> l
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("service", ["gateway", "scheduler", "services.verify", "services.draft"])
+@pytest.mark.parametrize("service", ["gateway.main", "scheduler.main", "services.verify_main", "services.draft_main"])
 async def test_streams_go_on_when_a_process_is_killed(up: Running, service: str) -> None:
     async with openai.AsyncOpenAI(base_url=url_of(up), api_key="none", max_retries=0) as client:
         undisturbed = await texts_of(client)
