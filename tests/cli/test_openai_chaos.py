@@ -95,7 +95,7 @@ async def test_a_door_that_is_killed_comes_back_and_its_jobs_end(up: Running, tm
         AsyncClient((tmp_path / "state" / "server").read_text()) as own,
     ):
         with pytest.raises((httpx.HTTPError, openai.APIConnectionError)):
-            await texts_of(client, process_of(up, "door").kill)
+            await texts_of(client, process_of(up, "door.main").kill)
         killed_at = time.monotonic()
         while True:
             with suppress(openai.APIConnectionError):
