@@ -1,4 +1,4 @@
-"""What OpenAI's interface adds to a message, and its CPU time, beside our own interface in turns."""
+"""Measures what OpenAI's interface adds to a message, and its CPU time, in turns with our own interface."""
 
 from __future__ import annotations
 

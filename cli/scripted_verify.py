@@ -305,7 +305,7 @@ class ScriptedVerify:
             raise ContractError(f"step {step} does not signal {fence.name} within {self._timeout_s:g} s{reason}")
 
     def _guesses(self, step: int, slot: int) -> list[int]:
-        """What the drafter has written for a slot. Raises ContractError if that is not as it should be."""
+        """Reads the draft tokens of a slot. Raises ContractError if they break the contract."""
         row, num_proposed = self.own.row(BufferName.DRAFT_TOKENS, slot), self.own.number(BufferName.NUM_PROPOSED, slot)
         what = f"of slot {slot} in step {step}"
         if not 0 <= num_proposed <= NUM_DRAFT_TOKENS:

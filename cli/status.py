@@ -229,7 +229,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """All that `status --watch` knows at one moment."""
+    """The state of a server at one moment, as `status --watch` shows it."""
 
     at: datetime
     """With the time zone."""

@@ -107,7 +107,7 @@ class _KeyedChannel:
 
     def __init__(self, channel: Any, api_key: str) -> None:
         self.plain = channel
-        """The same channel without a key."""
+        """Returns a client on the same channel, without a key."""
         self._metadata = (("authorization", f"Bearer {api_key}"),)
 
     def __getattr__(self, name: str) -> Any:

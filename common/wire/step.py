@@ -84,7 +84,7 @@ class FenceOps(NamedTuple):
         return next((wait.value for wait in self.waits if wait.fence is fence and wait.place is place), 0)
 
     def without(self, *fences: FenceName) -> FenceOps:
-        """The same without the waits for these fences."""
+        """Returns these operations without the waits for some fences."""
         return FenceOps(tuple(wait for wait in self.waits if wait.fence not in fences), self.signals)
 
 
