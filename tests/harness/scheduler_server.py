@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections import defaultdict
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -76,12 +77,13 @@ class Gateway:
     def __init__(self, served: ServedScheduler) -> None:
         self.call = served.stub.Run()
         self.states: list[SchedulerState] = []
-        self.outputs: dict[int, list[int]] = {}
+        self.outputs: defaultdict[int, list[int]] = defaultdict(list)
         """By sequence."""
         self.ends: dict[int, FinishReason] = {}
         self.refused: dict[int, Refusal] = {}
         self.steps: list[StepOutput] = []
         self.error: grpc.RpcError | None = None
+        self._is_over = False
         self._changed = asyncio.Condition()
         self._next_id = 1
         self._reading = asyncio.create_task(self._read())
@@ -125,7 +127,10 @@ class Gateway:
     async def until(self, is_true: Any, timeout_s: float = 20.0) -> None:
         """Returns when something holds; looks after each message, and at the end of the stream."""
         async with asyncio.timeout(timeout_s), self._changed:
-            await self._changed.wait_for(is_true)
+            await self._changed.wait_for(lambda: is_true() or self._is_over)
+        if not is_true():
+            await self._reading
+            raise AssertionError(f"the stream ended before: {self.error!r}")
 
     async def _read(self) -> None:
         try:
@@ -135,8 +140,10 @@ class Gateway:
                     self._changed.notify_all()
         except grpc.RpcError as error:
             self.error = error
-        async with self._changed:
-            self._changed.notify_all()
+        finally:
+            self._is_over = True
+            async with self._changed:
+                self._changed.notify_all()
 
     def _take(self, message: scheduler_pb2.RunResponse) -> None:
         if message.HasField("state"):
