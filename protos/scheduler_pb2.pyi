@@ -13,18 +13,20 @@ class DescribeSchedulerRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class SchedulerDescription(_message.Message):
-    __slots__ = ("server", "tokenizer_path", "eos_token_ids", "max_sequences", "most_draft_tokens")
+    __slots__ = ("server", "tokenizer_path", "eos_token_ids", "max_sequences", "most_draft_tokens", "constraints")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_PATH_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     MOST_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINTS_FIELD_NUMBER: _ClassVar[int]
     server: _generation_pb2.GetServerInfoResponse
     tokenizer_path: str
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     max_sequences: int
     most_draft_tokens: int
-    def __init__(self, server: _Optional[_Union[_generation_pb2.GetServerInfoResponse, _Mapping]] = ..., tokenizer_path: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_sequences: _Optional[int] = ..., most_draft_tokens: _Optional[int] = ...) -> None: ...
+    constraints: bool
+    def __init__(self, server: _Optional[_Union[_generation_pb2.GetServerInfoResponse, _Mapping]] = ..., tokenizer_path: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_sequences: _Optional[int] = ..., most_draft_tokens: _Optional[int] = ..., constraints: _Optional[bool] = ...) -> None: ...
 
 class RunRequest(_message.Message):
     __slots__ = ("sequences", "cancelled")
@@ -35,7 +37,7 @@ class RunRequest(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., cancelled: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NewSequence(_message.Message):
-    __slots__ = ("id", "epoch", "job_id", "prompt", "output", "max_new_tokens", "sampling", "stop_token_ids", "top_logprobs", "max_draft_tokens", "priority", "arrived_ns", "deadline_ns", "cache_salt", "arrival")
+    __slots__ = ("id", "epoch", "job_id", "prompt", "output", "max_new_tokens", "sampling", "stop_token_ids", "top_logprobs", "max_draft_tokens", "priority", "arrived_ns", "deadline_ns", "cache_salt", "arrival", "grammar")
     ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +53,7 @@ class NewSequence(_message.Message):
     DEADLINE_NS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ARRIVAL_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     id: int
     epoch: int
     job_id: str
@@ -66,7 +69,8 @@ class NewSequence(_message.Message):
     deadline_ns: int
     cache_salt: str
     arrival: int
-    def __init__(self, id: _Optional[int] = ..., epoch: _Optional[int] = ..., job_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., output: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_worker_pb2.SlotSampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., arrived_ns: _Optional[int] = ..., deadline_ns: _Optional[int] = ..., cache_salt: _Optional[str] = ..., arrival: _Optional[int] = ...) -> None: ...
+    grammar: str
+    def __init__(self, id: _Optional[int] = ..., epoch: _Optional[int] = ..., job_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., output: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_worker_pb2.SlotSampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., arrived_ns: _Optional[int] = ..., deadline_ns: _Optional[int] = ..., cache_salt: _Optional[str] = ..., arrival: _Optional[int] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class RunResponse(_message.Message):
     __slots__ = ("state", "output", "refusals")

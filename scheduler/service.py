@@ -52,6 +52,8 @@ class SequenceLimits:
 
     vocab_size: int
     context_tokens: int
+    constraints: bool = False
+    """True if a sequence may have a grammar."""
 
     def check(self, spec: SequenceSpec) -> None:
         """Raises InvalidArgumentError for token ids that do not exist, and for more tokens than the context has."""
@@ -59,6 +61,8 @@ class SequenceLimits:
             if ids and max(ids) >= self.vocab_size:
                 raise InvalidArgumentError(field, max(ids), f"token ids of 0 to {self.vocab_size - 1}")
         spec.sampling.check_token_ids(self.vocab_size)
+        if spec.grammar and not self.constraints:
+            raise InvalidArgumentError("grammar", "a grammar", "none: this server has no grammar worker")
         room = self.context_tokens - len(spec.prompt)
         if spec.max_new_tokens > room:
             raise InvalidArgumentError("max_new_tokens", spec.max_new_tokens, f"at most {room} behind this prompt")
@@ -213,7 +217,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
 
         try:
             spec = SequenceSpec.from_pb(message)
-            SequenceLimits(serving.server.vocab_size, serving.server.context_tokens).check(spec)
+            server = serving.server
+            SequenceLimits(server.vocab_size, server.context_tokens, serving.constraints).check(spec)
             self._queue.add(Sequence(spec, message.id, stream.number), epoch=message.epoch)
         except (InvalidArgumentError, ResourceExhaustedError) as error:
             refuse(error)

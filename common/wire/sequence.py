@@ -37,6 +37,8 @@ MAX_TOP_LOGPROBS = 20
 """Most likely tokens that a request may ask for at each place."""
 MAX_LISTED_IDS = 256
 """Most token ids with a bias, and most masked ones: they are a row of a table of this width."""
+MAX_GRAMMAR_CHARACTERS = 2**20
+"""Longest serialised grammar of a sequence, in characters."""
 _MAX_TOKEN_ID = 2**31 - 1
 
 
@@ -180,6 +182,8 @@ class SequenceSpec:
     """By `time.monotonic_ns`; a sequence that still waits then is refused. 0 is never."""
     cache_salt: str = ""
     """Sequences of different salts share no KV pages."""
+    grammar: str = ""
+    """Grammar that the output keeps to, in llguidance's serialised form; empty: none."""
 
     def __post_init__(self) -> None:
         """Raises InvalidArgumentError."""
@@ -191,6 +195,9 @@ class SequenceSpec:
             raise InvalidArgumentError("sampling_params.top_logprobs", self.top_logprobs, f"0 to {MAX_TOP_LOGPROBS}")
         if self.max_draft_tokens is not None and not 0 <= self.max_draft_tokens < 2**32:
             raise InvalidArgumentError("speculation.max_draft_tokens", self.max_draft_tokens, "0 to 4294967295")
+        if len(self.grammar) > MAX_GRAMMAR_CHARACTERS:
+            accepted = f"at most {MAX_GRAMMAR_CHARACTERS} characters"
+            raise InvalidArgumentError("grammar", f"{len(self.grammar)} characters", accepted)
 
     def to_pb(self, sequence_id: int, epoch: int) -> scheduler_pb2.NewSequence:
         """Encodes it under an id of a stream, for an epoch of the scheduler."""

@@ -101,6 +101,8 @@ class SchedulerDescription:
     """Sequences that it holds at most, waiting and running, of all gateways together."""
     most_draft_tokens: int
     """The most draft tokens of a step that a request may ask for, whether a draft is attached or not."""
+    constraints: bool = False
+    """True if sequences may have a grammar."""
 
     def to_pb(self) -> scheduler_pb2.SchedulerDescription:
         return encode(scheduler_pb2.SchedulerDescription, self)

@@ -132,6 +132,10 @@ async def test_describe_says_what_is_served(tmp_path: Path) -> None:
         ({"stop_token_ids": frozenset({VOCAB_SIZE})}, "stop_token_ids"),
         ({"max_new_tokens": 94}, "max_new_tokens"),
         ({"sampling": SamplingParams(logit_bias=((VOCAB_SIZE, 1.0),))}, "sampling_params.logit_bias"),
+        (
+            {"grammar": '{"grammars": []}'},
+            "grammar: got 'a grammar', accepted: none: this server has no grammar worker",
+        ),
     ],
 )
 async def test_a_sequence_that_makes_no_sense_is_refused_and_others_run(

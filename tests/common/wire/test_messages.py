@@ -49,6 +49,7 @@ SPEC = SequenceSpec(
     stop_token_ids=frozenset({9, 2}),
     top_logprobs=0,
     max_draft_tokens=0,
+    grammar='{"grammars": [{"json_schema": {"type": "object"}}]}',
     priority=-3,
     arrival=12,
     deadline_ns=2**63,
@@ -73,6 +74,7 @@ def test_fields_that_are_not_set_stay_unset() -> None:
         ({"prompt": []}, "prompt"),
         ({"max_new_tokens": 2}, "max_new_tokens"),
         ({"top_logprobs": 21}, "top_logprobs"),
+        ({"grammar": "x" * (2**20 + 1)}, "grammar"),
     ],
 )
 def test_a_sequence_that_makes_no_sense_is_refused_by_field(change: dict[str, object], field: str) -> None:
@@ -124,7 +126,12 @@ def test_an_output_comes_out_the_same() -> None:
     [
         SchedulerState(
             serving=SchedulerDescription(
-                server=STATE, tokenizer_path="/m", eos_token_ids=(2, 3), max_sequences=8, most_draft_tokens=4
+                server=STATE,
+                tokenizer_path="/m",
+                eos_token_ids=(2, 3),
+                max_sequences=8,
+                most_draft_tokens=4,
+                constraints=True,
             )
         ),
         SchedulerState(paused="the draft service is lost"),
