@@ -13,8 +13,8 @@ from slipstream.benchmarks.models import EAGLE, EAGLE3, MTP, NGRAM, NGRAM_SUFFIX
 from slipstream.benchmarks.runner import DevicePlan, Names, Row, Scenario, Table, benchmark, host, run
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.streams import accept_length, answers
-from slipstream.benchmarks.workloads import Request
 from slipstream.bundled import prompts
+from slipstream.cli.load_requests import Request
 from slipstream.client import AsyncClient
 from slipstream.training.accept_length import repeated_share
 

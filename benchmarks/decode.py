@@ -19,7 +19,7 @@ from slipstream.benchmarks.models import MODES, NUM_DRAFT_TOKENS, ONE, PLAIN, TH
 from slipstream.benchmarks.runner import DevicePlan, Row, Table, benchmark, host
 from slipstream.benchmarks.stack import Served, Stack, free_ports
 from slipstream.benchmarks.streams import SEED, TEMPERATURE, stream_window
-from slipstream.benchmarks.workloads import request
+from slipstream.cli.load_requests import request
 from slipstream.common.errors import ConfigError
 from slipstream.common.settings import setting
 from slipstream.scheduler.config import SchedulerConfig

@@ -18,8 +18,8 @@ from slipstream.benchmarks.models import Setup
 from slipstream.benchmarks.runner import DevicePlan, Row, Scenario, Table, benchmark, host, run
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.streams import POLL_S, SEED, START_TIMEOUT_S, TEMPERATURE, StepMeter, with_draft
-from slipstream.benchmarks.workloads import request
 from slipstream.cli.cancellation import background
+from slipstream.cli.load_requests import request
 from slipstream.client import AsyncClient
 from slipstream.common.rpc.address import Keepalive
 from slipstream.common.settings import setting

@@ -12,20 +12,20 @@ from math import inf
 from typing import TYPE_CHECKING, TypeVar
 
 from slipstream.benchmarks.charts import draw_capacity, draw_load
-from slipstream.benchmarks.load_generator import COMPLETED, closed_loop, open_loop
 from slipstream.benchmarks.models import BUNDLED, EAGLE3, EAGLE3_AUTO, NONE, Setup
 from slipstream.benchmarks.runner import DevicePlan, Names, Row, Table, benchmark, host, told
 from slipstream.benchmarks.stack import up_server, words
 from slipstream.benchmarks.workloads import CPU_SCALE, GPU_SCALE, NAMES, poisson, warm_up, workloads
+from slipstream.cli.load_generator import COMPLETED, GrpcServer, closed_loop, open_loop
 from slipstream.common.settings import setting
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
-    from slipstream.benchmarks.load_generator import LoadRun
     from slipstream.benchmarks.stack import UpServer
     from slipstream.benchmarks.workloads import Scale, Sizes, Workload
+    from slipstream.cli.load_generator import LoadRun
     from slipstream.common.rpc.metrics import Scrape
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ async def _guarded(server: UpServer, draft: str, work: Callable[[], Awaitable[T]
 
 async def _make(plan: Plan, server: UpServer, workload: Workload) -> Row:
     """Makes the requests of a workload; returns the report. Raises InvalidRunError."""
-    address, processes, arrivals = server.address, plan.processes, workload.arrivals
+    address, processes, arrivals = GrpcServer(server.address), plan.processes, workload.arrivals
     if arrivals:
         run = await open_loop(address, arrivals, arrivals[-1].at_s, DRAIN_S, num_processes=processes)
     else:
@@ -202,7 +202,9 @@ async def find_capacity(plan: Plan, draft: str) -> Row:
         async def make(rate: float) -> Row:
             arrivals = poisson(plan.scale, rate, max(1, round(rate * plan.seconds)), len(NAMES) + 1 + len(tried))
             last_s = arrivals[-1].at_s
-            run = await open_loop(server.address, arrivals, last_s, SEARCH_DRAIN_S, num_processes=plan.processes)
+            run = await open_loop(
+                GrpcServer(server.address), arrivals, last_s, SEARCH_DRAIN_S, num_processes=plan.processes
+            )
             return checked(run, run.report(SEARCH_WARM_UP_SHARE * run.seconds))
 
         async def is_held(rate: float) -> bool:

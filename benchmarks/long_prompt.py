@@ -11,13 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.benchmarks.load_generator import percentiles
 from slipstream.benchmarks.models import STANDALONE, with_context
 from slipstream.benchmarks.runner import Row, Scenario, Table, benchmark, host, run, write_json
 from slipstream.benchmarks.stack import LOG_DIR, Stack
 from slipstream.benchmarks.streams import streaming
-from slipstream.benchmarks.workloads import request
 from slipstream.bundled import standalone_dir, target_dir
+from slipstream.cli.load_generator import percentiles
+from slipstream.cli.load_requests import request
 from slipstream.client import AsyncClient
 from slipstream.common.settings import Settings
 

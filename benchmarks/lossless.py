@@ -13,8 +13,8 @@ from slipstream.benchmarks.models import ALGORITHMS, NGRAM_SUFFIX, NONE, draft_o
 from slipstream.benchmarks.runner import NoPlan, Row, benchmark, write_json
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.streams import Answer, accept_length, answers
-from slipstream.benchmarks.workloads import Request
 from slipstream.bundled import prompts
+from slipstream.cli.load_requests import Request
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from slipstream.benchmarks.models import ALGORITHMS, NONE, NUM_DRAFT_TOKENS, dra
 from slipstream.benchmarks.runner import DevicePlan, Row, benchmark, host, told, write_json
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.streams import answers, stream_window
-from slipstream.benchmarks.workloads import request
 from slipstream.bundled import prompts, target_dir
+from slipstream.cli.load_requests import request
 from slipstream.client import AsyncClient
 from slipstream.common.settings import setting
 from slipstream.common.wire.sequence import SamplingParams

@@ -11,7 +11,7 @@ from slipstream.benchmarks.models import NUM_DRAFT_TOKENS
 from slipstream.benchmarks.runner import DevicePlan, Row, Scenario, Table, benchmark, host, run
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.streams import PROMPT, stream_window
-from slipstream.benchmarks.workloads import request
+from slipstream.cli.load_requests import request
 from slipstream.cli.mps import MpsMode
 
 if TYPE_CHECKING:

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from slipstream.benchmarks.load_generator import COMPLETED, REJECTED, open_loop
 from slipstream.benchmarks.models import STANDALONE
 from slipstream.benchmarks.probes import health_checks
 from slipstream.benchmarks.runner import Row, benchmark, host, write_json
 from slipstream.benchmarks.serving import LENGTHS, find_capacity
 from slipstream.benchmarks.stack import LOG_DIR, Stack
-from slipstream.benchmarks.workloads import Arrival, Lengths, TextWorkload
+from slipstream.benchmarks.workloads import TextWorkload
 from slipstream.cli.cancellation import background
+from slipstream.cli.load_generator import COMPLETED, REJECTED, GrpcServer, open_loop
+from slipstream.cli.load_requests import Arrival, Lengths
 from slipstream.client import AsyncClient
 from slipstream.common.settings import Settings
 
@@ -77,7 +78,7 @@ async def overload(stack: Stack, lengths: Lengths, plan: Plan) -> Row:
         with health_checks(address, interval_s=HEALTH_INTERVAL_S) as health:
             health.begin()
             async with background(_sample(services, memory_kib, plan)):
-                run = await open_loop(address, arrivals, plan.seconds, plan.drain_s)
+                run = await open_loop(GrpcServer(address), arrivals, plan.seconds, plan.drain_s)
             _, statuses = await asyncio.to_thread(health.end)
         after = await settled(client, before)
         capacity_after = await find_capacity(workload, address, *for_capacity, f"{plan.seed} after")
@@ -175,7 +176,7 @@ def exceeding(now: dict[str, int], before: dict[str, int]) -> list[str]:
 async def _touch_everything(workload: TextWorkload, address: str, plan: Plan) -> None:
     """Fills every slot with the longest requests, so that the services have taken their largest memory."""
     arrivals = [Arrival(0.0, request) for request in workload.largest(plan.slots)]
-    run = await open_loop(address, arrivals, 0.0, plan.drain_s)
+    run = await open_loop(GrpcServer(address), arrivals, 0.0, plan.drain_s)
     outcomes = [record.outcome for record in run.records]
     if outcomes != [COMPLETED] * plan.slots:
         raise RuntimeError(f"the longest requests did not complete: {outcomes}, {run.failures}")

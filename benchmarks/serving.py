@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from slipstream.benchmarks.load_generator import closed_loop, open_loop
 from slipstream.benchmarks.models import NONE, NUM_DRAFT_TOKENS, STANDALONE, STANDALONE_AUTO, draft_of
 from slipstream.benchmarks.runner import Row, benchmark, host, write_json
 from slipstream.benchmarks.stack import LOG_DIR, Stack
-from slipstream.benchmarks.workloads import TEMPERATURE, Lengths, TextWorkload
+from slipstream.benchmarks.workloads import TEMPERATURE, TextWorkload
+from slipstream.cli.load_generator import GrpcServer, closed_loop, open_loop
+from slipstream.cli.load_requests import Lengths
 from slipstream.common.settings import Settings
 from slipstream.scheduler.config import AUTO
 
@@ -67,7 +68,7 @@ async def measure(plan: Plan) -> Row:
             # The same requests at every rate, sooner or later: the rates differ in nothing else.
             arrivals = workload.arrivals(rate, plan.seconds, str(plan.seed))
             for name, address in addresses.items():
-                run = await open_loop(address, arrivals, plan.seconds, plan.drain_s)
+                run = await open_loop(GrpcServer(address), arrivals, plan.seconds, plan.drain_s)
                 report = run.report(plan.warm_up_s)
                 about = {"algorithm": name, "fraction": fraction, "offered_requests_per_second": rate}
                 runs.append({**about, "report": report, "failures": run.failures})
@@ -106,7 +107,7 @@ async def find_capacity(
     Raises RuntimeError if requests fail.
     """
     sessions = [(one,) for one in islice(workload.requests(seed), NUM_REQUESTS)]
-    run = await closed_loop(address, sessions, CLIENTS_PER_SLOT * num_slots, seconds)
+    run = await closed_loop(GrpcServer(address), sessions, CLIENTS_PER_SLOT * num_slots, seconds)
     report = run.report(warm_up_s)
     if run.failures or not report["tokens_per_second"]:
         raise RuntimeError(f"no capacity was found: {report}, {run.failures[:3]}")

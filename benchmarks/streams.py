@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from slipstream.benchmarks.stack import Served
-    from slipstream.benchmarks.workloads import Request
+    from slipstream.cli.load_requests import Request
     from slipstream.client.requests import RequestOptions
     from slipstream.common.rpc.metrics import Scrape
     from slipstream.common.wire.server import ServerState

@@ -19,7 +19,7 @@ from slipstream.benchmarks.models import NUM_DRAFT_TOKENS
 from slipstream.benchmarks.runner import DevicePlan, Row, Scenario, Table, benchmark, host, run
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.streams import PROMPT, streaming
-from slipstream.benchmarks.workloads import request
+from slipstream.cli.load_requests import request
 from slipstream.cli.trace import fetch_trace, trace_json
 from slipstream.client import AsyncClient
 from slipstream.common.settings import setting

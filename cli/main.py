@@ -14,6 +14,7 @@ import typer
 
 from slipstream.cli.models import ModelOptions
 from slipstream.cli.options import (
+    BenchOptions,
     ConnectionOptions,
     GenerateOptions,
     JobArgument,
@@ -224,6 +225,19 @@ def trace(
     from slipstream.cli.trace import run_trace
 
     _exit_with(run_trace(located(shared(ConnectionOptions, values), state_dir), steps, wait_s, out))
+
+
+@_command()
+@with_options(BenchOptions, ConnectionOptions)
+def bench(**values: Any) -> None:
+    """Load a running server, and print latencies and rates. Fails when a request did.
+
+    Outputs have the length that is asked for, past the model's end of sequence.
+    """
+    options = shared(BenchOptions, values)
+    from slipstream.cli.bench import run_bench
+
+    _exit_with(run_bench(shared(ConnectionOptions, values), options))
 
 
 @_command()

@@ -31,6 +31,11 @@ JsonOutputOption = Annotated[
 JobArgument = Annotated[str, typer.Argument(metavar="NAME", help="The job's name.")]
 
 
+RANDOM, SHAREGPT = "random", "sharegpt"
+LIMITED = ("ttft", "tpot", "e2el")
+"""The latencies that a good request may have limits of."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConnectionOptions(Settings, heading="Connection"):
     """The options of commands that connect to a server; all but its address as in `AccessOptions` of the client."""
@@ -140,6 +145,60 @@ class GenerateOptions(Settings, heading="Request"):
                 raise ConfigError("logit_bias", given, "each token once")
             biases[token_id] = value
         return biases or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(Settings, heading="Load"):
+    """The options of `bench` beside its server."""
+
+    openai: str | None = setting(
+        None, unit="URL", help="OpenAI's interface to load in place of --server, as http://HOST:PORT/v1."
+    )
+    model: str | None = setting(None, unit="NAME", help="With --openai: the model's name.")
+    dataset: str = setting(RANDOM, help="Lengths: fixed ones, or like ShareGPT's.", choices=(RANDOM, SHAREGPT))
+    input_len: int = setting(256, unit="N", help="Tokens of a prompt; the mean with sharegpt.", low=1, high=1_000_000)
+    output_len: int = setting(128, unit="N", help="Tokens of an output; the mean with sharegpt.", low=1, high=1_000_000)
+    num_prompts: int = setting(100, unit="N", help="Requests.", low=1, high=1_000_000)
+    request_rate: float | None = setting(
+        None, unit="R", help="Requests per second, a Poisson process.", unset="as --max-concurrency", above=0, high=1e6
+    )
+    max_concurrency: int | None = setting(
+        None, unit="N", help="Requests in flight, each followed at once by the next.", unset="16", low=1, high=65536
+    )
+    temperature: float = setting(0.0, unit="T", help="Of all requests.", low=0, high=2)
+    seed: int = setting(0, unit="S", help="Of prompts, lengths and times.", low=0, high=2**31)
+    goodput: list[str] | None = setting(
+        None, unit="METRIC:MS", help="Limit (ttft, tpot, e2el) that a good request keeps; may be repeated."
+    )
+    processes: int = setting(1, unit="N", help="Processes of the clients.", low=1, high=256)
+    output: Path | None = setting(None, unit="FILE", help="Write all figures as JSON.")
+    picture: Path | None = setting(None, unit="FILE", help="Draw the latencies as PNG or SVG; needs matplotlib.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.limits()
+        if self.request_rate is not None and self.max_concurrency is not None:
+            raise ConfigError("max_concurrency", self.max_concurrency, "none with --request-rate")
+        if (self.openai is None) != (self.model is None):
+            raise ConfigError("model", self.model, "a name with --openai, and only there")
+        for name in ("output", "picture"):
+            if (path := getattr(self, name)) is not None and not path.absolute().parent.is_dir():
+                raise ConfigError(name, str(path), "a file in a folder that exists")
+        if self.picture is not None and self.picture.suffix not in (".png", ".svg"):
+            raise ConfigError("picture", str(self.picture), "a name that ends in .png or .svg")
+
+    def limits(self) -> dict[str, float]:
+        """Limits of a good request in milliseconds, by metric."""
+        found: dict[str, float] = {}
+        for given in self.goodput or ():
+            name, _, value = given.partition(":")
+            try:
+                found[name] = float(value)
+            except ValueError:
+                found[name] = -1.0
+            if name not in LIMITED or not found[name] > 0:
+                raise ConfigError("goodput", given, "ttft, tpot or e2el, a colon, and milliseconds above 0")
+        return found
 
 
 @contextmanager

@@ -27,11 +27,11 @@ from slipstream.benchmarks.load import (
     measure,
     result_of,
 )
-from slipstream.benchmarks.load_generator import COMPLETED, FAILED, LEFT, LoadRun, RequestRecord
 from slipstream.benchmarks.models import EAGLE3, EAGLE3_AUTO, NONE
 from slipstream.benchmarks.runner import Names, Table, told, write_json
 from slipstream.benchmarks.stack import LOG_DIR_VARIABLE
 from slipstream.benchmarks.workloads import NAMES
+from slipstream.cli.load_generator import COMPLETED, FAILED, LEFT, LoadRun, RequestRecord
 from slipstream.common.rpc.metrics import Scrape
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
     from slipstream.benchmarks.runner import Row
     from slipstream.benchmarks.stack import UpServer
-    from slipstream.benchmarks.workloads import Arrival, Workload
+    from slipstream.benchmarks.workloads import Workload
+    from slipstream.cli.load_requests import Arrival
 
 PATIENT = "--draft-timeout-ms 20000"
 """A busy machine may take a while; the tests are about drafts that are there, or killed."""

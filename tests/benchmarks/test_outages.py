@@ -25,8 +25,8 @@ from slipstream.benchmarks.probes import (
 from slipstream.benchmarks.runner import Names
 from slipstream.benchmarks.stack import SERVICES, Option, Stack
 from slipstream.benchmarks.watched_gateway import watched_gateway
-from slipstream.benchmarks.workloads import Lengths
 from slipstream.bundled import target_dir
+from slipstream.cli.load_requests import Lengths
 from tests.harness.example_states import STATE
 from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler, serving
 

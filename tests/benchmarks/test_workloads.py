@@ -12,33 +12,30 @@ from statistics import mean
 import pytest
 from tokenizers import Tokenizer
 
-from slipstream.benchmarks.load_generator import (
+from slipstream.benchmarks.workloads import (
+    CPU_SCALE,
+    GPU_SCALE,
+    NAMES,
+    Scale,
+    TextWorkload,
+    poisson,
+    warm_up,
+    workloads,
+)
+from slipstream.bundled import target_dir
+from slipstream.cli.load_generator import (
     COMPLETED,
     FAILED,
     LEFT,
     REJECTED,
+    GrpcServer,
     LoadRun,
     RequestRecord,
     closed_loop,
     open_loop,
     percentiles,
 )
-from slipstream.benchmarks.workloads import (
-    CPU_SCALE,
-    GPU_SCALE,
-    NAMES,
-    Arrival,
-    Lengths,
-    LogNormal,
-    Scale,
-    TextWorkload,
-    poisson,
-    poisson_times,
-    request,
-    warm_up,
-    workloads,
-)
-from slipstream.bundled import target_dir
+from slipstream.cli.load_requests import Arrival, Lengths, LogNormal, poisson_times, request
 from slipstream.client import AsyncClient
 from slipstream.common.errors import ConnectionLostError
 from tests.harness.example_states import USAGE
@@ -167,7 +164,7 @@ def arrivals() -> list[Arrival]:
 async def test_requests_do_not_wait_for_answers() -> None:
     async with generation_server() as server:
         server.loop.may_step.clear()
-        run = asyncio.ensure_future(open_loop(server.address, arrivals(), 0.2, 60.0))
+        run = asyncio.ensure_future(open_loop(GrpcServer(server.address), arrivals(), 0.2, 60.0))
         # Nothing is answered, and yet all of them come.
         await until(lambda: server.manager.num_jobs == NUM_REQUESTS)
         server.loop.may_step.set()
@@ -181,7 +178,7 @@ async def test_requests_do_not_wait_for_answers() -> None:
 async def test_rejections_say_when_to_come_again() -> None:
     async with generation_server(capacity=2, slots=1) as server:
         server.loop.may_step.clear()
-        run = asyncio.ensure_future(open_loop(server.address, arrivals(), 0.2, 60.0))
+        run = asyncio.ensure_future(open_loop(GrpcServer(server.address), arrivals(), 0.2, 60.0))
         await until(lambda: server.metric("requests_total", outcome="refused") == NUM_REQUESTS - 3)
         server.loop.may_step.set()
         report, records = (await run).report(0.0), (await run).records
@@ -193,7 +190,7 @@ async def test_rejections_say_when_to_come_again() -> None:
 async def test_requests_that_do_not_end_are_left() -> None:
     async with generation_server() as server:
         server.loop.may_step.clear()
-        run = await open_loop(server.address, arrivals(), 0.1, 0.1)
+        run = await open_loop(GrpcServer(server.address), arrivals(), 0.1, 0.1)
         assert [record.outcome for record in run.records] == [LEFT] * NUM_REQUESTS
         await server.manager.wait_idle()
 
@@ -201,7 +198,7 @@ async def test_requests_that_do_not_end_are_left() -> None:
 async def test_clients_of_a_closed_loop_are_never_idle_and_leave() -> None:
     sessions = [(request("abc", 3000, 0.8, 1),), (request("def", 2, 0.8, 2),)]
     async with generation_server() as server:
-        run = await closed_loop(server.address, sessions, 3, 0.5)
+        run = await closed_loop(GrpcServer(server.address), sessions, 3, 0.5)
         await server.manager.wait_idle()
     report = run.report(0.0)
     assert report["num_left"] <= 3
@@ -212,7 +209,7 @@ async def test_clients_of_a_closed_loop_are_never_idle_and_leave() -> None:
 async def test_processes_share_the_sessions_of_a_run_and_make_each_once() -> None:
     sessions = [tuple(request((7, number), 2 + number % 3, 0.0, turn) for turn in range(2)) for number in range(9)]
     async with generation_server() as server:
-        run = await closed_loop(server.address, sessions, 5, num_processes=3)
+        run = await closed_loop(GrpcServer(server.address), sessions, 5, num_processes=3)
     report = run.report(0.0)
     assert (report["num_requests"], report["num_completed"]) == (18, 18)
     assert sorted(record.wanted_tokens for record in run.records) == [2] * 6 + [3] * 6 + [4] * 6
@@ -223,7 +220,7 @@ async def test_processes_share_the_sessions_of_a_run_and_make_each_once() -> Non
 
 async def test_processes_share_the_arrivals_of_a_run() -> None:
     async with generation_server() as server:
-        run = await open_loop(server.address, arrivals(), 0.2, 60.0, num_processes=3)
+        run = await open_loop(GrpcServer(server.address), arrivals(), 0.2, 60.0, num_processes=3)
     assert [record.outcome for record in run.records] == [COMPLETED] * NUM_REQUESTS
     assert sorted(record.intended_s for record in run.records) == [arrival.at_s for arrival in arrivals()]
 
@@ -231,7 +228,7 @@ async def test_processes_share_the_arrivals_of_a_run() -> None:
 async def test_an_output_that_ends_too_soon_is_a_failure() -> None:
     async with generation_server() as server, AsyncClient(server.address) as client:
         server.loop.pause_tokens = 1
-        run = asyncio.ensure_future(closed_loop(server.address, [(request((7,), 50, 0.0, 1),)], 1))
+        run = asyncio.ensure_future(closed_loop(GrpcServer(server.address), [(request((7,), 50, 0.0, 1),)], 1))
         await until(lambda: server.manager.num_jobs == 1)
         (job,) = (await client.list_jobs()).jobs
         async for chunk in client.watch_job(job.job_id):
@@ -244,7 +241,7 @@ async def test_an_output_that_ends_too_soon_is_a_failure() -> None:
 
 async def test_a_server_that_is_not_there_is_an_error() -> None:
     with unserved_address() as address, pytest.raises(ConnectionLostError):
-        await closed_loop(address, [(request("abc", 3, 0.8, 1),)], 1, 0.1)
+        await closed_loop(GrpcServer(address), [(request("abc", 3, 0.8, 1),)], 1, 0.1)
 
 
 def record(

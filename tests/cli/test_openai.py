@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import signal
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from slipstream.client import AsyncClient
 from slipstream.common.wire.job import JobState
 from slipstream.gateway.tokenizer import load_tokenizer
 from tests.harness.doors import write_chat_model
-from tests.harness.running import running_up
+from tests.harness.running import running_up, slipstream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -196,3 +197,23 @@ async def test_every_port_is_on_loopback(up: Running) -> None:
     (door,) = (child for child in up.children() if "slipstream.door.main" in child.cmdline())
     addresses = [connection.laddr.ip for connection in door.net_connections("tcp") if connection.status == "LISTEN"]
     assert addresses == ["127.0.0.1", "127.0.0.1"]  # and metrics
+
+
+@pytest.mark.slow
+def test_the_load_command_loads_both_interfaces(up: Running, state_dir: Path, tmp_path: Path) -> None:
+    address = re.search(r"OpenAI's interface: (\S+)", up.output())
+    assert address
+    load = ("--num-prompts", "6", "--input-len", "9", "--output-len", "5", "--output", str(tmp_path / "found.json"))
+    kinds: tuple[tuple[str, ...], ...] = (
+        ("--openai", address[1], "--model", MODEL, "--max-concurrency", "3"),
+        ("--server", (state_dir / "server").read_text(), "--request-rate", "50", "--picture", str(tmp_path / "a.svg")),
+    )
+    for kind in kinds:
+        done = slipstream("bench", *load, *kind)
+        assert done.returncode == 0, done.stderr + done.stdout
+        found = json.loads((tmp_path / "found.json").read_text())
+        assert (found["completed"], found["failed"], found["total_output_tokens"]) == (6, 0, 30)
+        assert 0 < found["mean_ttft_ms"] <= found["mean_e2el_ms"]
+        assert f"{'Successful requests':<34}{6:>12}" in done.stdout
+    assert found["total_input_tokens"] == 54
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")

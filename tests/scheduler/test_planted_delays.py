@@ -13,8 +13,8 @@ import pytest
 
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.streams import PROMPT, StepSums, TornWindowError, streaming
-from slipstream.benchmarks.workloads import Request
 from slipstream.bundled import standalone_dir, target_dir
+from slipstream.cli.load_requests import Request
 from slipstream.client import AsyncClient
 from slipstream.common.rpc.metrics import Scrape, scrape
 from slipstream.scheduler.metrics import DRAFT_TO_VERIFY, EDGES, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY

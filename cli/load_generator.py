@@ -15,27 +15,27 @@ import time
 from array import array
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from slipstream.client import AsyncClient
+from slipstream.client.connection import AccessOptions
 from slipstream.common.errors import ResourceExhaustedError, SlipstreamError
 from slipstream.common.host import yield_to_streams
 from slipstream.common.wire.job import FinishReason, mean_accept_length
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+    from contextlib import AbstractAsyncContextManager
     from multiprocessing.sharedctypes import Synchronized
 
-    from slipstream.benchmarks.runner import Row
-    from slipstream.benchmarks.workloads import Arrival, Request, Session
-    from slipstream.common.wire.job import Usage
+    from slipstream.cli.load_requests import Arrival, Request, Session
 
 LEAD_S = 0.5
 """Until the start, for the processes to take in their requests and to connect."""
@@ -45,6 +45,73 @@ TIMEOUT_S = 300.0
 
 COMPLETED, REJECTED, FAILED, LEFT = "completed", "rejected", "failed", "left"
 """Outcomes of a request; it is left if the run is over first."""
+
+
+Row = dict[str, Any]
+"""A row of results, as JSON has it."""
+
+
+class Counts(NamedTuple):
+    """A server's counts of a request, as in `Usage`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    total_accepted_tokens: int = 0
+    num_verify_steps: int = 0
+
+
+class Part(NamedTuple):
+    """A message of an answer."""
+
+    num_tokens: int
+    finish_reason: str | None
+    usage: Counts | None
+    """None before the end."""
+
+
+class LoadClient(Protocol):
+    """A connection to a server, as a process of the generator uses it."""
+
+    def stream(self, request: Request) -> AsyncIterator[Part]:
+        """Makes a request. Raises ResourceExhaustedError if it is rejected, and other SlipstreamErrors."""
+        ...
+
+
+class LoadServer(Protocol):
+    """A server under load. Goes to the generator's processes, and so can be pickled."""
+
+    def connect(self) -> AbstractAsyncContextManager[LoadClient]:
+        """Connects. Raises ConnectionLostError if nothing answers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcServer:
+    """A gateway, by gRPC."""
+
+    address: str
+    access: AccessOptions = field(default_factory=AccessOptions)
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[LoadClient]:
+        async with AsyncClient(self.address, **self.access) as client:
+            await client.server_info()
+            yield GrpcLoadClient(client)
+
+
+class GrpcLoadClient:
+    """A `LoadClient` by gRPC."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def stream(self, request: Request) -> AsyncIterator[Part]:
+        prompt, options = request
+        async for chunk in self._client.generate(prompt, timeout_s=TIMEOUT_S, **options):
+            usage = chunk.job_usage
+            counts = None if usage is None else Counts(*(getattr(usage, name) for name in Counts._fields))
+            yield Part(len(chunk.token_ids), chunk.finish_reason, counts)
 
 
 @dataclass(slots=True)
@@ -62,8 +129,8 @@ class RequestRecord:
     """The number of tokens in it."""
     ended_s: float = 0.0
     outcome: str = LEFT
-    usage: Usage | None = None
-    """The server's counts; None without an end."""
+    usage: Counts | None = None
+    """None without an end."""
     retry_after_ms: int | None = None
     """The delay that a rejection asks for; None if it does not."""
     error: str = ""
@@ -76,6 +143,14 @@ class RequestRecord:
     def tokens_between(self, start_s: float, end_s: float) -> int:
         """Tokens received in a part of the run."""
         return sum(n for at, n in zip(self.times_s, self.counts, strict=True) if start_s <= at < end_s)
+
+    def spread(self, num_tokens: int) -> None:
+        """Spreads the tokens that a server counted over the messages, where these do not say how many they have."""
+        missing, index = num_tokens - self.num_tokens, 0
+        while missing > 0 and self.counts:
+            added = -(-missing // (len(self.counts) - index))
+            self.counts[index] += added
+            missing, index = missing - added, index + 1
 
     def inter_token_s(self) -> Iterator[float]:
         """Yields the seconds between tokens; those of a message share the time since the message before."""
@@ -121,6 +196,7 @@ class LoadRun:
             sum(getattr(usage, name) for usage in usages) for name in ("total_accepted_tokens", "num_verify_steps")
         )
         prompt_tokens = sum(record.usage.prompt_tokens for record in ended if record.usage)
+        times = latencies(completed)
         return {
             "seconds": window_s,
             "num_requests": len(records),  # due in the window
@@ -129,19 +205,35 @@ class LoadRun:
             "tokens_per_second": num_tokens / window_s,  # received in the window, of all requests
             "completed_tokens_per_second": num_tokens_of_completed / window_s,  # of requests completed then or later
             "all_tokens_per_second": (num_tokens + prompt_tokens) / window_s,  # prompts of those completed in it
-            "ttft_ms": percentiles(record.times_s[0] - record.intended_s for record in completed),
-            "inter_token_ms": percentiles(seconds for record in completed for seconds in record.inter_token_s()),
+            **{f"{name}_ms": percentiles(times[short]) for short, name in NAMES.items()},
             "message_gap_ms": percentiles(b - a for record in completed for a, b in pairwise(record.times_s)),
-            "time_per_token_ms": percentiles(  # the mean of a request after its first token
-                (r.times_s[-1] - r.times_s[0]) / (r.num_tokens - 1) for r in completed if r.num_tokens > 1
-            ),
-            "end_to_end_ms": percentiles(record.ended_s - record.intended_s for record in completed),
             "rejection_ms": percentiles(r.ended_s - r.intended_s for r in records if r.outcome == REJECTED),
             "lateness_ms": percentiles(record.sent_s - record.intended_s for record in records),  # the generator's own
             "generator_cpu_share": self.cpu_s / self.wall_s,  # of a core; near 1 the generator measures itself
             "cached_share": sum(u.cached_tokens for u in usages) / max(1, sum(u.prompt_tokens for u in usages)),
             "mean_accept_length": mean_accept_length(accepted, steps),
         }
+
+
+NAMES = {"ttft": "ttft", "itl": "inter_token", "tpot": "time_per_token", "e2el": "end_to_end"}
+"""Names of the latencies in a report, by those in `latencies`."""
+
+
+def latencies(completed: Sequence[RequestRecord]) -> dict[str, list[float]]:
+    """Latencies of completed requests, in seconds: to the first token, between tokens, the mean of a request after its
+    first token, and to the end. All but the second and third count from when a request was to be made."""
+    return {
+        "ttft": [record.times_s[0] - record.intended_s for record in completed],
+        "itl": [seconds for record in completed for seconds in record.inter_token_s()],
+        "tpot": [(r.times_s[-1] - r.times_s[0]) / (r.num_tokens - 1) for r in completed if r.num_tokens > 1],
+        "e2el": [record.ended_s - record.intended_s for record in completed],
+    }
+
+
+def summary(seconds: Sequence[float]) -> Row:
+    """Mean, median and 99th percentile of latencies, in milliseconds; all 0 without latencies."""
+    found = 1e3 * np.array(seconds or [0.0])
+    return {"mean": float(found.mean()), "median": float(np.median(found)), "p99": float(np.percentile(found, 99))}
 
 
 def percentiles(seconds: Iterable[float]) -> Row:
@@ -153,15 +245,15 @@ def percentiles(seconds: Iterable[float]) -> Row:
 
 
 async def open_loop(
-    address: str, arrivals: Sequence[Arrival], seconds: float, drain_s: float, *, num_processes: int = 1
+    server: LoadServer, arrivals: Sequence[Arrival], seconds: float, drain_s: float, *, num_processes: int = 1
 ) -> LoadRun:
     """Makes each request at its time, and at the end waits `drain_s` at most for those that still run."""
     shares = [(arrivals[number::num_processes], seconds, drain_s) for number in range(num_processes)]
-    return await _in_processes(Generator.open_loop, address, shares)
+    return await _in_processes(Generator.open_loop, server, shares)
 
 
 async def closed_loop(
-    address: str, sessions: Sequence[Session], num_clients: int, seconds: float = inf, *, num_processes: int = 1
+    server: LoadServer, sessions: Sequence[Session], num_clients: int, seconds: float = inf, *, num_processes: int = 1
 ) -> LoadRun:
     """Keeps clients busy, each with one session at a time, until every session was made once.
 
@@ -169,10 +261,10 @@ async def closed_loop(
     """
     num_processes = min(num_processes, num_clients)
     counts = [len(range(number, num_clients, num_processes)) for number in range(num_processes)]
-    return await _in_processes(Generator.closed_loop, address, [(sessions, count, seconds) for count in counts])
+    return await _in_processes(Generator.closed_loop, server, [(sessions, count, seconds) for count in counts])
 
 
-async def _in_processes(run: object, address: str, shares: Sequence[tuple[object, ...]]) -> LoadRun:
+async def _in_processes(run: object, server: LoadServer, shares: Sequence[tuple[object, ...]]) -> LoadRun:
     context, loop = get_context("spawn"), asyncio.get_running_loop()
     num_taken = context.Value("L", 0)
     with ExitStack() as held:
@@ -182,7 +274,7 @@ async def _in_processes(run: object, address: str, shares: Sequence[tuple[object
         await asyncio.gather(*(loop.run_in_executor(pool, gc.freeze) for pool in pools))
         start_at = time.monotonic() + LEAD_S
         calls = zip(pools, shares, strict=True)
-        parts = [loop.run_in_executor(pool, _in_this_process, run, address, start_at, share) for pool, share in calls]
+        parts = [loop.run_in_executor(pool, _in_this_process, run, server, start_at, share) for pool, share in calls]
         made = await asyncio.gather(*parts)
     records = [record for part in made for record in part.records]
     return LoadRun(records, *(max(getattr(part, name) for part in made) for name in ("seconds", "cpu_s", "wall_s")))
@@ -199,10 +291,9 @@ def _set_up(num_taken: Synchronized[int]) -> None:
     _num_taken.append(num_taken)
 
 
-def _in_this_process(run: object, address: str, start_at: float, share: tuple[object, ...]) -> LoadRun:
+def _in_this_process(run: object, server: LoadServer, start_at: float, share: tuple[object, ...]) -> LoadRun:
     async def made() -> LoadRun:
-        async with AsyncClient(address) as client:
-            await client.server_info()
+        async with server.connect() as client:
             generator = Generator(client, start_at)
             await asyncio.sleep(max(0.0, -generator.now()))
             result: LoadRun = await run(generator, *share)  # type: ignore[operator]
@@ -214,7 +305,7 @@ def _in_this_process(run: object, address: str, start_at: float, share: tuple[ob
 class Generator:
     """Makes the requests of one process, and records them."""
 
-    def __init__(self, client: AsyncClient, start_at: float) -> None:
+    def __init__(self, client: LoadClient, start_at: float) -> None:
         self._client = client
         self._start_at = start_at
         self._cpu_s = time.process_time()
@@ -263,17 +354,18 @@ class Generator:
                     await asyncio.sleep((record.retry_after_ms or 0) / 1000)
 
     async def _make(self, request: Request, intended_s: float) -> RequestRecord:
-        prompt, options = request
-        record, ends = RequestRecord(intended_s, self.now(), options["max_new_tokens"] or 0), []
+        record, ends = RequestRecord(intended_s, self.now(), request.options["max_new_tokens"] or 0), []
         self._records.append(record)
         try:
-            async for chunk in self._client.generate(prompt, timeout_s=TIMEOUT_S, **options):
-                if chunk.token_ids:
+            async for part in self._client.stream(request):
+                if part.num_tokens:
                     record.times_s.append(self.now())
-                    record.counts.append(len(chunk.token_ids))
-                ends += [] if chunk.finish_reason is None else [chunk.finish_reason]
-                record.usage = chunk.job_usage
+                    record.counts.append(part.num_tokens)
+                ends += [] if part.finish_reason is None else [part.finish_reason]
+                record.usage = part.usage
             record.outcome = COMPLETED
+            if record.usage is not None:
+                record.spread(record.usage.completion_tokens)
             if record.num_tokens != record.wanted_tokens or ends != [FinishReason.LENGTH]:
                 told = f"{record.num_tokens} of {record.wanted_tokens} tokens, ends: {', '.join(ends) or 'none'}"
                 record.outcome, record.error = FAILED, told
