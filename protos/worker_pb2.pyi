@@ -14,6 +14,8 @@ class Fence(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FENCE_VERIFY_PUBLISH: _ClassVar[Fence]
     FENCE_VERIFY_STASH: _ClassVar[Fence]
     FENCE_DRAFT_PREFILLED: _ClassVar[Fence]
+    FENCE_VERIFY_COPIED: _ClassVar[Fence]
+    FENCE_GRAMMAR_READY: _ClassVar[Fence]
 
 class WaitPlace(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -26,6 +28,8 @@ FENCE_DRAFT_PROPOSED: Fence
 FENCE_VERIFY_PUBLISH: Fence
 FENCE_VERIFY_STASH: Fence
 FENCE_DRAFT_PREFILLED: Fence
+FENCE_VERIFY_COPIED: Fence
+FENCE_GRAMMAR_READY: Fence
 WAIT_PLACE_UNSPECIFIED: WaitPlace
 WAIT_PLACE_START: WaitPlace
 WAIT_PLACE_PREFILL_HIDDEN: WaitPlace

@@ -12,11 +12,18 @@ and chunks of prompts. `last` is the last step that touched it; a wait that the 
         hidden states                                before it writes prefill_hidden
     verify, no draft tokens, but draft has a     proposed >= n, before it samples
         decode part
+    verify, a constrained row has draft tokens                                                  copied = n
+    verify, a row has a constraint               grammar.ready >= n, before it samples
     verify, any                                                                                 publish, stash = n
+    grammar worker                               copied >= n, or without it publish >= n-1      grammar.ready = n
     catch-up, number n                                                                          prefilled = n
 
 Draft's decode part has all rows that it keeps, those without draft tokens, too: else what was stashed for them is lost,
 since the step stashes anew. Its prefill part has the chunks. Without a draft verify signals publish alone.
+
+Copied is signalled after publish of n-1, so one of both is enough for the grammar worker. It reads the results of the
+steps that are not consumed when its command is sent, and before n's are written its reads are over, since verify waits
+for it in n. Copied and grammar.ready are those of its attachment: no stream knows of another one's.
 
 Stash, proposed and prefilled are those of the draft's attachment, which has memory and fences of its own: nothing of an
 earlier draft counts for the next one. It joins after a step n-1 without it that stashes for it: then step n is as after
@@ -40,6 +47,7 @@ if TYPE_CHECKING:
 
 _PROPOSED, _PREFILLED = FenceName.DRAFT_PROPOSED, FenceName.DRAFT_PREFILLED
 _PUBLISH, _STASH = FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH
+_COPIED, _READY = FenceName.VERIFY_COPIED, FenceName.GRAMMAR_READY
 
 
 class PlanState(NamedTuple):
@@ -83,21 +91,41 @@ def catch_up(number: int) -> FenceOps:
     return FenceOps((), (FencePoint(_PREFILLED, number),))
 
 
+def plan_grammar(state: PlanState, step: int, *, copies: bool) -> FenceOps:
+    """Returns the waits and signals of the grammar worker's command of the next step, before `plan_step`.
+
+    `copies`: True if a row with a constraint has draft tokens.
+    """
+    wait = FenceWait(_COPIED, step) if copies else FenceWait(_PUBLISH, step - 1)
+    is_known = not copies and state.consumed >= step - 1
+    return FenceOps(() if is_known else (wait,), (FencePoint(_READY, step),))
+
+
 def plan_step(
-    state: PlanState, step: int, rows: int, prompts: int = 0, kept: int = 0, *, is_drafted: bool = False
+    state: PlanState,
+    step: int,
+    rows: int,
+    prompts: int = 0,
+    kept: int = 0,
+    *,
+    is_drafted: bool = False,
+    is_masked: bool = False,
+    copies: bool = False,
 ) -> tuple[FenceOps | None, FenceOps, PlanState]:
     """Returns the waits and signals of the commands of the next step, draft's (if it has one) and verify's.
 
     And the state after it. `rows`, `prompts`, `kept`: masks of the slots that decode, that take in chunks, and that
     draft's decode part has. `is_drafted`: True if any of these has draft tokens.
+    `is_masked`: True if a row has a constraint, `copies`: if such a row has draft tokens.
     Raises OrderingError when the step cannot be ordered now.
     """
     draft, run_ahead, _, consumed, steps, stash_known, prefilled_known, hidden_read, stashed = state
     _check(state, step, rows, kept, is_drafted=is_drafted)
     published, stash, slots = FencePoint(_PUBLISH, step), FencePoint(_STASH, step), rows | prompts
+    mask_waits = (FenceWait(_READY, step, WaitPlace.SAMPLING),) if is_masked else ()
     if not draft.is_present:
         after = PlanState(draft, run_ahead, step, consumed, (*steps, (step, slots)))
-        return None, FenceOps((), (published,)), after
+        return None, FenceOps(mask_waits, (published,)), after
     draft_waits: list[FenceWait] = []
     draft_signals: list[FencePoint] = []
     verify_waits: list[FenceWait] = []
@@ -124,7 +152,10 @@ def plan_step(
     known = stash_known, prefilled_known, hidden_read, stashed | slots
     return (
         FenceOps(tuple(draft_waits), tuple(draft_signals)) if draft_signals else None,
-        FenceOps(tuple(verify_waits), (published, stash)),
+        FenceOps(
+            (*verify_waits, *mask_waits),
+            (FencePoint(_COPIED, step), published, stash) if copies else (published, stash),
+        ),
         PlanState(draft, run_ahead, step, consumed, (*steps, (step, slots)), *known),
     )
 

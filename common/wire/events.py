@@ -98,6 +98,7 @@ class StreamName(enum.StrEnum):
     DRAFT = "draft"
     VERIFY = "verify"
     SCHEDULER = "scheduler"
+    GRAMMAR = "grammar"
 
 
 class LogOp(enum.StrEnum):
@@ -195,7 +196,7 @@ class EventLog:
         """Logs that the scheduler is about to send the worker its command of `step`."""
         current, self._ordered_epoch = self._ordered_epoch, epoch
         self._append(LogOp.SEND, step, f'"role":"{role.value}"')
-        if role is Role.DRAFT:
+        if role is not Role.VERIFY:
             # The scheduler's own epoch is verify's.
             self._ordered_epoch = current
         self._flush()

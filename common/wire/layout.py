@@ -1,8 +1,8 @@
 """The layout of the shared memory: the buffers of the FutureMap, their shapes, dtypes and writers.
 
-Three pieces, each with one writer. The *results* are between verify and the scheduler, for a whole epoch of verify. An
+Each piece has one writer. The *results* are between verify and the scheduler, for a whole epoch of verify. An
 attachment of a draft has two more, its *region*: `given` is what verify writes for the draft and never reads back,
-`own` what the draft writes.
+`own` what the draft writes. So has an attachment of a grammar worker, which reads the results as well.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ class BufferName(enum.StrEnum):
     # of which each row has those of the decode part and those of the prefill part.
     DRAFT_STAMPS = "draft_stamps"
     VERIFY_STAMPS = "verify_stamps"
+    # Verify writes a clamped copy of the draft tokens for the grammar worker, and that writes the masks and, after a
+    # slot's masks, the step that they are for.
+    COPIED_TOKENS = "copied_tokens"
+    MASKS = "masks"
+    MASK_STAMPS = "mask_stamps"
     # The target's weights, which verify lends to a draft and nobody writes while it does.
     EMBEDDING = "embedding"
     OUTPUT = "output"
@@ -82,6 +87,9 @@ SLOT_BUFFERS = frozenset(
         BufferName.HIDDEN_STATES,
         BufferName.DRAFT_TOKENS,
         BufferName.NUM_PROPOSED,
+        BufferName.COPIED_TOKENS,
+        BufferName.MASKS,
+        BufferName.MASK_STAMPS,
     }
 )
 """The buffers whose rows are slots."""
@@ -94,6 +102,11 @@ RESULT_FENCES = (FenceName.VERIFY_PUBLISH,)
 GIVEN_FENCES = (FenceName.VERIFY_STASH,)
 OWN_FENCES = DRAFT_FENCES
 """The fence words beside the results, and in the two pieces of a region."""
+
+
+GRAMMAR_GIVEN_FENCES = (FenceName.VERIFY_COPIED,)
+GRAMMAR_OWN_FENCES = (FenceName.GRAMMAR_READY,)
+"""The same of a grammar worker's region."""
 
 
 def ring_rows(run_ahead: int) -> int:
@@ -172,4 +185,29 @@ class DraftShape(StepShape):
             BufferSpec(BufferName.DRAFT_TOKENS, (self.num_slots, self.num_draft_tokens), torch.int64, draft),
             BufferSpec(BufferName.NUM_PROPOSED, (self.num_slots,), torch.int64, draft),
             BufferSpec(BufferName.DRAFT_STAMPS, (self.ring, 2, 2), torch.int64, draft),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarShape:
+    """The sizes of the memory between verify and a grammar worker."""
+
+    num_slots: int
+    """Row 0 (padding) included."""
+    num_draft_tokens: int
+    """The most that any draft of the epoch may have."""
+    vocab_size: int
+
+    def given_specs(self) -> list[BufferSpec]:
+        """Returns the buffers that verify writes for the grammar worker; their fence: GRAMMAR_GIVEN_FENCES."""
+        # A buffer without columns could not be mapped.
+        places = (self.num_slots, max(self.num_draft_tokens, 1))
+        return [BufferSpec(BufferName.COPIED_TOKENS, places, torch.int64, Role.VERIFY.value)]
+
+    def own_specs(self) -> list[BufferSpec]:
+        """Returns the buffers that the grammar worker writes; their fence: GRAMMAR_OWN_FENCES."""
+        places, num_words = (self.num_slots, self.num_draft_tokens + 1), -(-self.vocab_size // 32)
+        return [
+            BufferSpec(BufferName.MASKS, (*places, num_words), torch.int32, Role.GRAMMAR.value),
+            BufferSpec(BufferName.MASK_STAMPS, places[:1], torch.int64, Role.GRAMMAR.value),
         ]

@@ -18,6 +18,7 @@ class Role(enum.Enum):
 
     DRAFT = "draft"
     VERIFY = "verify"
+    GRAMMAR = "grammar"
 
 
 class FenceName(enum.IntEnum):
@@ -32,6 +33,11 @@ class FenceName(enum.IntEnum):
     """Verify's stream: what draft's next forward needs of step `value` is written."""
     DRAFT_PREFILLED = 4
     """Draft's stream: its prefill part of step `value` is done, and the chunks' hidden states are read."""
+    VERIFY_COPIED = 5
+    """Verify's stream: the draft tokens of step `value` are copied in, and a clamped copy is there for the grammar
+    worker. This word and GRAMMAR_READY's belong to an attachment of a grammar worker."""
+    GRAMMAR_READY = 6
+    """The grammar worker: the masks of step `value` are written, and what it reads of verify is read."""
 
 
 DRAFT_FENCES = (FenceName.DRAFT_PROPOSED, FenceName.DRAFT_PREFILLED)

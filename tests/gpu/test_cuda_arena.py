@@ -40,7 +40,7 @@ def test_starts_as_zeros_and_is_the_same_memory_everywhere(arena: CudaArena, oth
     torch.cuda.synchronize()
     for number, spec in enumerate(SPECS, start=1):
         assert set(other.read(spec.name)) == {-number}
-    assert [arena.fence(name).poll() for name in FenceName] == [0, 0, 0, 0]
+    assert [arena.fence(name).poll() for name in FenceName] == [0] * len(FenceName)
 
 
 def test_what_is_not_there_is_named(arena: CudaArena) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.cuda.device import CudaDevice
     from tests.harness.other_process import Pair
 
-PROPOSED, PUBLISH, STASH, _ = (int(name) for name in FenceName)
+PROPOSED, PUBLISH, STASH, *_ = (int(name) for name in FenceName)
 
 
 def seen(arena: CudaArena, device: CudaDevice, count: int) -> list[int]:
@@ -38,7 +38,7 @@ def test_a_stream_waits_for_work_of_another_process(
         producer.do(f"wait {PUBLISH} {value}")
     assert producer.ask("sync 10") == consumer.ask("sync 10") == "done"
     assert seen(arena_of_kind, device_of_kind, rounds) == list(range(rounds))
-    assert [arena_of_kind.fence(name).poll() for name in FenceName] == [rounds - 1, rounds - 1, 0, 0]
+    assert [arena_of_kind.fence(name).poll() for name in FenceName] == [rounds - 1, rounds - 1, 0, 0, 0, 0]
 
 
 def test_waits_may_be_enqueued_long_before_their_signals(device: CudaDevice, arena: CudaArena, pair: Pair) -> None:

@@ -28,11 +28,18 @@ class Command(NamedTuple):
     """Mask of those of `rows` that draft's decode part has."""
     is_drafted: bool = False
     """True if some of these have draft tokens."""
+    masked: int = 0
+    """Mask of the slots that decode, or whose prompts end, and have a constraint."""
+
+    @property
+    def copies(self) -> bool:
+        """True if some of `masked` have draft tokens."""
+        return self.is_drafted and bool(self.masked & self.kept)
 
     @property
     def form(self) -> Form:
         """What the accesses depend on."""
-        return Form(bool(self.prompts), bool(self.kept), self.is_drafted)
+        return Form(bool(self.prompts), bool(self.kept), self.is_drafted, bool(self.masked), self.copies)
 
 
 class Form(NamedTuple):
@@ -42,6 +49,8 @@ class Form(NamedTuple):
     has_draft_rows: bool = False
     """True if draft has a decode part."""
     is_drafted: bool = False
+    is_masked: bool = False
+    copies: bool = False
 
 
 class BufferGroup(enum.IntEnum):
@@ -61,6 +70,10 @@ class BufferGroup(enum.IntEnum):
     COPIED_DECODE_STAMPS = 8
     """In the results: verify's copy of the draft's stamps."""
     COPIED_PREFILL_STAMPS = 9
+    RESULTS_FOR_GRAMMAR = 10
+    """The results, as the grammar worker reads them."""
+    COPIED_TOKENS = 11
+    MASKS = 12
 
     @property
     def writer(self) -> StreamName:
@@ -75,7 +88,12 @@ class BufferGroup(enum.IntEnum):
     @property
     def is_in_region(self) -> bool:
         """True if the buffers belong to the draft's attachment."""
-        return self not in _RESULTS
+        return self not in _RESULTS and not self.is_of_grammar
+
+    @property
+    def is_of_grammar(self) -> bool:
+        """True if the buffers belong to the grammar worker's attachment."""
+        return self in (BufferGroup.COPIED_TOKENS, BufferGroup.MASKS)
 
     def buffers(self, draft: DraftTraits) -> tuple[BufferName, ...]:
         """The buffers of the group that exist for this draft."""
@@ -92,6 +110,10 @@ class Phase(enum.Enum):
     DRAFT_PREFILL = "draft's prefill part"
     COPY_IN = "copy in"
     """Verify's first work: from here on it uses only its own copy of what draft wrote."""
+    COPY_OUT = "copy out"
+    """Verify writes that copy for the grammar worker."""
+    MASK = "mask"
+    """The grammar worker reads results and draft tokens, and writes masks."""
     LEAVE_STATES = "leave states"
     """Verify writes the chunks' hidden states."""
     PUBLISH = "publish"
@@ -123,6 +145,8 @@ _PHASES = {
     Phase.DRAFT_DECODE: (StreamName.DRAFT, WaitPlace.START, FenceName.DRAFT_PROPOSED),
     Phase.DRAFT_PREFILL: (StreamName.DRAFT, WaitPlace.PREFILL_HIDDEN, FenceName.DRAFT_PREFILLED),
     Phase.COPY_IN: (StreamName.VERIFY, WaitPlace.START, None),
+    Phase.COPY_OUT: (StreamName.VERIFY, None, FenceName.VERIFY_COPIED),
+    Phase.MASK: (StreamName.GRAMMAR, WaitPlace.START, FenceName.GRAMMAR_READY),
     Phase.LEAVE_STATES: (StreamName.VERIFY, WaitPlace.PREFILL_HIDDEN, None),
     Phase.PUBLISH: (StreamName.VERIFY, WaitPlace.SAMPLING, FenceName.VERIFY_PUBLISH),
     Phase.STASH: (StreamName.VERIFY, None, FenceName.VERIFY_STASH),
@@ -151,6 +175,10 @@ class Rows(enum.Enum):
     """The row of the step's prefill part."""
     PREFILL_PART_BEFORE = "prefill part before"
     """The row of the prefill part of the step before."""
+    UNCONSUMED = "unconsumed"
+    """The rows of the steps before that are not consumed when the command is sent."""
+    MASKED = "masked"
+    """The rows of the slots that have a constraint."""
     SPARE = "spare"
     """The row of the next step, which the writer poisons in debug mode."""
     WHOLE = "whole"
@@ -209,16 +237,29 @@ def _verify(form: Form, draft: DraftTraits) -> tuple[Access, ...]:
     accesses = [_write(Phase.COPY_IN, BufferGroup.VERIFY_STAMPS, Rows.RING)]
     if form.is_drafted:
         accesses += [_read(Phase.COPY_IN, BufferGroup.DRAFT_TOKENS, Rows.KEPT), *stamps]
+    if form.copies:
+        accesses.append(_write(Phase.COPY_OUT, BufferGroup.COPIED_TOKENS, Rows.KEPT))
     if form.takes_prompts and draft.reads_hidden:
         accesses.append(_write(Phase.LEAVE_STATES, BufferGroup.PREFILL_HIDDEN, Rows.WHOLE))
+    if form.is_masked:
+        accesses += _grammar(form)
     if form.has_draft_rows and not form.is_drafted:
         accesses += stamps
-    accesses.append(_write(Phase.PUBLISH, BufferGroup.RESULTS, Rows.RING))
-    accesses.append(_write(Phase.PUBLISH, BufferGroup.RESULTS, Rows.SPARE))
+    if form.is_masked:
+        accesses.append(_read(Phase.PUBLISH, BufferGroup.MASKS, Rows.MASKED))
+    for group in (BufferGroup.RESULTS, BufferGroup.RESULTS_FOR_GRAMMAR):
+        accesses.append(_write(Phase.PUBLISH, group, Rows.RING))
+        accesses.append(_write(Phase.PUBLISH, group, Rows.SPARE))
     if draft.is_present:
         accesses.append(_write(Phase.STASH, BufferGroup.STASH, Rows.SLOTS))
     accesses.append(_write(Phase.STASH, BufferGroup.VERIFY_STAMPS, Rows.RING))
     return tuple(accesses)
+
+
+def _grammar(form: Form) -> tuple[Access, ...]:
+    copied = (_read(Phase.MASK, BufferGroup.COPIED_TOKENS, Rows.MASKED),) if form.copies else ()
+    results = _read(Phase.MASK, BufferGroup.RESULTS_FOR_GRAMMAR, Rows.UNCONSUMED)
+    return *copied, results, _write(Phase.MASK, BufferGroup.MASKS, Rows.MASKED)
 
 
 def _scheduler(form: Form, draft: DraftTraits) -> tuple[Access, ...]:
@@ -252,6 +293,9 @@ _WRITERS = {
     BufferGroup.VERIFY_STAMPS: StreamName.VERIFY,
     BufferGroup.COPIED_DECODE_STAMPS: StreamName.VERIFY,
     BufferGroup.COPIED_PREFILL_STAMPS: StreamName.VERIFY,
+    BufferGroup.RESULTS_FOR_GRAMMAR: StreamName.VERIFY,
+    BufferGroup.COPIED_TOKENS: StreamName.VERIFY,
+    BufferGroup.MASKS: StreamName.GRAMMAR,
 }
 
 _READERS = {
@@ -265,10 +309,13 @@ _READERS = {
     BufferGroup.VERIFY_STAMPS: StreamName.SCHEDULER,
     BufferGroup.COPIED_DECODE_STAMPS: StreamName.SCHEDULER,
     BufferGroup.COPIED_PREFILL_STAMPS: StreamName.SCHEDULER,
+    BufferGroup.RESULTS_FOR_GRAMMAR: StreamName.GRAMMAR,
+    BufferGroup.COPIED_TOKENS: StreamName.GRAMMAR,
+    BufferGroup.MASKS: StreamName.VERIFY,
 }
 
 COPIED = (BufferGroup.COPIED_DECODE_STAMPS, BufferGroup.COPIED_PREFILL_STAMPS)
-_RESULTS = (BufferGroup.RESULTS, BufferGroup.VERIFY_STAMPS, *COPIED)
+_RESULTS = (BufferGroup.RESULTS, BufferGroup.RESULTS_FOR_GRAMMAR, BufferGroup.VERIFY_STAMPS, *COPIED)
 _FOR_HIDDEN_STATES = frozenset({BufferName.HIDDEN_STATES, BufferName.PREFILL_HIDDEN})
 
 _MEMBERS = {
@@ -290,6 +337,9 @@ _MEMBERS = {
     BufferGroup.PREFILL_HIDDEN: (BufferName.PREFILL_HIDDEN,),
     BufferGroup.DRAFT_TOKENS: (BufferName.DRAFT_TOKENS, BufferName.NUM_PROPOSED),
     BufferGroup.VERIFY_STAMPS: (BufferName.VERIFY_STAMPS,),
+    BufferGroup.RESULTS_FOR_GRAMMAR: (BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS),
+    BufferGroup.COPIED_TOKENS: (BufferName.COPIED_TOKENS,),
+    BufferGroup.MASKS: (BufferName.MASKS, BufferName.MASK_STAMPS),
 } | dict.fromkeys(
     (BufferGroup.DECODE_STAMPS, BufferGroup.PREFILL_STAMPS, BufferGroup.LATE_STAMPS, *COPIED),
     (BufferName.DRAFT_STAMPS,),

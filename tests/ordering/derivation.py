@@ -27,7 +27,7 @@ from tests.ordering.knowledge import (
     signal,
     without_implied,
 )
-from tests.ordering.parts import DRAFT, SCHEDULER, VERIFY, parts_of, row_masks
+from tests.ordering.parts import DRAFT, GRAMMAR, SCHEDULER, parts_of, row_masks
 
 if TYPE_CHECKING:
     from slipstream.scheduler.records import DraftTraits
@@ -42,8 +42,8 @@ class DerivedState(NamedTuple):
     run_ahead: int
     step: int
     """The last step planned."""
-    knows: tuple[Known, Known, Known]
-    """The knowledge of draft, verify and the scheduler."""
+    knows: tuple[Known, Known, Known, Known]
+    """The knowledge of draft, verify, the scheduler and the grammar worker."""
     histories: tuple[GroupHistory, ...]
     """By the number of the BufferGroup."""
     published: tuple[Signal, ...]
@@ -56,7 +56,7 @@ class DerivedState(NamedTuple):
 
 def initial_state(draft: DraftTraits, run_ahead: int) -> DerivedState:
     """The state before the first step of an epoch."""
-    knows = (NOTHING_KNOWN, NOTHING_KNOWN, NOTHING_KNOWN)
+    knows = (NOTHING_KNOWN, NOTHING_KNOWN, NOTHING_KNOWN, NOTHING_KNOWN)
     nothing_done = (GroupHistory(),) * len(BufferGroup)
     return DerivedState(draft, run_ahead, 0, knows, nothing_done, ())
 
@@ -67,19 +67,37 @@ def with_draft(state: DerivedState, draft: DraftTraits) -> DerivedState:
         GroupHistory() if group.is_in_region else history
         for group, history in zip(BufferGroup, state.histories, strict=True)
     )
-    knows = (NOTHING_KNOWN, _of_results(state.knows[VERIFY]), _of_results(state.knows[SCHEDULER]))
-    published = tuple(one._replace(known=_of_results(one.known)) for one in state.published)
-    return state._replace(draft=draft, knows=knows, histories=histories, published=published, stashed=0)
+    state = _without(state, DRAFT, *_OF_DRAFT)
+    return state._replace(draft=draft, histories=histories, stashed=0)
 
 
-def _of_results(known: Known) -> Known:
-    """What is known beside the fences of a draft's attachment."""
-    consumed, _, publish, _, _ = known
-    return consumed, 0, publish, 0, 0
+def with_grammar(state: DerivedState) -> DerivedState:
+    """The state when another grammar worker has joined: it knows nothing, and its memory is its own."""
+    histories = list(state.histories)
+    histories[BufferGroup.COPIED_TOKENS] = histories[BufferGroup.MASKS] = GroupHistory()
+    histories[BufferGroup.RESULTS_FOR_GRAMMAR] = GroupHistory(histories[BufferGroup.RESULTS_FOR_GRAMMAR].writes)
+    state = _without(state, GRAMMAR, FenceName.VERIFY_COPIED, FenceName.GRAMMAR_READY)
+    return state._replace(histories=tuple(histories))
 
 
-def plan_step(state: DerivedState, command: Command) -> tuple[FenceOps | None, FenceOps, DerivedState]:
-    """Returns the waits and signals of the next step's commands, draft's and verify's, and the state after it.
+_OF_DRAFT = (FenceName.DRAFT_PROPOSED, FenceName.DRAFT_PREFILLED, FenceName.VERIFY_STASH)
+
+
+def _without(state: DerivedState, stream: int, *fences: FenceName) -> DerivedState:
+    """The state in which a stream knows nothing, and no stream anything of these fences."""
+
+    def others(known: Known) -> Known:
+        return tuple(0 if counter in fences else value for counter, value in enumerate(known))
+
+    draft, verify, scheduler, grammar = (
+        NOTHING_KNOWN if number == stream else others(known) for number, known in enumerate(state.knows)
+    )
+    published = tuple(one._replace(known=others(one.known)) for one in state.published)
+    return state._replace(knows=(draft, verify, scheduler, grammar), published=published)
+
+
+def plan_step(state: DerivedState, command: Command) -> tuple[FenceOps | None, FenceOps, FenceOps | None, DerivedState]:
+    """Returns the waits and signals of the commands of draft, verify and the grammar worker, and the state after them.
 
     Raises OrderingError when the step cannot be ordered now, naming the accesses that collide.
     """
@@ -90,9 +108,9 @@ def plan_step(state: DerivedState, command: Command) -> tuple[FenceOps | None, F
     if command.kept & ~state.stashed:
         raise OrderingError(f"step {command.step}: draft reads what was never stashed for it")
     planning = _Planning(state, command)
-    draft, verify, reads_result = planning.fence_ops()
+    draft, verify, reads_result, grammar = planning.fence_ops()
     assert reads_result == FenceOps((FenceWait(FenceName.VERIFY_PUBLISH, command.step),)), "as the scheduler does"
-    return draft if draft.signals else None, verify, planning.state_after()
+    return draft if draft.signals else None, verify, grammar if grammar.signals else None, planning.state_after()
 
 
 def consume(state: DerivedState, step: int) -> DerivedState:
@@ -103,7 +121,8 @@ def consume(state: DerivedState, step: int) -> DerivedState:
     if not state.published or step != state.published[0].value:
         raise OrderingError(f"step {step} is consumed after step {state.consumed} of {state.step}")
     seen = join(state.knows[SCHEDULER], state.published[0].known)
-    knows = (state.knows[DRAFT], state.knows[VERIFY], signal(seen, CONSUMED, step).known)
+    draft, verify, _, grammar = state.knows
+    knows = (draft, verify, signal(seen, CONSUMED, step).known, grammar)
     return state._replace(knows=knows, published=state.published[1:], consumed=step)
 
 
@@ -115,16 +134,16 @@ class _Planning:
     def __init__(self, state: DerivedState, command: Command) -> None:
         self._state = state
         self._command = command
-        self._masks = row_masks(command, ring_rows(state.run_ahead))
+        self._masks = row_masks(command, ring_rows(state.run_ahead), state.consumed)
         self._knows = list(state.knows)
         self._histories = list(state.histories)
         self._published = state.published
         # Accesses after which their stream has signalled nothing yet.
         self._unsignalled: tuple[PlannedAccess, ...] = ()
 
-    def fence_ops(self) -> tuple[FenceOps, FenceOps, FenceOps]:
+    def fence_ops(self) -> list[FenceOps]:
         """Plans the parts, each knowing what those before it do; by the number of the stream."""
-        ops = [FenceOps(), FenceOps(), FenceOps()]
+        ops = [FenceOps()] * len(self._knows)
         for part in parts_of(self._command.form, self._state.draft):
             known, waits = self._waits(part)
             self._unsignalled += part.accesses
@@ -134,18 +153,17 @@ class _Planning:
                 (*before.waits, *(FenceWait(FenceName(wait.counter), wait.value, part.place) for wait in waits)),
                 (*before.signals, *(FencePoint(fence, self._command.step) for fence in part.signals)),
             )
-        draft, verify, scheduler = ops
-        return draft, verify, scheduler
+        return ops
 
     def state_after(self) -> DerivedState:
         """The state when the step is planned."""
         state = self._state
-        draft, verify, scheduler = self._knows
+        draft, verify, scheduler, grammar = self._knows
         return DerivedState(
             state.draft,
             state.run_ahead,
             self._command.step,
-            (draft, verify, scheduler),
+            (draft, verify, scheduler, grammar),
             tuple(self._histories),
             self._published,
             state.consumed,

@@ -15,12 +15,12 @@ from slipstream.common.wire.step import FenceName
 CONSUMED = 0
 """The counter of the scheduler's consumption; the other counters are the fences' numbers."""
 
-Known = tuple[int, int, int, int, int]
+Known = tuple[int, ...]
 """The value that each counter has reached, by the number of the counter."""
 
-NOTHING_KNOWN: Known = (0, 0, 0, 0, 0)
+NOTHING_KNOWN: Known = (0,) * (1 + len(FenceName))
 
-assert set(FenceName) == {1, 2, 3, 4}, "a counter for every fence"
+assert set(FenceName) == set(range(1, len(NOTHING_KNOWN))), "a counter for every fence"
 
 
 class Signal(NamedTuple):
@@ -36,21 +36,12 @@ def join(left: Known, right: Known) -> Known:
     """The knowledge of a stream that knows both."""
     if left == right:
         return left
-    return (
-        left[0] if left[0] > right[0] else right[0],
-        left[1] if left[1] > right[1] else right[1],
-        left[2] if left[2] > right[2] else right[2],
-        left[3] if left[3] > right[3] else right[3],
-        left[4] if left[4] > right[4] else right[4],
-    )
+    return tuple(map(max, left, right))
 
 
 def signal(known: Known, counter: int, value: int) -> Signal:
     """The signal of a stream that knows `known`."""
-    reached = list(known)
-    reached[counter] = value
-    consumed, proposed, publish, stash, prefilled = reached
-    return Signal(counter, value, (consumed, proposed, publish, stash, prefilled))
+    return Signal(counter, value, (*known[:counter], value, *known[counter + 1 :]))
 
 
 def without_implied(signals: list[Signal]) -> list[Signal]:

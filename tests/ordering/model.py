@@ -5,27 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from slipstream.scheduler.plan import consume, initial_state, plan_step, with_draft
+from slipstream.scheduler.plan import consume, initial_state, plan_grammar, plan_step, with_draft
 from tests.ordering.accesses import Command
 from tests.ordering.checker import Operation, run
 from tests.ordering.plan_checker import PlanChecker
-from tests.ordering.step_operations import ATTACHMENT, catch_up_operations, step_operations
+from tests.ordering.step_operations import (
+    ATTACHMENT,
+    GRAMMAR_ATTACHMENT,
+    catch_up_operations,
+    step_operations,
+)
 
 if TYPE_CHECKING:
     from slipstream.common.wire.step import FenceOps
+    from slipstream.scheduler.plan import PlanState
     from slipstream.scheduler.records import DraftTraits
     from tests.ordering.checker import Race, Stuck
     from tests.ordering.plan_checker import Unwritten
     from tests.ordering.step_operations import Lanes, StepOperations
 
-DRAFT, NUM_LANES = 0, 3
+DRAFT, GRAMMAR, NUM_LANES = 0, 3, 4
 
 Alteration = Callable[[Command, Operation], Operation | None]
 """Returns the operation to carry out in place of one of a step; None for none."""
 
 
 class Model:
-    """A run of the three streams, as far as it is planned.
+    """A run of the four streams, as far as it is planned.
 
     The devices are as fast as they can be: a command is done when it is sent. That takes no race away,
     since the checker goes by what orders two accesses and not by when they happened, and it shows that
@@ -39,6 +45,8 @@ class Model:
         self.stuck: list[Stuck] = []
         self.attachment = ATTACHMENT
         """The draft's; each has memory and fences of its own."""
+        self.grammar = GRAMMAR_ATTACHMENT
+        """The grammar worker's."""
         self.last_sent: Command | None = None
         self._alter = alter
         # Of the steps that are not consumed, and of the last that is.
@@ -51,6 +59,7 @@ class Model:
         twin.checker = self.checker.copy()
         twin.stuck = self.stuck.copy()
         twin.attachment = self.attachment
+        twin.grammar = self.grammar
         twin.last_sent = self.last_sent
         twin._alter = alter or self._alter
         twin._steps = self._steps.copy()
@@ -71,15 +80,26 @@ class Model:
         """The steps that are sent and not consumed, oldest first."""
         return [step for step in sorted(self._steps) if step > self.state.consumed]
 
-    def send(self, command: Command) -> tuple[FenceOps | None, FenceOps]:
-        """Plans the step, sends its commands, and carries them out. Returns what draft's and verify's were told."""
-        *planned, self.state = plan_step(self.state, *command[:4], is_drafted=command.is_drafted)
-        draft, verify = planned
-        operations = step_operations(command, (draft, verify), self.state.draft, self.state.run_ahead, self.attachment)
+    def send(self, command: Command) -> tuple[FenceOps | None, FenceOps, FenceOps | None]:
+        """Plans the step, sends its commands, and carries them out.
+
+        Returns what the commands of draft, verify and the grammar worker were told.
+        """
+        *planned, self.state = plan_all(self.state, command)
+        draft, verify, grammar = planned
+        operations = step_operations(
+            command,
+            (draft, verify, grammar),
+            self.state.draft,
+            self.state.run_ahead,
+            self.state.consumed,
+            self.attachment,
+            self.grammar,
+        )
         self._steps[command.step] = command, operations
         self._carry_out(command, operations.send_lanes)
         self.last_sent = command
-        return draft, verify
+        return draft, verify, grammar
 
     def consume(self) -> None:
         """The scheduler consumes the oldest step that it has not consumed."""
@@ -87,10 +107,10 @@ class Model:
         before = self.state.consumed
         self.state = consume(self.state, step)
         command, operations = self._steps[step]
-        self._carry_out(command, ((), (), operations.consume))
+        self._carry_out(command, ((), (), operations.consume, ()))
         if before in self._steps:
             command, operations = self._steps.pop(before)
-            self._carry_out(command, ((), (), operations.consume_next))
+            self._carry_out(command, ((), (), operations.consume_next, ()))
 
     def change_draft(self, draft: DraftTraits) -> None:
         """Draft is lost, or another one joins, which catches up with what it has missed."""
@@ -101,6 +121,11 @@ class Model:
             number = self.state.step
             lanes = catch_up_operations(number, draft, self.state.run_ahead, self.attachment)
             self._carry_out(Command(number), lanes)
+
+    def change_grammar(self) -> None:
+        """The grammar worker is lost, and another one joins."""
+        self.checker.restart(GRAMMAR)
+        self.grammar -= 1
 
     def operations(self, step: int) -> StepOperations:
         """The operations of a step that is not consumed."""
@@ -114,7 +139,19 @@ class Model:
 
 
 def _altered(command: Command, lanes: Lanes, alter: Alteration) -> Lanes:
-    draft, verify, scheduler = (
+    return tuple(
         tuple(altered for operation in lane if (altered := alter(command, operation)) is not None) for lane in lanes
     )
-    return draft, verify, scheduler
+
+
+def plan_all(state: PlanState, command: Command) -> tuple[FenceOps | None, FenceOps, FenceOps | None, PlanState]:
+    """The plan of all commands of a step: draft's, verify's, the grammar worker's; and the state after it."""
+    grammar = plan_grammar(state, command.step, copies=command.copies) if command.masked else None
+    draft, verify, state = plan_step(
+        state,
+        *command[:4],
+        is_drafted=command.is_drafted,
+        is_masked=bool(command.masked),
+        copies=command.copies,
+    )
+    return draft, verify, grammar, state

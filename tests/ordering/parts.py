@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.wire.events import StreamName
 from slipstream.common.wire.step import FenceName, WaitPlace
+from slipstream.scheduler.records import mask_of
 from tests.ordering.accesses import COPIED, Access, BufferGroup, Phase, Rows, declared_accesses
 from tests.ordering.knowledge import CONSUMED
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.records import DraftTraits
     from tests.ordering.accesses import Command, Form
 
-DRAFT, VERIFY, SCHEDULER = 0, 1, 2
+DRAFT, VERIFY, SCHEDULER, GRAMMAR = range(4)
 """The streams, numbered."""
 
 
@@ -51,11 +52,13 @@ def parts_of(form: Form, draft: DraftTraits) -> tuple[StepPart, ...]:
     return tuple(_cut(declared_accesses(form, draft), draft))
 
 
-def row_masks(command: Command, num_ring_rows: int) -> tuple[int, ...]:
-    """The rows of a step, in the order of `ROWS_ORDER`."""
+def row_masks(command: Command, num_ring_rows: int, consumed: int) -> tuple[int, ...]:
+    """The rows of a step, in the order of `ROWS_ORDER`. `consumed`: the last step consumed when it is sent."""
     before, row, after = (number % num_ring_rows for number in range(command.step - 1, command.step + 2))
     parts = 1 << 2 * row, 1 << 2 * row + 1, 1 << 2 * before + 1
-    return command.rows | command.prompts, command.kept, 1 << row, *parts, 1 << after, 1
+    unconsumed = mask_of(number % num_ring_rows for number in range(consumed + 1, command.step))
+    slots = command.rows | command.prompts
+    return slots, command.kept, 1 << row, *parts, unconsumed, command.masked, 1 << after, 1
 
 
 ROWS_ORDER = (
@@ -65,16 +68,25 @@ ROWS_ORDER = (
     Rows.DECODE_PART,
     Rows.PREFILL_PART,
     Rows.PREFILL_PART_BEFORE,
+    Rows.UNCONSUMED,
+    Rows.MASKED,
     Rows.SPARE,
     Rows.WHOLE,
 )
 
-_STREAM_NUMBERS = {StreamName.DRAFT: DRAFT, StreamName.VERIFY: VERIFY, StreamName.SCHEDULER: SCHEDULER}
+_STREAM_NUMBERS = {
+    StreamName.DRAFT: DRAFT,
+    StreamName.VERIFY: VERIFY,
+    StreamName.SCHEDULER: SCHEDULER,
+    StreamName.GRAMMAR: GRAMMAR,
+}
 
 _COUNTERS = {
     Phase.DRAFT_DECODE: FenceName.DRAFT_PROPOSED.value,
     Phase.DRAFT_PREFILL: FenceName.DRAFT_PREFILLED.value,
     Phase.COPY_IN: FenceName.VERIFY_PUBLISH.value,
+    Phase.COPY_OUT: FenceName.VERIFY_COPIED.value,
+    Phase.MASK: FenceName.GRAMMAR_READY.value,
     # No draft sees publish, which is of the results.
     Phase.LEAVE_STATES: FenceName.VERIFY_STASH.value,
     Phase.PUBLISH: FenceName.VERIFY_PUBLISH.value,

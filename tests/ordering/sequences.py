@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -32,10 +32,11 @@ class Move:
     prompts: int = 0
     kept: int = 0
     is_drafted: bool = False
+    masked: int = 0
 
     def as_step(self, last: int) -> Command:
         """The move as the step after `last`."""
-        return Command(last + 1, self.rows, self.prompts, self.kept, self.is_drafted)
+        return Command(last + 1, self.rows, self.prompts, self.kept, self.is_drafted, self.masked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +65,11 @@ class Visit:
 
 
 @cache
-def moves(num_slots: int, ready: int, *, stashed: int) -> tuple[Move, ...]:
+def moves(num_slots: int, ready: int, *, stashed: int, masks: bool = False) -> tuple[Move, ...]:
     """Every valid next step when the slots of the mask `ready` have had their last chunk.
 
-    `stashed`: mask of the slots that verify has stashed for since the present draft is there.
+    `stashed`: mask of the slots that verify has stashed for since the present draft is there. `masks`: any of the slots
+    that yield have a constraint.
     """
     found = []
     for prompts in range(1 << num_slots):
@@ -80,6 +82,13 @@ def moves(num_slots: int, ready: int, *, stashed: int) -> tuple[Move, ...]:
                 for kept in range(1, 1 << num_slots):
                     if kept & ~(rows & stashed) == 0:
                         found += [Move(rows, after, prompts, kept, is_drafted) for is_drafted in (False, True)]
+    if masks:
+        found += [
+            replace(move, masked=masked)
+            for move in found
+            for masked in range(1, 1 << num_slots)
+            if masked & ~(move.rows | move.prompts & move.ready) == 0
+        ]
     return tuple(found)
 
 
@@ -103,6 +112,8 @@ class Walk:
     share: float = 1.0
     """The share of the sequences to visit: drawn for each beginning that lacks the last two steps."""
     randomness: random.Random = field(default_factory=random.Random)
+    masks: bool = False
+    """Any slot may have a constraint, and the grammar worker may change before any step."""
 
     def visits(self, model: Model, num_steps: int) -> Iterator[Visit]:
         """All sequences of `num_steps` steps that begin with `model`, where no slot is taken yet."""
@@ -116,8 +127,8 @@ class Walk:
         ready = sends[-1].move.ready if sends else 0
         for before in self._befores(model):
             after = before
-            for move in moves(self.num_slots, ready, stashed=before.state.stashed):
-                masks = (move.rows, move.ready, move.prompts, move.kept)
+            for move in moves(self.num_slots, ready, stashed=before.state.stashed, masks=self.masks):
+                masks = (move.rows, move.ready, move.prompts, move.kept, move.masked)
                 present = tuple(
                     sum((mask >> slot & 1) << place for place, mask in enumerate(masks))
                     for slot in range(self.num_slots)
@@ -134,7 +145,7 @@ class Walk:
                 longer = (*sends, Send(move, before.state.consumed, before.state.draft))
                 yield Visit(longer, before, after, is_end=num_steps == 1, is_new=is_new)
                 if num_steps > 1:
-                    grown = tuple(past << 4 | now for past, now in zip(pasts, present, strict=True))
+                    grown = tuple(past << 5 | now for past, now in zip(pasts, present, strict=True))
                     yield from self._visits(after, num_steps - 1, sends=longer, pasts=grown)
 
     def _befores(self, model: Model) -> Iterator[Model]:
@@ -146,6 +157,10 @@ class Walk:
             before.consume()
         for has_more in (*(True for _ in more), False):
             yield before
+            if self.masks and before.has_unconsumed:
+                changed = before.copy()
+                changed.change_grammar()
+                yield changed
             for draft in self.drafts:
                 if draft.is_present or before.state.draft.is_present:
                     changed = before.copy()

@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 
 ATTACHMENT = 1000
-"""Number of an attachment where there is one."""
+"""Number of a draft's attachment where there is one."""
+GRAMMAR_ATTACHMENT = -1000
+"""The same of a grammar worker's; the next ones are below it."""
 
-Lanes = tuple[tuple[Operation, ...], tuple[Operation, ...], tuple[Operation, ...]]
-"""The operations of draft, verify and the scheduler."""
+Lanes = tuple[tuple[Operation, ...], ...]
+"""The operations of draft, verify, the scheduler and the grammar worker."""
 
 
 class StepOperations(NamedTuple):
@@ -33,6 +35,7 @@ class StepOperations(NamedTuple):
     sends: tuple[Operation, ...]
     draft: tuple[Operation, ...]
     verify: tuple[Operation, ...]
+    grammar: tuple[Operation, ...]
     consume: tuple[Operation, ...]
     """The scheduler's, when it consumes the step."""
     consume_next: tuple[Operation, ...]
@@ -41,59 +44,76 @@ class StepOperations(NamedTuple):
     @property
     def send_lanes(self) -> Lanes:
         """The operations of the lanes when the step is sent."""
-        return self.draft, self.verify, self.sends
+        return self.draft, self.verify, self.sends, self.grammar
 
 
 def catch_up_operations(number: int, draft: DraftTraits, run_ahead: int, attachment: int = ATTACHMENT) -> Lanes:
     """Lays out what the streams do for a command that brings a draft known tokens: as a language model's prefill."""
-    layout = _Layout(Command(number, prompts=1), replace(draft, reads_hidden=False), run_ahead, attachment)
+    layout = _Layout(Command(number, prompts=1), replace(draft, reads_hidden=False), run_ahead, number - 1, attachment)
     draft_lane = layout.worker(StreamName.DRAFT, catch_up(number), (Phase.DRAFT_PREFILL,))
-    return draft_lane, (), (layout.send(Role.DRAFT),)
+    return draft_lane, (), (layout.send(Role.DRAFT),), ()
 
 
 @cache
 def step_operations(
     command: Command,
-    planned: tuple[FenceOps | None, FenceOps],
+    planned: tuple[FenceOps | None, FenceOps, FenceOps | None],
     draft: DraftTraits,
     run_ahead: int,
+    consumed: int,
     attachment: int = ATTACHMENT,
+    grammar: int = GRAMMAR_ATTACHMENT,
 ) -> StepOperations:
     """Lays out everything that the streams do in a step, as the commands declare it.
 
-    `planned`: waits and signals of draft's command and of verify's. `attachment`: the number of the draft's, whose
-    memory and fences are apart from those of every other one.
+    `planned`: waits and signals of the commands of draft, verify and the grammar worker. `consumed`: the last step that
+    was consumed before. `attachment`, `grammar`: the numbers of the draft's and the grammar worker's, whose memory and
+    fences are apart from those of every other one.
     """
-    layout = _Layout(command, draft, run_ahead, attachment)
+    layout = _Layout(command, draft, run_ahead, consumed, attachment, grammar)
     reads_result = FenceOps((FenceWait(FenceName.VERIFY_PUBLISH, command.step),))
-    for_draft, for_verify = planned
+    for_draft, for_verify, for_grammar = planned
+    commands = zip((Role.DRAFT, Role.VERIFY, Role.GRAMMAR), planned, strict=True)
     return StepOperations(
-        sends=tuple(layout.send(role) for role in Role if role is Role.VERIFY or for_draft is not None),
+        sends=tuple(layout.send(role) for role, ops in commands if ops is not None),
         draft=() if for_draft is None else layout.worker(StreamName.DRAFT, for_draft, _DRAFT_PHASES),
         verify=layout.worker(StreamName.VERIFY, for_verify, _VERIFY_PHASES),
+        grammar=() if for_grammar is None else layout.worker(StreamName.GRAMMAR, for_grammar, (Phase.MASK,)),
         consume=(*layout.waits(Phase.CONSUME, reads_result), *layout.accesses(Phase.CONSUME)),
         consume_next=layout.stamps(),
     )
 
 
 _DRAFT_PHASES = (Phase.DRAFT_DECODE, Phase.DRAFT_PREFILL)
-_VERIFY_PHASES = (Phase.COPY_IN, Phase.LEAVE_STATES, Phase.PUBLISH, Phase.STASH)
+_VERIFY_PHASES = (Phase.COPY_IN, Phase.COPY_OUT, Phase.LEAVE_STATES, Phase.PUBLISH, Phase.STASH)
+
+
+_OF_GRAMMAR = (FenceName.VERIFY_COPIED, FenceName.GRAMMAR_READY)
 
 
 class _Layout:
     """The operations of one step."""
 
-    def __init__(self, command: Command, draft: DraftTraits, run_ahead: int, attachment: int) -> None:
+    def __init__(
+        self,
+        command: Command,
+        draft: DraftTraits,
+        run_ahead: int,
+        consumed: int,
+        attachment: int,
+        grammar: int = GRAMMAR_ATTACHMENT,
+    ) -> None:
         self._attachment = attachment
+        self._grammar = grammar
         self._step = command.step
         self._draft = draft
         self._declared = declared_accesses(command.form, draft)
-        masks = row_masks(command, ring_rows(run_ahead))
+        masks = row_masks(command, ring_rows(run_ahead), consumed)
         self._rows = {rows: _slots(mask) for rows, mask in zip(ROWS_ORDER, masks, strict=True)}
 
     def worker(self, stream: StreamName, ops: FenceOps, phases: tuple[Phase, ...]) -> tuple[Operation, ...]:
         """A worker's command: of each phase the waits, the accesses, and the signal that ends it."""
-        epoch = self._attachment if stream is StreamName.DRAFT else 0
+        epoch = self._epoch_of(Role(stream))
         laid_out = [Operation(LogOp.RECV, stream, self._step, epoch)]
         for phase in phases:
             laid_out += self.waits(phase, ops)
@@ -105,8 +125,10 @@ class _Layout:
 
     def send(self, role: Role) -> Operation:
         """The scheduler sends a command."""
-        epoch = self._attachment if role is Role.DRAFT else 0
-        return Operation(LogOp.SEND, StreamName.SCHEDULER, self._step, epoch, role=role)
+        return Operation(LogOp.SEND, StreamName.SCHEDULER, self._step, self._epoch_of(role), role=role)
+
+    def _epoch_of(self, role: Role) -> int:
+        return {Role.DRAFT: self._attachment, Role.VERIFY: 0, Role.GRAMMAR: self._grammar}[role]
 
     def waits(self, phase: Phase, ops: FenceOps) -> list[Operation]:
         """The waits before a phase."""
@@ -139,11 +161,12 @@ class _Layout:
             return []
         stream = access.phase.stream
         buffers = access.group.buffers(self._draft)
-        epoch = self._attachment if access.group.is_in_region else 0
+        epoch = self._attachment if access.group.is_in_region else self._grammar if access.group.is_of_grammar else 0
         return [Operation(op, stream, self._step, epoch, buffer=buffer, rows=rows) for buffer in buffers]
 
     def _fence_op(self, op: LogOp, stream: StreamName, point: FencePoint | FenceWait) -> Operation:
-        epoch = 0 if point.fence is FenceName.VERIFY_PUBLISH else self._attachment
+        of_others = {FenceName.VERIFY_PUBLISH: 0} | dict.fromkeys(_OF_GRAMMAR, self._grammar)
+        epoch = of_others.get(point.fence, self._attachment)
         return Operation(op, stream, self._step, epoch, fence=point.fence, value=point.value)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.common.errors import OrderingError
 from slipstream.common.wire.events import StreamName
-from slipstream.common.wire.layout import LENT_WEIGHTS, SLOT_BUFFERS, BufferName, DraftShape, EpochShape
+from slipstream.common.wire.layout import LENT_WEIGHTS, SLOT_BUFFERS, BufferName, DraftShape, EpochShape, GrammarShape
 from slipstream.scheduler.records import DraftTraits
 from tests.ordering.accesses import BufferGroup, Form, Phase, Rows, declared_accesses
 
@@ -16,12 +16,15 @@ HEAD = DraftTraits(is_present=True, reads_hidden=True)
 
 SIZES = {"num_slots": 2, "run_ahead": 1, "num_draft_tokens": 1, "chunk_tokens": 1}
 SHAPE = DraftShape(hidden_width=1, **SIZES)
+MASKS = GrammarShape(num_slots=2, num_draft_tokens=1, vocab_size=33)
+OF_GRAMMAR = [*MASKS.given_specs(), *MASKS.own_specs()]
 RESULTS, REGION = EpochShape(**SIZES).specs(), [*SHAPE.given_specs(), *SHAPE.own_specs()]
 COMMANDS = [
-    (Form(takes_prompts, has_draft_rows, is_drafted), draft)
+    (Form(takes_prompts, has_draft_rows, is_drafted, is_masked, is_masked and is_drafted), draft)
     for draft in (NO_DRAFT, LANGUAGE_MODEL, HEAD)
     for takes_prompts in (False, True)
     for has_draft_rows, is_drafted in ((False, False), (True, False), (True, True))
+    for is_masked in (False, True)
     if draft.is_present or not has_draft_rows
 ]
 commands = pytest.mark.parametrize(("form", "draft"), COMMANDS)
@@ -34,9 +37,11 @@ def test_every_buffer_is_in_one_group() -> None:
         for buffer in group.buffers(HEAD)
         # The same buffers: each of these has rows of its own, or is read by another.
         if group not in (BufferGroup.PREFILL_STAMPS, BufferGroup.LATE_STAMPS, BufferGroup.COPIED_PREFILL_STAMPS)
+        and group is not BufferGroup.RESULTS_FOR_GRAMMAR
     ]
     assert sorted(grouped) == sorted(
-        [(BufferName(spec.name), False) for spec in RESULTS] + [(BufferName(spec.name), True) for spec in REGION]
+        [(BufferName(spec.name), False) for spec in (*RESULTS, *OF_GRAMMAR)]
+        + [(BufferName(spec.name), True) for spec in REGION]
     )
 
 
@@ -57,7 +62,7 @@ def test_a_group_has_one_writer_and_one_other_reader(form: Form, draft: DraftTra
 def test_rows_are_slots_where_the_buffers_have_slots(form: Form, draft: DraftTraits) -> None:
     for access in declared_accesses(form, draft):
         for buffer in access.group.buffers(draft):
-            assert (access.rows in (Rows.SLOTS, Rows.KEPT)) == (buffer in SLOT_BUFFERS)
+            assert (access.rows in (Rows.SLOTS, Rows.KEPT, Rows.MASKED)) == (buffer in SLOT_BUFFERS)
 
 
 @commands
@@ -71,7 +76,8 @@ def test_every_step_publishes_and_stashes_for_a_draft(form: Form, draft: DraftTr
 def test_verify_reads_nothing_of_what_it_gives_to_a_draft(form: Form, draft: DraftTraits) -> None:
     for access in declared_accesses(form, draft):
         if access.phase.stream is StreamName.VERIFY and not access.is_write:
-            assert access.group in (BufferGroup.DRAFT_TOKENS, BufferGroup.DECODE_STAMPS, BufferGroup.PREFILL_STAMPS)
+            of_draft = (BufferGroup.DRAFT_TOKENS, BufferGroup.DECODE_STAMPS, BufferGroup.PREFILL_STAMPS)
+            assert access.group in (*of_draft, BufferGroup.MASKS)
 
 
 def test_a_prefill_part_of_draft_reads_neither_lengths_nor_bonus_tokens() -> None:

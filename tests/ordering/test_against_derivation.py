@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,10 +11,8 @@ from slipstream.scheduler import plan
 from slipstream.scheduler.records import DraftTraits
 from tests.ordering import derivation
 from tests.ordering.accesses import Command
+from tests.ordering.model import plan_all
 from tests.ordering.sequences import num_consumable
-
-if TYPE_CHECKING:
-    from slipstream.common.wire.step import FenceOps
 
 DRAFTS = (DraftTraits(is_present=False), DraftTraits(is_present=True), DraftTraits(is_present=True, reads_hidden=True))
 STEPS_PER_RUN = 60
@@ -30,16 +27,19 @@ class Both:
         self.unconsumed: list[int] = []
 
     def plan(self, command: Command) -> None:
-        *planned, self.table = plan_step(self.table, command)
+        *planned, self.table = plan_all(self.table, command)
         *derived, self.derived = derivation.plan_step(self.derived, command)
         assert planned == derived, f"{command}: the table has {planned}, derived is {derived}"
         self.unconsumed.append(command.step)
 
     def refuse(self, command: Command) -> None:
         with pytest.raises(OrderingError):
-            plan_step(self.table, command)
+            plan_all(self.table, command)
         with pytest.raises(OrderingError):
             derivation.plan_step(self.derived, command)
+
+    def change_grammar(self) -> None:
+        self.derived = derivation.with_grammar(self.derived)
 
     def consume(self) -> None:
         step = self.unconsumed.pop(0)
@@ -62,6 +62,8 @@ def compare(randomness: random.Random, draft: DraftTraits, run_ahead: int, num_s
     for _ in range(STEPS_PER_RUN):
         if randomness.random() < 0.1:
             both.change_draft(randomness.choice(DRAFTS))
+        if randomness.random() < 0.05:
+            both.change_grammar()
         table = both.table
         command, ready = random_step(randomness, table.step, ready, all_slots, stashed=table.stashed)
         fewest, *more = num_consumable(command.step, table.consumed, both.unconsumed, run_ahead)
@@ -76,11 +78,6 @@ def compare(randomness: random.Random, draft: DraftTraits, run_ahead: int, num_s
         both.refuse_consumption(randomness.choice((both.table.consumed, command.step + 1, command.step + 2)))
 
 
-def plan_step(state: plan.PlanState, command: Command) -> tuple[FenceOps | None, FenceOps, plan.PlanState]:
-    """The table's order of a command."""
-    return plan.plan_step(state, *command[:4], is_drafted=command.is_drafted)
-
-
 def random_step(
     randomness: random.Random, last: int, ready: int, all_slots: int, *, stashed: int
 ) -> tuple[Command, int]:
@@ -90,7 +87,8 @@ def random_step(
     kept = rows & stashed & randomness.choice((0, all_slots, all_slots, randomness.randint(0, all_slots)))
     is_drafted = bool(kept) and randomness.random() < 0.6
     after = ready & ~prompts | prompts & randomness.randint(0, all_slots)
-    return Command(last + 1, rows, prompts, kept, is_drafted), after
+    masked = (rows | prompts & after) & randomness.choice((0, all_slots, randomness.randint(0, all_slots)))
+    return Command(last + 1, rows, prompts, kept, is_drafted, masked), after
 
 
 @pytest.mark.parametrize("num_runs", [5, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])

@@ -34,7 +34,8 @@ def draw_step(data: st.DataObject, last: int, ready: int, stashed: int) -> tuple
     kept = rows & stashed & draw(st.sampled_from((0, ALL_SLOTS)) | st.integers(0, ALL_SLOTS))
     is_drafted = bool(kept) and draw(st.booleans())
     after = ready & ~prompts | prompts & draw(st.integers(0, ALL_SLOTS))
-    return Command(last + 1, rows, prompts, kept, is_drafted), after
+    masked = (rows | prompts & after) & draw(st.sampled_from((0, ALL_SLOTS)) | st.integers(0, ALL_SLOTS))
+    return Command(last + 1, rows, prompts, kept, is_drafted, masked), after
 
 
 @seed(RANDOM_SEED)
@@ -47,6 +48,8 @@ def test_nothing_collides_and_no_wait_is_needless(data: st.DataObject, run_ahead
     for _ in range(draw(st.integers(1, NUM_STEPS))):
         if draw(st.integers(0, 9)) == 9:
             model.change_draft(draw(st.sampled_from(DRAFTS)))
+        if draw(st.integers(0, 9)) == 9:
+            model.change_grammar()
         command, ready = draw_step(data, model.state.step, ready, model.state.stashed)
         state = model.state
         for _ in range(

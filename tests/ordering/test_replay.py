@@ -19,10 +19,11 @@ from slipstream.common.errors import ConfigError
 from slipstream.common.wire.events import EventLog, LogOp, StreamName
 from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.step import FenceName
-from slipstream.scheduler.plan import consume, initial_state, last_consumed, plan_step
+from slipstream.scheduler.plan import consume, initial_state, last_consumed
 from slipstream.scheduler.records import DraftTraits
 from tests.ordering.accesses import Command
 from tests.ordering.checker import Operation
+from tests.ordering.model import plan_all
 from tests.ordering.replay import Replay, main, read_log
 from tests.ordering.step_operations import StepOperations, step_operations
 
@@ -49,7 +50,7 @@ def write_run(
     is_hasty: bool = False,
     epoch: int = EPOCH,
 ) -> None:
-    """Logs a run of the three processes, consumed as late as possible.
+    """Logs a run of the four processes, consumed as late as possible.
 
     Without the operations that `keeps` rejects; when hasty, each step is sent before the consumption that it needs.
     """
@@ -69,8 +70,9 @@ def write_run(
     for step, each in enumerate(commands, start=1):
         command, consumed = each._replace(step=step), last_consumed(step, RUN_AHEAD)
         state = consume(state, consumed) if consumed > 0 else state
-        draft, verify, state = plan_step(state, *command[:4], is_drafted=command.is_drafted)
-        steps[step] = step_operations(command, (draft, verify), HEAD, RUN_AHEAD, epoch + 1)
+        draft, verify, grammar, state = plan_all(state, command)
+        planned = draft, verify, grammar
+        steps[step] = step_operations(command, planned, HEAD, RUN_AHEAD, state.consumed, epoch + 1, epoch + 2)
         if is_hasty:
             write(steps[step].sends)
         if consumed > 0:
@@ -78,7 +80,9 @@ def write_run(
         if not is_hasty:
             write(steps[step].sends)
         write(steps[step].draft)
+        # No wait holds a log up: the replay puts the operations in order.
         write(steps[step].verify)
+        write(steps[step].grammar)
     for step in range(state.consumed + 1, state.step + 1):
         write_consumption(step)
     for log in logs.values():
@@ -86,6 +90,8 @@ def write_run(
 
 
 def write_operation(log: EventLog, operation: Operation, epoch: int = EPOCH) -> None:
+    # Of a grammar worker the results are not its own memory.
+    attachment = operation.epoch or (epoch if operation.stream is StreamName.GRAMMAR else 0)
     match operation.op:
         case LogOp.SEND:
             assert operation.role is not None
@@ -95,12 +101,10 @@ def write_operation(log: EventLog, operation: Operation, epoch: int = EPOCH) -> 
         case LogOp.READ | LogOp.WRITE:
             assert operation.buffer is not None
             is_write = operation.op is LogOp.WRITE
-            log.access(
-                operation.buffer, operation.rows, is_write=is_write, step=operation.step, attachment=operation.epoch
-            )
+            log.access(operation.buffer, operation.rows, is_write=is_write, step=operation.step, attachment=attachment)
         case LogOp.SIGNAL | LogOp.WAIT | LogOp.POLL:
             assert operation.fence is not None
-            log.fence(operation.op, operation.fence, operation.value, step=operation.step, attachment=operation.epoch)
+            log.fence(operation.op, operation.fence, operation.value, step=operation.step, attachment=attachment)
 
 
 def random_commands(num_steps: int, num_slots: int) -> list[Command]:
@@ -116,7 +120,8 @@ def random_commands(num_steps: int, num_slots: int) -> list[Command]:
         prompts = some() if randomness.random() < 0.2 else 0
         rows = some() & ~prompts
         kept = rows if randomness.random() < 0.9 else 0
-        return Command(0, rows, prompts, kept, is_drafted=bool(kept) and randomness.random() < 0.9)
+        masked = rows & randomness.randrange(slots) if randomness.random() < 0.5 else 0
+        return Command(0, rows, prompts, kept, bool(kept) and randomness.random() < 0.9, masked)
 
     return [Command(0, prompts=slots), *(command() for _ in range(num_steps - 1))]
 
@@ -125,7 +130,7 @@ def test_a_run_without_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str
     write_run(tmp_path, random_commands(300, 8))
     assert main([str(tmp_path)]) == 0
     report = Replay(tmp_path).report()
-    assert (report.num_logs, report.races, report.stuck, report.num_excused) == (3, (), (), 0)
+    assert (report.num_logs, report.races, report.stuck, report.num_excused) == (4, (), (), 0)
     assert report.num_ordered > 300
     assert report.num_accesses > 10 * 300
     assert capsys.readouterr().out.splitlines()[-2:] == str(report).splitlines()

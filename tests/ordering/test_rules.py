@@ -29,6 +29,8 @@ STASH = {
     BufferName.LAST_TOKENS,
     BufferName.HIDDEN_STATES,
 }
+FOR_MASKS = {BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS, BufferName.COPIED_TOKENS}
+MASKS = {BufferName.MASKS, BufferName.MASK_STAMPS}
 STAMPS = {BufferName.DRAFT_STAMPS, BufferName.VERIFY_STAMPS}
 
 
@@ -43,6 +45,9 @@ class Rule(enum.Enum):
     RESULT_AFTER_PUBLISH = enum.auto()
     SEND_AFTER_CONSUME = enum.auto()
     STAMPS_AFTER_POLL = enum.auto()
+    MASKS_AFTER_COPIED = enum.auto()
+    MASKS_AFTER_PUBLISH = enum.auto()
+    VERIFY_SAMPLES_AFTER_MASKS = enum.auto()
 
     def covers(self, command: Command, operation: Operation) -> bool:
         """True if the operation is there because of the rule."""
@@ -51,11 +56,16 @@ class Rule(enum.Enum):
                 is_for_prompts = operation.value == operation.step
                 return self is (Rule.DRAFT_PREFILLS_AFTER_STASH if is_for_prompts else Rule.DRAFT_DECODES_AFTER_STASH)
             case LogOp.WAIT, StreamName.VERIFY:
+                if operation.fence is FenceName.GRAMMAR_READY:
+                    return self is Rule.VERIFY_SAMPLES_AFTER_MASKS
                 if operation.fence is FenceName.DRAFT_PREFILLED:
                     return self is Rule.VERIFY_LEAVES_STATES_AFTER_PREFILLED
                 return self is (
                     Rule.VERIFY_COPIES_AFTER_PROPOSED if command.is_drafted else Rule.VERIFY_SAMPLES_AFTER_PROPOSED
                 )
+            case LogOp.WAIT, StreamName.GRAMMAR:
+                has_copy = operation.fence is FenceName.VERIFY_COPIED
+                return self is (Rule.MASKS_AFTER_COPIED if has_copy else Rule.MASKS_AFTER_PUBLISH)
             case LogOp.WAIT, StreamName.SCHEDULER:
                 return self is Rule.RESULT_AFTER_PUBLISH
             case LogOp.POLL, _:
@@ -76,7 +86,11 @@ KEEPS_IN_ORDER = {
     # The ring, and whatever a wait was left out for because the scheduler knew of it when it sent the command.
     Rule.SEND_AFTER_CONSUME: set(BufferName),
     Rule.STAMPS_AFTER_POLL: {BufferName.DRAFT_STAMPS},
+    Rule.MASKS_AFTER_COPIED: FOR_MASKS | MASKS,
+    Rule.MASKS_AFTER_PUBLISH: FOR_MASKS | MASKS,
+    Rule.VERIFY_SAMPLES_AFTER_MASKS: FOR_MASKS | MASKS,
 }
+FOR_CONSTRAINTS = {Rule.MASKS_AFTER_COPIED, Rule.MASKS_AFTER_PUBLISH, Rule.VERIFY_SAMPLES_AFTER_MASKS}
 FOR_HIDDEN_STATES = {Rule.DRAFT_PREFILLS_AFTER_STASH, Rule.VERIFY_LEAVES_STATES_AFTER_PREFILLED}
 
 
@@ -87,13 +101,15 @@ def races_without(rule: Rule, draft: DraftTraits, run_ahead: int, most_steps: in
         return None if rule.covers(command, operation) else operation
 
     for num_steps in range(1, most_steps + 1):
-        for visit in Walk(2).visits(Model(draft, run_ahead, alter=alter), num_steps):
-            while visit.after.has_unconsumed:
-                visit.after.consume()
-            assert not visit.after.stuck
-            if visit.after.checker.races:
-                print(f"{visit.sends}: {visit.after.checker.races[0]}")
-                return visit.after.checker.races
+        masks = rule in FOR_CONSTRAINTS
+        for visit in Walk(1 if masks else 2, masks=masks).visits(Model(draft, run_ahead, alter=alter), num_steps):
+            after = visit.after.copy()
+            while after.has_unconsumed:
+                after.consume()
+            assert not after.stuck
+            if after.checker.races:
+                print(f"{visit.sends}: {after.checker.races[0]}")
+                return after.checker.races
     return []
 
 
@@ -101,7 +117,8 @@ def races_without(rule: Rule, draft: DraftTraits, run_ahead: int, most_steps: in
 @pytest.mark.parametrize("draft", [LANGUAGE_MODEL, HEAD], ids=["language model", "head"])
 @pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name)
 def test_without_it_two_accesses_collide(rule: Rule, draft: DraftTraits, run_ahead: int) -> None:
-    if rule in FOR_HIDDEN_STATES and not draft.reads_hidden:
+    is_consumed = rule is Rule.MASKS_AFTER_PUBLISH and run_ahead == 0
+    if is_consumed or (rule in FOR_HIDDEN_STATES and not draft.reads_hidden):
         assert races_without(rule, draft, run_ahead, 2) == [], "there is nothing to order"
         return
     races = races_without(rule, draft, run_ahead, 4)

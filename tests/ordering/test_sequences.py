@@ -78,6 +78,21 @@ def test_all_sequences_over_3_slots(draft: DraftTraits, run_ahead: int, num_step
     check_all(Walk(3), Model(draft, run_ahead), num_steps)
 
 
+@pytest.mark.parametrize("draft", [NO_DRAFT, LANGUAGE_MODEL, HEAD], ids=["no draft", "language model", "head"])
+@run_aheads
+def test_sequences_with_constraints(draft: DraftTraits, run_ahead: int) -> None:
+    check_all(Walk(NUM_SLOTS, (), *sampled(0.0002), masks=True), Model(draft, run_ahead), 3)
+    check_all(Walk(1, masks=True), Model(draft, run_ahead), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@both_drafts
+@run_aheads
+def test_all_sequences_with_constraints(draft: DraftTraits, run_ahead: int) -> None:
+    check_all(Walk(NUM_SLOTS, masks=True), Model(draft, run_ahead), 3)
+
+
 @both_drafts
 @run_aheads
 def test_sequences_with_a_draft_that_leaves_and_joins(draft: DraftTraits, run_ahead: int) -> None:
