@@ -133,7 +133,7 @@ class Plan(DevicePlan):
     batches: str = setting("1,4,8,16,32,64", help="Numbers of concurrent requests.")
     repeats: int = setting(10, help="How often the modes take turns.")
     plain: bool = setting(False, help="Without a draft, all shapes in turns.")
-    alone: bool = setting(False, help="Three processes alone, all shapes in turns.")
+    alone: bool = setting(False, help="Only three processes, all shapes in turns.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

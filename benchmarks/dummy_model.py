@@ -70,7 +70,7 @@ class HostKernel:
 
 
 class GpuKernel:
-    """On a GPU: looks at its clock behind what is computed, until the length is over. Only enqueues."""
+    """On a GPU: looks at its clock after what is computed, until the length is over. Only enqueues."""
 
     def __init__(self, length_ms: float, kernels: CudaKernels, spin: SpinKernel, device: torch.device) -> None:
         self._length_ns = round(length_ms * 1e6)
@@ -97,7 +97,7 @@ class GpuKernel:
 
 
 def make_kernel(length_ms: float, device: Device | None) -> HostKernel | GpuKernel:
-    """A kernel of the device; None is the CPU."""
+    """A kernel of the device; None: the CPU."""
     if device is None or device.torch_device.type == "cpu":
         return HostKernel(length_ms)
     from slipstream.benchmarks.spin_kernel import SpinKernel
@@ -116,7 +116,7 @@ class DummyVerify:
     """Implements `RoleEngine` for verify. A graph is a whole decode step."""
 
     def __init__(self, description: WorkerDescription, length_ms: float, device: Device | None = None) -> None:
-        """`device`: None is the CPU."""
+        """`device`: None: the CPU."""
         self.description = _describe(description)
         self._kernel = make_kernel(length_ms, device)
         self._graphs: dict[int, Buckets[_Captured]] = {}
@@ -236,7 +236,7 @@ class DummyDraft:
     """Implements `RoleEngine` for draft. A graph is a whole decode step."""
 
     def __init__(self, description: WorkerDescription, length_ms: float, device: Device | None = None) -> None:
-        """`device`: None is the CPU."""
+        """`device`: None: the CPU."""
         self.description = _describe(description)
         self._kernel = make_kernel(length_ms, device)
         self._graphs: Buckets[GraphedPart] | None = None
@@ -275,7 +275,7 @@ class DummyDraft:
 
 
 def _guessed(seq_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """[B, num_tokens] draft tokens behind B bonus tokens, the first half of them right."""
+    """[B, num_tokens] draft tokens after B bonus tokens, the first half of them right."""
     tokens = token_at(seq_lens[:, None] + 1 + torch.arange(num_tokens, device=seq_lens.device))
     tokens[:, (num_tokens + 1) // 2 :] = 0
     return tokens
@@ -288,5 +288,5 @@ def _verified(seq_lens: torch.Tensor, draft_tokens: torch.Tensor, most: torch.Te
 
 
 def _first_tokens(seq_lens: torch.Tensor) -> VerifyResult:
-    """One token behind each of B lengths."""
+    """One token after each of B lengths."""
     return VerifyResult(seq_lens=seq_lens, num_accepted=torch.zeros_like(seq_lens), tokens=token_at(seq_lens)[:, None])

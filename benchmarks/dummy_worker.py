@@ -2,7 +2,7 @@
 
     python -m slipstream.benchmarks.dummy_worker draft|verify --length-ms MS --model DIR --listen unix:PATH …
 
-The model gives the description alone; no weights are loaded.
+The model gives only the description; no weights are loaded.
 """
 
 from __future__ import annotations

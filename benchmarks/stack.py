@@ -139,7 +139,7 @@ class Stack:
     ) -> AsyncIterator[Served]:
         """Runs a scheduler over the workers with these names, and a gateway; without a draft it decodes plainly.
 
-        `name`: schedulers at the same time have different ones. `num_draft_tokens`: as on the command line; None is its
+        `name`: schedulers at the same time have different ones. `num_draft_tokens`: as on the command line; None: its
         default, "auto". `options` are those of either.
         """
         address, port = self.socket(name), metrics_port or free_ports(1)[0]

@@ -138,7 +138,7 @@ class Swaps:
         return row
 
     async def returns(self, algorithm: str, kills: int) -> Recovery:
-        """Kills the draft that is there some times; returns how it came back, all times together."""
+        """Kills the draft that is there some times; returns how it returned, all times together."""
         recovery = Recovery()
         for _ in range(kills if algorithm != NONE else 0):
             await self._streams.settle()

@@ -112,7 +112,7 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
             supervising(config, lines.on_change, hurry) as supervisor,
             control_server(config.state_dir, supervisor, DraftSwaps(config, supervisor, follow)),
         ):
-            # The doors end beside the gateways, whose last requests came through them.
+            # The doors end beside the gateways, whose last requests arrived through them.
             *before, gateways = [workers, *others]
             batches = [*before, [*gateways, *doors]]
             for batch in batches:

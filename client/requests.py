@@ -289,7 +289,7 @@ class OutputReader:
         sample, expected = chunk.sample_index, self._offsets.get(chunk.sample_index, 0)
         if chunk.token_offset != expected or (chunk.token_ids and sample in self._finished):
             of = f" of sample {sample}" if sample else ""
-            raise InternalError(f"token {expected}{of} was expected, token {chunk.token_offset} came")
+            raise InternalError(f"token {expected}{of} was expected, token {chunk.token_offset} arrived")
         self._offsets[sample] = expected + len(chunk.token_ids)
         self._attempt, self._job_id = chunk.attempt, chunk.job_id
         self.is_over = chunk.job_usage is not None

@@ -7,7 +7,7 @@
     ├── AlreadyExistsError          another request made a job of this name
     ├── ResourceExhaustedError      the queue is full; try again later
     ├── UnavailableError            a service that is needed is not there
-    │   └── ConnectionLostError     no answer came; a job that was created may still go on
+    │   └── ConnectionLostError     no answer arrived; a job that was created may still go on
     ├── DeadlineExceededError       something took longer than it may
     ├── CancelledError              the caller, or the server as it stops, ended the work
     ├── FailedPreconditionError     the system is not in the state that this needs
@@ -98,7 +98,7 @@ class UnavailableError(SlipstreamError):
 
 
 class ConnectionLostError(UnavailableError):
-    """No answer came, or no end of one: a job that was created may still go on."""
+    """No answer arrived, or no end of one: a job that was created may still go on."""
 
 
 class DeadlineExceededError(SlipstreamError):

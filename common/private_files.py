@@ -16,7 +16,7 @@ _FLAGS = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def make_private_directory(directory: Path, *, field: str, given: str) -> None:
-    """Makes the directory unless it is there. Raises ConfigError unless it is this user's alone, and not a link."""
+    """Makes the directory unless it is there. Raises ConfigError unless only this user has it, and not a link."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)

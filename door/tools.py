@@ -23,7 +23,7 @@ class UnfinishedError(ValueError):
 
 
 class MarkedCalls:
-    """Calls behind a mark, or between two."""
+    """Calls after a mark, or between two."""
 
     def __init__(
         self, functions: Functions, start: str, end: str | None, read: Callable[[str, Functions], list[tuple[str, str]]]

@@ -40,7 +40,7 @@ class SourceFile:
 
     @property
     def split(self) -> Split:
-        """Its side by a hash of the name alone, so that a file stays on its side when others change."""
+        """Its side by a hash of only the name, so that a file stays on its side when others change."""
         digest = hashlib.sha256(self.name.encode()).digest()
         held_out = int.from_bytes(digest[:8], "big") % HELDOUT_ONE_IN == 0
         return "heldout" if held_out else "train"

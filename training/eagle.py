@@ -37,7 +37,7 @@ class EagleHead(nn.Module):
     sin: Tensor
 
     def __init__(self, target: Llama, tokens: Tensor) -> None:
-        """Begins as the target's last layer and norm, behind the linear map that predicts that layer's input best.
+        """Begins as the target's last layer and norm, after the linear map that predicts that layer's input best.
 
         The norms that it does not have are put into the weights beside them, as their means over ``tokens``, int64
         [rows, length]; the map is fitted to the same text.

@@ -33,7 +33,7 @@ class MtpModule(Layer):
         return torch.cat((self.enorm(embedded), self.hnorm(state)), dim=-1)
 
     def combine(self, embedded: Tensor, state: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """States behind the last norm, [batch, length, width], from embeddings and states of the same shape."""
+        """States after the last norm, [batch, length, width], from embeddings and states of the same shape."""
         layer_input = self.eh_proj(self.read(embedded, state))
         out: Tensor = self.shared_head["norm"](super().forward(layer_input, cos, sin))
         return out
@@ -46,7 +46,7 @@ class MtpHead(nn.Module):
     sin: Tensor
 
     def __init__(self, target: Llama, num_modules: int, tokens: Tensor) -> None:
-        """Begins as the target's last layer and norm, behind the linear map that predicts that layer's input best.
+        """Begins as the target's last layer and norm, after the linear map that predicts that layer's input best.
 
         ``tokens``: int64 [rows, length], text that the map is fitted to.
         """
@@ -76,7 +76,7 @@ class MtpHead(nn.Module):
     def forward(self, embedded: Tensor, hidden: Tensor) -> list[Tensor]:
         """States for each module, [batch, length - number of modules, width].
 
-        ``embedded``: the tokens' embeddings, ``hidden``: the target's states behind its last norm,
+        ``embedded``: the tokens' embeddings, ``hidden``: the target's states after its last norm,
         [batch, length, width]. With those of module number j, from 0, at index i the target's output gives the
         distribution of the token at i + j + 2, as it does with the target's own at i + j + 1.
         """

@@ -23,7 +23,7 @@ _BEGINNING = re.compile(r'\A[rR]?"""|^(?:class |def |async def |    def |    asy
 
 
 def _rank(*key: object) -> int:
-    """A number that depends on ``key`` alone: a fixed draw, the same in every run."""
+    """A number that depends only on ``key``: a fixed draw, the same in every run."""
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big")
 
 

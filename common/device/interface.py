@@ -125,7 +125,7 @@ class Device(Protocol):
     def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName], *, on_host: bool = False) -> Arena:
         """Makes an arena that this process owns, all zero.
 
-        `on_host`: in memory of the host, for what a GPU writes and the host alone reads. Its tensors are the host's
+        `on_host`: in memory of the host, for what a GPU writes and only the host reads. Its tensors are the host's
         here, and the GPU's where it is opened. No stream can wait for its fences.
         """
 
@@ -133,7 +133,7 @@ class Device(Protocol):
         """Opens an arena of another process. Raises ManifestError if the manifest cannot be trusted.
 
         `read_only`, on a CPU: writing to one of its tensors is a fault that ends this process, its fences cannot be
-        signalled, and `Fence.release` ends this process's waits alone. A GPU has no such mappings: there it changes
+        signalled, and `Fence.release` ends only this process's waits. A GPU has no such mappings: there it changes
         nothing, and memory that must not be written has to stay with its owner.
         """
 

@@ -354,7 +354,7 @@ def _pieces(request: bytes, kind: Descriptor) -> Iterator[int]:
 
 
 def _varint(request: bytes, place: int) -> tuple[int, int]:
-    """The number at a place, and the place behind it. Raises IndexError if there is none."""
+    """The number at a place, and the place after it. Raises IndexError if there is none."""
     value = request[place]
     if value < 128:
         return value, place + 1

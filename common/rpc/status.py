@@ -87,7 +87,7 @@ def error_from_rpc(error: grpc.RpcError) -> errors.SlipstreamError:
 
 
 def error_from_code(number: int, message: str, *, retry_after_ms: int | None = None) -> errors.SlipstreamError:
-    """Returns the nearest exception to a code of google.rpc.Code that came with no other detail than a time."""
+    """Returns the nearest exception to a code of google.rpc.Code that has no other detail than a time."""
     code = _CODES_BY_NUMBER.get(number, grpc.StatusCode.UNKNOWN)
     kind = _FROM_CODE.get(code)
     status = status_pb2.Status()
@@ -147,7 +147,7 @@ def _build(kind: type[errors.SlipstreamError], message: str, status: status_pb2.
 
 
 def _status_in(metadata: Any) -> status_pb2.Status:
-    """Returns the details that came along; an empty status if there are none or they are no status."""
+    """Returns the details of a status; an empty status if there are none or they are no status."""
     for key, value in metadata or ():
         if key == DETAILS_KEY:
             with contextlib.suppress(DecodeError):

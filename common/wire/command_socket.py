@@ -1,7 +1,7 @@
 """A worker's socket for the commands of steps, beside its `Execute` stream: the way from one process to the other.
 
 A command by gRPC passes an event loop and gRPC's own threads on both sides. The scheduler writes it to this socket at
-once, and the worker reads it on the thread that carries it out. Each is a `StepCommand` behind its length in bytes,
+once, and the worker reads it on the thread that carries it out. Each is a `StepCommand` after its length in bytes,
 which has four bytes, the lowest first.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENDING = ".commands"
-"""The socket's path is that of the worker's own socket, with this behind it."""
+"""The socket's path is that of the worker's own socket, with this after it."""
 MAX_COMMAND_BYTES = 64 * 2**20
 """The largest command, also by gRPC. Few have more than some KiB, but one names all pages of what begins with it."""
 SEND_TIMEOUT_S = 5.0

@@ -50,7 +50,7 @@ class Site(enum.IntEnum):
     IDLE = 5
     """Scheduler, loop: nothing to do; the step is the last one that was sent before."""
     RECEIVE = 6
-    """Worker, host: the command came, until it went to the thread that enqueues it."""
+    """Worker, host: the command arrived, until it went to the thread that enqueues it."""
     ENQUEUE = 7
     """Worker, host: the step was enqueued."""
     STREAM = 8

@@ -102,7 +102,7 @@ class Usage:
     completion_tokens: int
     """Tokens generated, as the client has them."""
     total_draft_tokens: int
-    """Draft tokens that were proposed. Drafts are counted in all steps, a few perhaps behind a stop string."""
+    """Draft tokens that were proposed. Drafts are counted in all steps, a few perhaps after a stop string."""
     total_accepted_tokens: int
     """Draft tokens that the target accepted."""
     num_verify_steps: int

@@ -140,7 +140,7 @@ class EpochShape(StepShape):
     """The sizes of an epoch of verify, which may outlive drafts."""
 
     def specs(self) -> list[BufferSpec]:
-        """Returns the buffers of the results, between verify and the scheduler alone; their fence: RESULT_FENCES."""
+        """Returns the buffers of the results, only between verify and the scheduler; their fence: RESULT_FENCES."""
         ring, verify = self.ring, Role.VERIFY.value
         places = (ring, self.num_slots, self.num_draft_tokens + 1)
         return [

@@ -68,7 +68,7 @@ class Placed:
 
     @property
     def end(self) -> int:
-        """Offset of the first byte behind it."""
+        """Offset of the first byte after it."""
         return self.offset + self.spec.size
 
 

@@ -227,7 +227,7 @@ class StepOutput:
     finish_reasons: Sequence[FinishReason | None] = ()
     """None while a sequence goes on."""
     tokens: Sequence[int] = ()
-    """Token ids of all, one sequence behind the other."""
+    """Token ids of all, one sequence after the other."""
     num_draft_tokens: int = 0
     """Tokens that were drafted for each sequence with speculation enabled; 0 if nothing was drafted in the step."""
     published_ns: int = 0

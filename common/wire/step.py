@@ -96,7 +96,7 @@ class FenceOps(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:
-    """Tokens `[start, start + len(tokens))` of a slot's prompt, and of the output that its sequence came with."""
+    """Tokens `[start, start + len(tokens))` of a slot's prompt, and of the output that its sequence arrived with."""
 
     slot: int
     start: int
@@ -122,15 +122,15 @@ class SlotUpdate:
     sampling: SamplingParams | None = None
     """Set when a request takes the slot; None leaves the slot's parameters as they are."""
     max_draft_tokens: int | None = None
-    """Most draft tokens of the slot that verify accepts in a step; None is all."""
+    """Most draft tokens of the slot that verify accepts in a step; None: all."""
     prompt_tokens: int | None = None
     """Set for a sequence that comes with output: chunks hold both, and positions from here on are its output."""
     history_from: int = 0
     """Counts where `sampling` is set: position from which on the draft has the slot's history (keys and values, or a
-    head's entries, each of the state at its position and the token behind it); its attention masks the rest."""
+    head's entries, each of the state at its position and the token after it); its attention masks the rest."""
     cached_tokens: int = 0
     """Counts where `sampling` is set: tokens whose keys and values another sequence has left in `pages`. Chunks begin
-    behind them, and nothing is written before."""
+    after them, and nothing is written before."""
     has_cache_salt: bool = False
     """Counts where `sampling` is set: nothing of the request serves another one, nor anything of another one it."""
 

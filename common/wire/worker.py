@@ -89,7 +89,7 @@ class WorkerDescription:
     has_paged_kv: bool = False
     """True if all that it knows of a sequence lies in its KV pages, so that it may begin with pages of another one."""
     tokens_ahead: int = 0
-    """Tokens behind a position that a draft's keys and values there depend on; 0 is 1 if it reads hidden states."""
+    """Tokens after a position that a draft's keys and values there depend on; 0 is 1 if it reads hidden states."""
     takes_mixed_steps: bool = False
     """True if a step of this verify may decode and take in prompts."""
     has_scheduler: bool = False
@@ -208,7 +208,7 @@ class Attachment:
 
 
 def slot_pages(shape: EpochShape, *, context_tokens: int, page_tokens: int) -> int:
-    """Returns the length of a slot's page list: a whole context and the tokens that run-ahead may write behind it."""
+    """Returns the length of a slot's page list: a whole context and the tokens that run-ahead may write after it."""
     slack = (shape.run_ahead + 1) * (shape.num_draft_tokens + 1)
     return -(-(context_tokens + slack) // page_tokens)
 

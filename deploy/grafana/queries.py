@@ -18,7 +18,7 @@ class Query:
     legend: str = ""
     """With `{{label}}` for labels."""
     is_instant: bool = False
-    """The newest value alone."""
+    """Only the newest value."""
 
 
 def series(metric: MetricSpec | str, **labels: str) -> str:

@@ -131,7 +131,7 @@ class HeadDrafter:
     def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
         """See `Drafter.propose`.
 
-        Each module first makes the entries of the last step's new tokens, and behind them those of the tokens that the
+        Each module first makes the entries of the last step's new tokens, and after them those of the tokens that the
         modules before it have drafted. For tokens without a module the last one goes on with its own state. Each module
         guesses one in any case.
         """

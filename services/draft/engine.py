@@ -1,4 +1,4 @@
-"""Draft: proposes K tokens for each slot, behind the ones that verify stashed."""
+"""Draft: proposes K tokens for each slot, after the ones that verify stashed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Drafter(Protocol):
         """
 
     def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
-        """Guesses the tokens behind each slot's bonus token: [B, num_tokens] int64, or a few more up to K.
+        """Guesses the tokens after each slot's bonus token: [B, num_tokens] int64, or a few more up to K.
 
         `rows`: [B] int64 slots; `mode`: how to sample as verify does. Called once for each stash of a slot that
         drafts, with 1 for `num_tokens` where no guess is used. The kernels that it launches depend on shapes and `mode`

@@ -1,4 +1,4 @@
-"""A `SuffixCache` on a GPU: two launches to take in a step's tokens, two to guess, which depend on shapes alone.
+"""A `SuffixCache` on a GPU: two launches to take in a step's tokens, two to guess, which depend only on shapes.
 
 An entry's place is its number modulo the size. `before` and `next_places` have one place more, which does not count.
 """

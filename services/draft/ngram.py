@@ -59,7 +59,7 @@ class NgramDrafter:
 
     def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
         """See `Drafter.propose`. Nothing is sampled."""
-        # The columns behind the last new token record that one again.
+        # The columns after the last new token record that one again.
         last = (stash.num_new - 1)[:, None]
         columns = torch.arange(stash.last_tokens.shape[1], device=self._device).minimum(last)
         positions = stash.seq_lens[:, None] - last + columns
@@ -116,13 +116,13 @@ _MOST_COLUMNS = 2**24
 
 
 def look_up(history: torch.Tensor, ends: torch.Tensor, num_tokens: int, *, shortest: int, longest: int) -> Guesses:
-    """Guesses the `num_tokens` tokens behind B sequences.
+    """Guesses the `num_tokens` tokens after B sequences.
 
     `history`: [B, T] int32 tokens; `ends`: [B] int64, the position of each sequence's last token.
 
     Finds the longest suffix of `shortest` to `longest` tokens that stood in the sequence before, where it did last,
     and repeats what follows up to the sequence's end, again and again. Without a match it repeats the last token.
-    Which kernels run depends on shapes alone.
+    Which kernels run depends only on shapes.
     """
     width, device = history.shape[1], history.device
     if len(history) > (most_rows := max(1, _MOST_COLUMNS // width)):

@@ -1,7 +1,7 @@
 """The tokens of recent outputs, of all requests, in which prompt lookup searches beyond a sequence's own text.
 
 A ring on the device has an entry for each token that verify chose: the tokens that stood before it in its sequence,
-from the prompt, too, and the place of the entry behind it. So outputs that grow at the same time share the ring token
+from the prompt, too, and the place of the entry after it. So outputs that grow at the same time share the ring token
 by token, and neither a match nor what follows it runs from one output into another. Idea: SuffixDecoding (Oliaro et
 al., 2024), which keeps suffix trees on the host.
 """
@@ -19,7 +19,7 @@ NOTHING_TO_FIND = -2
 
 
 class Guesses(NamedTuple):
-    """Draft tokens for B sequences, and how good the match behind each is."""
+    """Draft tokens for B sequences, and how good the match after each is."""
 
     tokens: torch.Tensor
     """[B, K] int64."""
@@ -57,7 +57,7 @@ class SuffixCache:
         self._before = torch.full((self._longest, num_tokens + 1), NO_TOKEN, dtype=torch.int32, device=device)
         """[longest, places]: the token that stands 1, 2, ... before an entry's."""
         self._next = torch.full((num_tokens + 1,), -1, dtype=torch.int64, device=device)
-        """The place of the entry behind; -1 for none. It is younger, so that it is there as long as the entry is."""
+        """The place of the entry after; -1 for none. It is younger, so that it is there as long as the entry is."""
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
         """Entries that were ever written: number n is at place n % size."""
         self._last = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -71,7 +71,7 @@ class SuffixCache:
         return num_tokens * (torch.int32.itemsize * (1 + longest) + torch.int64.itemsize)
 
     def interrupt(self, slots: torch.Tensor) -> None:
-        """The next tokens of these slots do not follow those before: another sequence's, or behind a gap."""
+        """The next tokens of these slots do not follow those before: another sequence's, or after a gap."""
         self._expected.index_fill_(0, slots, -1)
 
     def record(self, new: NewTokens, history: torch.Tensor) -> None:

@@ -92,8 +92,8 @@ def adjust(
     """The logits to choose from: [B, W, V] float32.
 
     `logits`: [B, W, V] float32, left as they are, for the tokens at `positions`: [B, W] int64. `table`, `history`: have
-    a row for each slot. `slots`: [B] int64. `chain`: [B, L] int64, L >= W - 1: tokens that the model was given behind
-    those of the history, the last column of `logits` behind all of them, each column before it behind one less. On a
+    a row for each slot. `slots`: [B] int64. `chain`: [B, L] int64, L >= W - 1: tokens that the model was given after
+    those of the history, the last column of `logits` after all of them, each column before it after one less. On a
     CPU only the rows that ask for something pay for it; elsewhere all do, so that nothing is read back.
     """
     if logits.device.type != "cpu":
@@ -131,7 +131,7 @@ def _penalise_chain(
 ) -> Tensor:
     """Computes the logits of the chain's own tokens again: the chain changes no others."""
     num_columns, length = biased.shape[1], chain.shape[1]
-    # [W, L]: which tokens of the chain each column is behind.
+    # [W, L]: which tokens of the chain each column is after.
     first_columns = torch.arange(num_columns, device=chain.device)[:, None] + (length - num_columns + 1)
     is_before = torch.arange(length, device=chain.device) < first_columns
     is_same = chain[:, :, None] == chain[:, None, :]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RaggedRows:
-    """B rows of different lengths, one behind the other: N tokens. The tensors are on the model's device."""
+    """B rows of different lengths, one after the other: N tokens. The tensors are on the model's device."""
 
     lengths: tuple[int, ...] | None
     """Tokens of each row, at least one; None in a graph: a row may be empty then, and padding may follow the last."""
@@ -49,16 +49,16 @@ class ForwardBatch:
     limits: torch.Tensor
     """[B] int64: positions from here on are not kept; their queries see only the positions before it."""
     starts: torch.Tensor | None = None
-    """[B] int64: the first position that has a key; those before it are neither read nor seen. None is 0 for all rows.
+    """[B] int64: the first position that has a key; those before it are neither read nor seen. None: 0 for all rows.
 
     A query before its row's first position gets numbers that mean nothing.
     """
     max_kv_len: int | None = None
-    """Bounds the positions that any valid query sees, where the host knows it; None is the whole page table."""
+    """Bounds the positions that any valid query sees, where the host knows it; None: the whole page table."""
     ragged: RaggedRows | None = None
     """The rows of N tokens; None for W tokens in each."""
     outputs: torch.Tensor | None = None
-    """[M] int64: the tokens whose outputs are read, any of them more than once; None is all, in order. -1 is padding.
+    """[M] int64: the tokens whose outputs are read, any of them more than once; None: all, in order. -1 is padding.
 
     For all other tokens, which are most of a prompt, the last layer computes keys and values only.
     """
@@ -102,7 +102,7 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class JoinedBatch:
-    """Batches of one forward, one behind the other: each has attention of its own, all share the products."""
+    """Batches of one forward, one after the other: each has attention of its own, all share the products."""
 
     parts: tuple[ForwardBatch, ...]
     tokens: torch.Tensor

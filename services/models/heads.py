@@ -1,7 +1,7 @@
 """Draft heads: a layer, or one for each draft token, over the target's hidden states.
 
 Entry p pairs a state at position p with the token at p + 1, and predicts the token at p + 2. The state is the target's
-where that is known, and behind it what the head left for the entry before.
+where that is known, and after it what the head left for the entry before.
 
 An EAGLE-3 head (Li et al., "EAGLE-3: Scaling up inference acceleration", 2025) fuses the inputs of three layers; its
 `config.json` has the layout of the paper's authors, or of the `speculators` package. An EAGLE head ("EAGLE: Speculative

@@ -318,7 +318,7 @@ class SimulatedAcceptance:
     def __call__(self, seeds: Tensor, seq_lens: Tensor) -> Tensor:
         """Counts the accepted draft tokens of each chain: [B] int64 in 0 .. K.
 
-        `seeds`: [B] int64. `seq_lens`: [B] int64, the position of the bonus token that the chain is behind.
+        `seeds`: [B] int64. `seq_lens`: [B] int64, the position of the bonus token that the chain is after.
         """
         ahead = torch.arange(1, self._num_draft_tokens + 1, device=seq_lens.device)
         return _num_leading(_random_bits(seeds[:, None], seq_lens[:, None] + ahead) < self.threshold)

@@ -8,9 +8,9 @@ longer than a pause may be:
 - On a CPU, where a token takes about as long among few as among many, as long as verify's part of a decode step of one
   sequence: then a stream's steps take about twice as long while a prompt comes in beside.
 
-On a CPU a long prompt's attention takes longer than all else. So verify measures the same forward behind a long
-context, too, and answers behind which context a step of so many tokens takes twice as long as at the prompt's begin,
-with what it decodes. Steps then have fewer tokens of the prompt. A GPU's do not: attention behind 2,000 tokens takes
+On a CPU a long prompt's attention takes longer than all else. So verify measures the same forward after a long
+context, too, and answers after which context a step of so many tokens takes twice as long as at the prompt's begin,
+with what it decodes. Steps then have fewer tokens of the prompt. A GPU's do not: attention after 2,000 tokens takes
 less than a tenth of a step, and small steps are dear.
 """
 
@@ -291,7 +291,7 @@ def measure_step_tokens(model: LanguageModel, state: EpochState) -> StepTokens:
     doubling_context = _doubling_context(model, state, found, found_s, most_s) if is_cpu else None
     logger.info(
         "steps that decode and take in prompts have %d tokens: a prompt's take %.1f ms, a pause may have %.1f ms; "
-        "they take twice as long behind %s tokens",
+        "they take twice as long after %s tokens",
         found,
         1e3 * found_s,
         1e3 * most_s,
@@ -303,7 +303,7 @@ def measure_step_tokens(model: LanguageModel, state: EpochState) -> StepTokens:
 def _doubling_context(
     model: LanguageModel, state: EpochState, num_tokens: int, seconds: float, decode_s: float
 ) -> int | None:
-    """The context behind which a step with `num_tokens` of a prompt takes twice as long as at its begin.
+    """The context after which a step with `num_tokens` of a prompt takes twice as long as at its begin.
 
     None if none does. `seconds`: of the prompt's tokens there; `decode_s`: of the other part of the step.
     """

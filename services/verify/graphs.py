@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """The graph of a step behind its forward."""
+    """The graph of a step after its forward."""
 
     part: GraphedPart
     result: Latest[VerifyResult]
@@ -75,7 +75,7 @@ class VerifyGraphs:
     def capture(self, draft: DraftSizes | None, layers: tuple[int, ...]) -> Generator[None, None, None]:
         """Stream work: makes the graphs of steps with such a draft, as far as they are not there.
 
-        `draft`: None for plain steps alone. `layers`: those whose inputs it reads. Other work may be done between two
+        `draft`: None for plain steps only. `layers`: those whose inputs it reads. Other work may be done between two
         items.
         """
         if not self._made:

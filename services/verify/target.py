@@ -69,7 +69,7 @@ class TargetForward:
     tokens: torch.Tensor
     """[B, W] int64: the bonus token, and the draft's, if there is one."""
     hidden: torch.Tensor
-    """[B, W, hidden_size], behind each of them, perhaps with padding. Graphs keep it; logits take much more memory."""
+    """[B, W, hidden_size], after each of them, perhaps with padding. Graphs keep it; logits take much more memory."""
     aux: torch.Tensor | None
     """[B, W, width]: the fused states, if a draft reads them."""
 
@@ -87,7 +87,7 @@ class Target:
     ) -> None:
         """`simulated`: accepts K draft tokens by chance, whatever the target says; returns None where it does not.
 
-        `width`: tokens of a row in every forward, padding included; None is as many as there are.
+        `width`: tokens of a row in every forward, padding included; None: as many as there are.
         """
         self._model = model
         self._state = state
@@ -100,7 +100,7 @@ class Target:
     def forward(
         self, step: StepNumber, rows: torch.Tensor, draft_tokens: torch.Tensor | None, aux_layers: tuple[int, ...]
     ) -> TargetForward:
-        """Runs the bonus token and K draft tokens of B slots ([B, K] int64), or the bonus token alone.
+        """Runs the bonus token and K draft tokens of B slots ([B, K] int64), or only the bonus token.
 
         `aux_layers`: layers whose inputs a draft reads.
         """
@@ -117,7 +117,7 @@ class Target:
         return TargetForward(rows, seq_lens, tokens, output.hidden, aux)
 
     def logits(self, forward: TargetForward) -> torch.Tensor:
-        """Computes the logits behind each token: [B, W, vocab_size]."""
+        """Computes the logits after each token: [B, W, vocab_size]."""
         return self._model.decoder.logits(forward.hidden)[:, : forward.tokens.shape[1]].contiguous()
 
     def sample(
@@ -125,11 +125,11 @@ class Target:
     ) -> VerifyResult:
         """Samples the target's own token at each place, and accepts the draft's as far as they agree.
 
-        `logits`: [B, W, vocab_size], behind each token of the forward.
+        `logits`: [B, W, vocab_size], after each token of the forward.
         """
         chain = forward.tokens[:, 1:]
         positions = _positions(forward.seq_lens, forward.tokens) + 1
-        # Taken anew: in a graph, what the forward has read of the slots belongs to the forward's graph alone.
+        # Taken anew: in a graph, what the forward has read of the slots belongs only to the forward's graph.
         slots = self._model.slots.take(forward.rows)
         tokens = self._model.slots.sample(slots, logits, positions, mode, chain)
         scores = _scores(logits, tokens)
@@ -302,7 +302,7 @@ class TargetStep:
         return torch.split(logits[: sum(sizes)], sizes)
 
     def _first_tokens(self, ends: PromptEnds, logits: torch.Tensor) -> VerifyResult:
-        """Samples the tokens behind some prompts, from [E, vocab_size]."""
+        """Samples the tokens after some prompts, from [E, vocab_size]."""
         assert self._taken_in is not None, "the step has chunks"
         logits, aux, asked = logits[:, None], self._taken_in.aux, self._command.top_logprobs
         slots, mode = self._model.slots.take(ends.rows), self._state.slots.sampling_mode(ends.slots)

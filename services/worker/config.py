@@ -31,7 +31,7 @@ _MAX_SUFFIX_CACHE_TOKENS = 2**22
 PROMPT_LOOKUP: Mapping[str, int | None] = MappingProxyType(
     {"prompt_lookup_min": None, "prompt_lookup_max": None, "suffix_cache_tokens": 0}
 )
-"""The settings of algorithm ngram alone, and their values with any other."""
+"""The settings that only algorithm ngram has, and their values with any other."""
 ONLY_DRAFT = ("algorithm", "target", *PROMPT_LOOKUP)
 ONLY_VERIFY = ("simulate_accept_length", "deterministic_width")
 """Settings that the other of both services has no use for, and no option."""
@@ -116,7 +116,7 @@ class WorkerConfig(ComputeSettings, heading="Model"):
         None,
         help="Hugging Face directory of the model.",
         unit="DIR",
-        unset="none, for algorithm ngram alone",
+        unset="none, only for algorithm ngram",
         **_CHECKPOINT,
     )
     algorithm: str = setting(STANDALONE, help="How drafts are made.", choices=ALGORITHMS)

@@ -155,7 +155,7 @@ class Engine:
             opened = Epoch(state, memory)
             self._stream.bind_thread()
             step_tokens = self._role.open(state)
-            self._stream.synchronize(5 * DRAIN_TIMEOUT_S)  # Attach may take so long; behind it nothing is written
+            self._stream.synchronize(5 * DRAIN_TIMEOUT_S)  # Attach may take so long; after it nothing is written
         except BaseException as error:
             self._role.close()
             memory.close()
@@ -362,7 +362,7 @@ class Engine:
         except DeviceError as error:
             self._lose_device(error)
         except Exception:
-            # Work that the release let go broke the stream, which has reported it.
+            # Work that the release let run broke the stream, which has reported it.
             if self._stream.failure is None:
                 raise
         return True

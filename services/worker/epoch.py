@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from slipstream.services.worker.slots import Staging
 
 RELEASED_TIMEOUT_S = 60.0
-"""For work that is enqueued behind a released wait."""
+"""For work that is enqueued after a released wait."""
 HOPELESS_TIMEOUT_S = 5.0
 """For a stream that may wait for a dead producer with fences that cannot be released."""
 

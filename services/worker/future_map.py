@@ -228,7 +228,7 @@ class Region(SharedBuffers):
     def stash(self, step: int, slots: Sequence[int], rows: torch.Tensor, result: VerifyResult) -> None:
         """Verify: writes what the draft's next forward on these slots reads.
 
-        `rows`: [B] int64, the slots on the device, perhaps with padding behind them.
+        `rows`: [B] int64, the slots on the device, perhaps with padding after them.
         """
         self.log_stash(step, slots, result)
         self.write_stash(rows, result)
@@ -383,7 +383,7 @@ class FutureMap(SharedBuffers):
     def copy_in(self, step: int, region: Region, slots: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
         """Returns a private copy of the draft tokens of B slots, and copies the draft's stamps to the results.
 
-        `rows`: [B] int64, the slots on the device, perhaps with padding behind them. Returns [B, K] int64: the tokens
+        `rows`: [B] int64, the slots on the device, perhaps with padding after them. Returns [B, K] int64: the tokens
         are in range, whatever the draft wrote; the stamps may be any numbers.
         """
         self.log_copy_in(step, region, slots)

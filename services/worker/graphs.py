@@ -129,7 +129,7 @@ class GraphedStep:
     def capture_part(self, work: Callable[[], None]) -> GraphedPart:
         """Stream work: captures a part of a step, which does it once.
 
-        Sequences may be running. So it is done for the padding slot alone and without a draft, and leaves the stamps
+        Sequences may be running. So it is done only for the padding slot and without a draft, and leaves the stamps
         as they are: the inputs are still those of the last step, and its results may not have been read.
         """
         columns = [place.column for place in (self.step.start, self.step.end) if place is not None]

@@ -432,6 +432,6 @@ class LanguageModel:
 
 
 def _at(ends: torch.Tensor, output: DecoderOutput, *, is_whole: bool) -> DecoderOutput:
-    """Selects the hidden states at `ends`, [E] int64: from those of all tokens, or else from E, with padding behind."""
+    """Selects the hidden states at `ends`, [E] int64: from those of all tokens, or else from E, with padding after."""
     hidden = output.hidden
     return replace(output, hidden=hidden.index_select(0, ends) if is_whole else hidden[: len(ends)])

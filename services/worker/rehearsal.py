@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from slipstream.services.worker.epoch import EpochState
 
 _MIXED_SIZES = (1, 16, 128, 512, 1024)
-"""Prompt tokens of mixed steps: what differs by their number alone, prompts have rehearsed."""
+"""Prompt tokens of mixed steps: what differs only by their number, prompts have rehearsed."""
 _FEW_TOKENS = 8
 _PLAIN = SamplingParams()
 _MODES = (SamplingParams(temperature=1.0, repetition_penalty=1.1), SamplingParams(temperature=1.0, top_p=0.9), _PLAIN)
@@ -123,7 +123,7 @@ def rehearse(
 
 
 def _chunks(first_slot: int, *lengths: int) -> tuple[PrefillChunk, ...]:
-    """Whole prompts of these lengths, in slots one behind the other."""
+    """Whole prompts of these lengths, in slots one after the other."""
     return tuple(
         PrefillChunk(slot=slot, start=0, tokens=(0,) * length, is_last=True)
         for slot, length in enumerate(lengths, start=first_slot)

@@ -330,7 +330,7 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         return pb.DrainResponse()
 
     def _attach(self, attachment: Attachment) -> StepTokens | None:
-        # Set here, as a caller may wait behind other work, or be gone before this is done.
+        # Set here, as a caller may wait after other work, or be gone before this is done.
         self._is_attaching = True
         try:
             # An epoch that is open and has no stream lost its scheduler between Attach and Execute.

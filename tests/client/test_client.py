@@ -161,7 +161,7 @@ async def test_a_gap_or_a_repetition_is_seen(offset: int) -> None:
     async with client_of(Script(FIRST, wrong, is_endless=True)) as client:
         chunks = client.generate("a")
         assert await anext(chunks) == FIRST
-        with pytest.raises(InternalError, match=f"token 2 was expected, token {offset} came"):
+        with pytest.raises(InternalError, match=f"token 2 was expected, token {offset} arrived"):
             await anext(chunks)
 
 

@@ -46,7 +46,7 @@ _LOCAL_RELEASE_S = 0.02
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
-# Waking takes no time, and a thread that let go of the interpreter for it might wait to get it back.
+# Waking takes no time, and a thread that released the interpreter for it might wait to get it back.
 _syscall_holding_interpreter = ctypes.PyDLL(None).syscall
 
 
@@ -116,7 +116,7 @@ class HostFence:
 
 
 class ReadOnlyFence(HostFence):
-    """A fence whose word this process can only read: it waits, and `release` ends the waits of this process alone."""
+    """A fence whose word this process can only read: it waits, and `release` ends only the waits of this process."""
 
     def __init__(self, memory: memoryview, offset: int) -> None:
         super().__init__(memory, offset)
@@ -128,7 +128,7 @@ class ReadOnlyFence(HostFence):
 
     def store(self, value: int) -> None:
         """Raises FailedPreconditionError."""
-        raise FailedPreconditionError(f"a fence that this process maps for reading alone cannot be set to {value}")
+        raise FailedPreconditionError(f"a fence that this process maps only for reading cannot be set to {value}")
 
     def poll(self) -> int:
         return max(self._word.value, self._floor)

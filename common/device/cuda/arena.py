@@ -272,7 +272,7 @@ class PolledFence(HostFence):
 
     def wait(self, stream: Stream, value: int) -> None:
         """Raises FailedPreconditionError: a stream cannot wait for it."""
-        raise FailedPreconditionError(f"stream {stream.name}: a fence for the host alone cannot be waited for")
+        raise FailedPreconditionError(f"stream {stream.name}: a fence that is only for the host cannot be waited for")
 
     def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
         if self._word.value >= value:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class FusedDecoder(Decoder):
-    """`Decoder` by kernels; the launches depend on shapes alone, so that it can be captured in a CUDA graph.
+    """`Decoder` by kernels; the launches depend only on shapes, so that it can be captured in a CUDA graph.
 
     Of layers that are not as Llama's, only attention is by kernels, and the rest by PyTorch.
     """
@@ -124,7 +124,7 @@ def _add_and_norm(
 
 
 class FusedHead(DraftHead):
-    """A head by kernels; the launches depend on shapes alone, so that it can be captured in a CUDA graph."""
+    """A head by kernels; the launches depend only on shapes, so that it can be captured in a CUDA graph."""
 
     def pack(self) -> None:
         super().pack()
@@ -142,7 +142,7 @@ class FusedHead(DraftHead):
     def _run(
         self, module: int, states: torch.Tensor, tokens: torch.Tensor, rotation: torch.Tensor, attend: PagedAttention
     ) -> torch.Tensor:
-        """Runs the layer on N states ([N, hidden_size]) and the tokens behind them, [N], to states."""
+        """Runs the layer on N states ([N, hidden_size]) and the tokens after them, [N], to states."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Launching kernels one behind the other on a stream: the wait at their beginning, and what they may read before."""
+"""Launching kernels one after the other on a stream: the wait at their beginning, and what they may read before."""
 
 from __future__ import annotations
 

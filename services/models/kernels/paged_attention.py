@@ -1,4 +1,4 @@
-"""Attention over pages by Triton kernels: few queries or a prompt's chunk, lengths known to the GPU alone."""
+"""Attention over pages by Triton kernels: few queries or a prompt's chunk, lengths known only to the GPU."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ class PagedAttention:
 
     Several programs share the keys of a long row. What a query sees, what is kept and what goes to the padding page is
     as `TorchAttention` has it; a query that is not valid reads nothing and gives zeros. Everything it launches depends
-    on shapes alone, so that it can be captured in a CUDA graph.
+    only on shapes, so that it can be captured in a CUDA graph.
     """
 
     def __init__(self, config: ModelConfig, batch: ForwardBatch, cache: PagedKV, *, is_invariant: bool = False) -> None:

@@ -67,7 +67,7 @@ def product_kernel(
     its columns: so the kernel that adds to the rows multiplies them by the next norm's weight and writes parts of their
     sums, and the next product divides by the root. A weight never changes: its first tile and FETCHED of its columns
     are prefetched while the kernels before still run, so that memory does not idle between two products. Several SLICES
-    of SIZE are for FP8 weights alone.
+    of SIZE are only for FP8 weights.
     """
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

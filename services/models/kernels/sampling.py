@@ -260,7 +260,7 @@ def sample(
     `logits`: [N, V] of any floating dtype, contiguous. `positions`: [N] int64. `has_filters`: False promises that no
     row has top-k, top-p or min-p, and saves what looks for them. `token_ids`: [V] int64, ascending, what the columns
     stand for where that is not 0 .. V-1, as with a draft's smaller vocabulary. Returns [N] int64 of the same ids.
-    Nothing is read back, and what is launched depends on shapes and `has_filters` alone.
+    Nothing is read back, and what is launched depends only on shapes and `has_filters`.
 
     The probabilities that top-p adds up are good to about 1e-6 of their sum.
     """

@@ -1,4 +1,4 @@
-"""The work of a step around its forwards, each part in one launch; shapes alone decide what is launched."""
+"""The work of a step around its forwards, each part in one launch; only shapes decide what is launched."""
 
 from __future__ import annotations
 

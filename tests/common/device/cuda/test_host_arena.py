@@ -84,7 +84,7 @@ def test_a_stream_writes_where_the_gpu_has_the_word(cuda: FakeCuda) -> None:
     stream = stream_module.CudaStream("verify", fake_cuda.driver(), torch.device("cuda"), lambda error: None)
     fence.signal(stream, 7)
     assert stores.done == [(stream.handle, GPU_ADDRESS + arena.manifest.fences[0].offset, 7)]
-    with pytest.raises(FailedPreconditionError, match="stream verify: a fence for the host alone"):
+    with pytest.raises(FailedPreconditionError, match="stream verify: a fence that is only for the host"):
         fence.wait(stream, 7)
     arena.close()
 
