@@ -252,26 +252,18 @@ class AsyncClient(_Client):
 
     async def _follow(self, output: _Output) -> AsyncGenerator[OutputChunk, None]:
         while not output.reader.is_over:
-            chunks = self._chunks(output)
+            call = output.call()
             try:
-                async for chunk in chunks:
-                    yield chunk
+                with self._contact.our_errors():
+                    async for message in call:
+                        chunk = output.read(message)
+                        if chunk is not None:
+                            yield chunk
+                output.reader.check_end()
             except SlipstreamError as error:
                 await asyncio.sleep(output.retry.pause_after(error))
             finally:
-                await chunks.aclose()
-
-    async def _chunks(self, output: _Output) -> AsyncGenerator[OutputChunk, None]:
-        call = output.call()
-        try:
-            with self._contact.our_errors():
-                async for message in call:
-                    chunk = output.read(message)
-                    if chunk is not None:
-                        yield chunk
-            output.reader.check_end()
-        finally:
-            call.cancel()
+                call.cancel()
 
 
 class Client(_Client):
@@ -387,19 +379,15 @@ class Client(_Client):
 
     def _follow(self, output: _Output) -> Generator[OutputChunk, None, None]:
         while not output.reader.is_over:
+            call = output.call()
             try:
-                yield from self._chunks(output)
+                with self._contact.our_errors():
+                    for message in call:
+                        chunk = output.read(message)
+                        if chunk is not None:
+                            yield chunk
+                output.reader.check_end()
             except SlipstreamError as error:
                 time.sleep(output.retry.pause_after(error))
-
-    def _chunks(self, output: _Output) -> Generator[OutputChunk, None, None]:
-        call = output.call()
-        try:
-            with self._contact.our_errors():
-                for message in call:
-                    chunk = output.read(message)
-                    if chunk is not None:
-                        yield chunk
-            output.reader.check_end()
-        finally:
-            call.cancel()
+            finally:
+                call.cancel()

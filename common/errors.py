@@ -29,6 +29,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Self
 
 RETRY_AFTER_MS = 500
@@ -54,7 +55,7 @@ class InvalidArgumentError(SlipstreamError):
     def __init__(self, field: str, given: object, accepted: str) -> None:
         """`field`: path of the field; `accepted`: the accepted values in words."""
         self.field = field
-        self.description = f"got {_shorten(given)}, accepted: {accepted}"
+        self.description = f"got {shorten(given)}, accepted: {accepted}"
         super().__init__(f"{field}: {self.description}")
 
     @classmethod
@@ -149,7 +150,7 @@ class ConfigError(SlipstreamError):
 
     def __init__(self, field: str, given: object, accepted: str) -> None:
         self.field = field
-        super().__init__(f"{field}: got {_shorten(given)}, accepted: {accepted}")
+        super().__init__(f"{field}: got {shorten(given)}, accepted: {accepted}")
 
 
 class AddressInUseError(ConfigError):
@@ -200,6 +201,13 @@ _LASTING = frozenset(
 """The driver's names of errors after which a process's context is lost."""
 
 
-def _shorten(value: object) -> str:
-    text = repr(value)
+_BOUNDED = reprlib.Repr()
+_BOUNDED.maxlist = _BOUNDED.maxtuple = _BOUNDED.maxset = _BOUNDED.maxdict = _MAX_SHOWN
+# Longer than what is shown, since it would leave out the middle.
+_BOUNDED.maxstring = _BOUNDED.maxlong = _BOUNDED.maxother = 3 * _MAX_SHOWN
+
+
+def shorten(value: object) -> str:
+    """Returns the beginning of a value's text; that of a million numbers takes no longer than of a hundred."""
+    text = _BOUNDED.repr(value)
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"

@@ -1,4 +1,4 @@
-"""What answers of completions and conversations have in common: choices, logprobs, usage, several prompts at once."""
+"""What answers of completions and conversations have in common: choices, usage, logprobs, several prompts at once."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import asyncio
 import time
 import uuid
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.door.events import DONE, encode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Sequence
 
     from slipstream.common.wire.job import OutputChunk, TokenLogprobs, Usage
+    from slipstream.common.wire.server import ServerState
+    from slipstream.door.fields import Sampling
 
 
 class Usages:
@@ -35,7 +38,7 @@ class Usages:
         """Tokens of the prompts, of the outputs, and of prompts that were cached."""
         return self._prompt, self._completion, self._cached
 
-    def content(self) -> dict[str, Any]:
+    def content(self, num_reasoning_tokens: int) -> dict[str, Any]:
         """The object of an answer. Drafts are the predictions that OpenAI counts."""
         return {
             "prompt_tokens": self._prompt,
@@ -45,38 +48,92 @@ class Usages:
             "completion_tokens_details": {
                 "accepted_prediction_tokens": self._accepted,
                 "rejected_prediction_tokens": self._rejected,
+                "reasoning_tokens": num_reasoning_tokens,
             },
         }
 
 
-class Envelope:
-    """The part that is the same in all events of a stream, and in an answer."""
+class Choices(Protocol):
+    """Makes the choices of an answer from the outputs of its jobs."""
 
-    def __init__(self, prefix: str, kind: str, model: str, *, includes_usage: bool = False) -> None:
-        """`prefix` is that of the answer's id; `kind` its object."""
-        self.fields: dict[str, Any] = {
+    def parts(self, index: int, chunk: OutputChunk) -> Sequence[dict[str, Any]]:
+        """What a stream says of the next part of a choice's output."""
+
+    def whole(self, index: int, output: OutputChunk) -> dict[str, Any]:
+        """The choice of a whole output."""
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of thoughts so far."""
+
+
+class Answer:
+    """An answer with choices, whole or as a stream, and what is the same in all of its events."""
+
+    def __init__(self, prefix: str, kind: str, request: Sampling, state: ServerState, choices: Choices) -> None:
+        """`prefix` is that of the answer's id; `kind` its object. A job has the next `n` of the choices."""
+        self._choices = choices
+        self._num_samples = request.n or 1
+        self._has_usage = request.includes_usage
+        self._usages = Usages()
+        self._fields: dict[str, Any] = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
-            "model": model,
+            "model": request.model or state.served_names[0],
         }
-        self._head = b"data: " + encode(self.fields)[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if includes_usage else b"]}\n\n"
-        self._includes_usage = includes_usage
 
-    def event(self, choice: dict[str, Any]) -> bytes:
-        """An event of a stream with a choice."""
-        return self._head + encode(choice) + self._tail
+    async def events(self, outputs: Sequence[AsyncGenerator[OutputChunk, None]]) -> AsyncGenerator[bytes, None]:
+        """The events of a stream."""
+        head = b"data: " + encode(self._fields)[:-1] + b',"choices":['
+        tail = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
+        async with aclosing(self._chunks(outputs)) as chunks:
+            async for index, chunk in chunks:
+                if parts := self._choices.parts(index, chunk):
+                    yield b"".join([head + encode(part) + tail for part in parts])
+        yield head + b'],"usage":' + encode(self._usage()) + b"}\n\n" + DONE if self._has_usage else DONE
 
-    def end(self, usages: Usages) -> bytes:
-        """The end of a stream."""
-        if not self._includes_usage:
-            return DONE
-        return self._head + b'],"usage":' + encode(usages.content()) + b"}\n\n" + DONE
+    async def whole(self, outputs: Sequence[AsyncGenerator[OutputChunk, None]]) -> bytes:
+        """The whole answer."""
+        found: dict[int, list[OutputChunk]] = {}
+        async with aclosing(self._chunks(outputs)) as chunks:
+            async for index, chunk in chunks:
+                found.setdefault(index, []).append(chunk)
+        choices = [self._choices.whole(index, joined(found[index])) for index in sorted(found)]
+        return encode({**self._fields, "choices": choices, "usage": self._usage()})
 
-    def answer(self, choices: list[dict[str, Any]], usages: Usages) -> bytes:
-        """A whole answer."""
-        return encode({**self.fields, "choices": choices, "usage": usages.content()})
+    async def _chunks(
+        self, outputs: Sequence[AsyncGenerator[OutputChunk, None]]
+    ) -> AsyncGenerator[tuple[int, OutputChunk], None]:
+        async with aclosing(merged(outputs)) as chunks:
+            async for job, chunk in chunks:
+                if chunk.job_usage is not None:
+                    self._usages.add(chunk.job_usage)
+                yield job * self._num_samples + chunk.sample_index, chunk
+
+    def _usage(self) -> dict[str, Any]:
+        return self._usages.content(self._choices.num_reasoning_tokens)
+
+
+def joined(chunks: Sequence[OutputChunk]) -> OutputChunk:
+    """All chunks of a sample as one."""
+    return replace(
+        chunks[-1],
+        token_offset=0,
+        text="".join(chunk.text for chunk in chunks),
+        text_lengths=tuple(length for chunk in chunks for length in chunk.text_lengths),
+        logprobs=tuple(one for chunk in chunks for one in chunk.logprobs),
+    )
+
+
+def token_by_token(chunk: OutputChunk) -> Iterator[OutputChunk]:
+    """Each token of a chunk with logprobs as one of its own."""
+    begin, last = 0, len(chunk.logprobs) - 1
+    for index, (length, logprobs) in enumerate(zip(chunk.text_lengths, chunk.logprobs, strict=True)):
+        text = chunk.text[begin : begin + length] if index < last else chunk.text[begin:]
+        reason = chunk.finish_reason if index == last else None
+        yield replace(chunk, text=text, text_lengths=(length,), logprobs=(logprobs,), finish_reason=reason)
+        begin += length
 
 
 async def merged(
@@ -113,22 +170,18 @@ def token_text(token: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
-def chat_logprobs(logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """The logprobs of a message."""
-    return {
-        "content": [
-            {
-                **_chat_logprob(one.token, one.logprob),
-                "top_logprobs": [
-                    _chat_logprob(token, value) for token, (_, value) in zip(one.top_tokens, one.top, strict=True)
-                ],
-            }
-            for one in logprobs
-        ]
-    }
+def logprob_items(logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    """The logprobs of a message's tokens."""
+    return [
+        {
+            **_logprob(one.token, one.logprob),
+            "top_logprobs": [_logprob(token, value) for token, (_, value) in zip(one.top_tokens, one.top, strict=True)],
+        }
+        for one in logprobs
+    ]
 
 
-def _chat_logprob(token: bytes, logprob: float) -> dict[str, Any]:
+def _logprob(token: bytes, logprob: float) -> dict[str, Any]:
     return {"token": token_text(token), "logprob": logprob, "bytes": list(token)}
 
 

@@ -18,9 +18,9 @@ from slipstream.door.chat import NAMES as CHAT_NAMES
 from slipstream.door.chat import chat_completions
 from slipstream.door.completions import NAMES as COMPLETION_NAMES
 from slipstream.door.completions import completions
-from slipstream.door.errors import ApiError, api_error, refused
+from slipstream.door.errors import ApiError, api_error
 from slipstream.door.events import encode, send_error
-from slipstream.door.fields import DetokenizeRequest, TokenizeRequest, conversation_of, parse
+from slipstream.door.fields import DetokenizeRequest, TokenizeRequest, conversation_of
 from slipstream.door.responses import NAMES as RESPONSE_NAMES
 from slipstream.door.responses import responses
 
@@ -88,9 +88,15 @@ class Endpoint:
         if not self._is_open:
             given = [value for name, value in scope["headers"] if name == b"authorization"]
             client = self._door.client_for(given[0].decode("latin-1") if len(given) == 1 else "")
-        async with self._door.receiving(receive) as body:
-            call = Call(self._door, client, body, send, self._names, scope["path_params"])
-            await _while_connected(self._handle(call), receive)
+        try:
+            async with self._door.receiving(receive) as body:
+                call = Call(self._door, client, body, send, self._names, scope["path_params"])
+                await _while_connected(self._handle(call), receive)
+        except ApiError:
+            if not self._is_open and self._door.config.asks_for_keys:
+                # The door itself refused the call: what is wrong with it is only for who has a key.
+                await self._door.state(client, is_fresh=True)
+            raise
 
 
 async def _while_connected(work: Awaitable[None], receive: Receive) -> None:
@@ -129,10 +135,7 @@ def _model_of(name: str, state: ServerState) -> dict[str, Any]:
 
 
 async def _tokenize(call: Call) -> None:
-    request = parse(call.body, TokenizeRequest)
-    state = await call.served(request.model)
-    if (request.prompt is None) == (request.messages is None):
-        raise refused("prompt", request.prompt, "either prompt or messages")
+    request, state = await call.read(TokenizeRequest)
     if request.messages is None:
         found = await call.client.tokenize(request.prompt or "", add_special_tokens=request.add_special_tokens)
     else:
@@ -150,8 +153,7 @@ async def _tokenize(call: Call) -> None:
 
 
 async def _detokenize(call: Call) -> None:
-    request = parse(call.body, DetokenizeRequest)
-    await call.served(request.model)
+    request, _ = await call.read(DetokenizeRequest)
     text = await call.client.detokenize(request.tokens, skip_special_tokens=bool(request.skip_special_tokens))
     await call.send_json(encode({"prompt": text}))
 

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from slipstream.common.errors import UnauthenticatedError, UnavailableError
 from slipstream.door.errors import ApiError, api_error
 from slipstream.door.events import send_json, send_stream
+from slipstream.door.fields import parse
 from slipstream.door.parsers import Forms
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
     from starlette.types import Receive, Send
 
     from slipstream.client import AsyncClient
+    from slipstream.client.requests import Prompt, RequestOptions
     from slipstream.common.rpc.metrics import RpcMetrics
+    from slipstream.common.wire.job import OutputChunk
     from slipstream.common.wire.server import ServerState
+    from slipstream.door.answers import Answer
     from slipstream.door.config import DoorConfig
+    from slipstream.door.fields import RequestT
+
+T = TypeVar("T")
 
 STATE_AGE_S = 1.0
 """Age up to which what the server said of itself is not asked for again."""
@@ -29,6 +37,8 @@ KEPT_CLIENTS = 1024
 """API keys whose clients are kept; each has the stubs of the gateway's calls."""
 MAX_BODY_BYTES = 8 * 2**20
 """Twice what the gateway takes of a request, as JSON is longer."""
+LARGE_BODY_BYTES = 2**16
+"""Bytes of a body from which on a thread reads it: to read one of 4 MiB takes tens of milliseconds."""
 MAX_ARRIVING_BYTES = 256 * 2**20
 """Bytes of all bodies that are being received, or whose calls are under way."""
 
@@ -40,6 +50,7 @@ class Door:
         self.client = client
         self.config = config
         self.metrics = metrics
+        self.reading = ThreadPoolExecutor(1, "reading")
         self._num_arriving_bytes = 0
         self._clients: dict[str, AsyncClient] = {}
         self._state: ServerState | None = None
@@ -117,9 +128,23 @@ class Call:
         self.door = door
         self.client = client
         self.body = body
-        self.reconnect_s = door.config.reconnect_s
         self._send = send
         self._names = names
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Does work that takes as long as the body is large, beside the event loop if that is long."""
+        if len(self.body) < LARGE_BODY_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.door.reading, work)
+
+    async def read(self, kind: type[RequestT]) -> tuple[RequestT, ServerState]:
+        """Reads the request, and says what serves it. Raises ApiError for a wrong field, and for another model."""
+        request = await self.aside(partial(parse, self.body, kind))
+        return request, await self.served(request.model)
+
+    def generate(self, prompt: Prompt, options: RequestOptions) -> AsyncGenerator[OutputChunk, None]:
+        """Makes a job, with the first chunk that is asked for, which lives as long as the call."""
+        return self.client.generate(prompt, reconnect_s=self.door.config.reconnect_s, **options)
 
     async def served(self, model: str | None) -> ServerState:
         """The server, if it has this model. Raises ApiError for another one."""
@@ -140,14 +165,22 @@ class Call:
             state.reasoning_format if reasoning == "auto" else reasoning.replace("none", ""),
         )
 
+    async def send(
+        self, answer: Answer, outputs: list[AsyncGenerator[OutputChunk, None]], *, stream: bool | None
+    ) -> None:
+        """Answers with what becomes of outputs."""
+        if stream:
+            await self.send_stream(answer.events(outputs))
+        else:
+            await self.send_json(await answer.whole(outputs))
+
     async def send_json(self, body: bytes) -> None:
         """Answers with JSON."""
         await send_json(self._send, body)
 
     async def send_stream(self, events: AsyncGenerator[bytes, None]) -> None:
         """Answers with events. Errors before the first one are raised, later ones sent."""
-        to_error = partial(api_error, names=self._names)
-        await send_stream(self._send, events, to_error, read_timeout_s=self.door.config.read_timeout_s)
+        await send_stream(self._send, events, partial(api_error, names=self._names))
 
     async def send_text(self, body: bytes, *, kind: bytes = b"text/plain; charset=utf-8", status: int = 200) -> None:
         """Answers with text."""

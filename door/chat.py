@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.wire.job import FinishReason
-from slipstream.door.answers import Envelope, Usages, chat_logprobs, merged
+from slipstream.door.answers import Answer, logprob_items
 from slipstream.door.errors import refused
-from slipstream.door.fields import ChatRequest, conversation_of, parse
+from slipstream.door.fields import ChatRequest, conversation_of
 from slipstream.door.parsers import Call as ToolCall
 from slipstream.door.parsers import Content, Parser, Reasoning, make_parser
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import Sequence
 
     from slipstream.client.requests import RequestOptions
     from slipstream.common.wire.job import OutputChunk
@@ -26,23 +25,15 @@ NAMES = {"max_tokens": "max_completion_tokens"}
 
 async def chat_completions(call: Call) -> None:
     """Answers a request, with a stream or without."""
-    request = parse(call.body, ChatRequest)
-    request.check()
-    state = await call.served(request.model)
-    options = request.options()
-    forms = call.forms(state)
+    request, state = await call.read(ChatRequest)
+    options, forms = request.options(), call.forms(state)
     prepare_parsing(options, forms)
-    messages = conversation_of(request.messages)
-    output = call.client.generate(messages, reconnect_s=call.reconnect_s, **options)
-    kind = "chat.completion.chunk" if request.stream else "chat.completion"
-    envelope = Envelope("chatcmpl", kind, request.model or state.served_names[0], includes_usage=request.includes_usage)
+    output = await call.aside(lambda: call.generate(conversation_of(request.messages), options))
     has_one_call = request.parallel_tool_calls is False
     samples = [Sample(options, forms, has_one_call=has_one_call) for _ in range(request.n or 1)]
-    chat = _Chat(envelope, samples, has_logprobs=bool(request.logprobs))
-    if request.stream:
-        await call.send_stream(chat.events(output))
-    else:
-        await call.send_json(await chat.whole(output))
+    choices = _Conversations(samples, has_logprobs=bool(request.logprobs))
+    kind = "chat.completion.chunk" if request.stream else "chat.completion"
+    await call.send(Answer("chatcmpl", kind, request, state, choices), [output], stream=request.stream)
 
 
 def prepare_parsing(options: RequestOptions, forms: Forms) -> None:
@@ -59,24 +50,29 @@ class Sample:
 
     def __init__(self, options: RequestOptions, forms: Forms, *, has_one_call: bool) -> None:
         self.num_calls = 0
-        self.num_tokens = 0
-        self.num_reasoning_tokens = 0
-        """Tokens up to the newest message with thoughts."""
         self._has_one_call = has_one_call
         self._parser: Parser | None = make_parser(
             forms, options.get("tools") or (), options.get("template_kwargs") or {}
         )
+        self._has_thoughts = bool(forms.reasoning)
+        self.num_reasoning_tokens = 0
+        """Tokens of thoughts, with that which ends the mark before them, up to that which ends the mark after them."""
 
     def read(self, chunk: OutputChunk) -> Sequence[Delta]:
         """The next parts of the output."""
-        self.num_tokens += len(chunk.token_ids)
-        if self._parser is None:
+        parser = self._parser
+        if parser is None:
             return (Content(chunk.text),) if chunk.text else ()
-        found = self._parser.push(chunk.text) if chunk.text else []
+        found, begin = [], 0
+        if self._has_thoughts:
+            for length in chunk.text_lengths:
+                was_thinking = parser.is_thinking
+                found += parser.push(chunk.text[begin : begin + length])
+                begin += length
+                self.num_reasoning_tokens += was_thinking or parser.is_thinking
+        found += parser.push(chunk.text[begin:])
         if chunk.finish_reason is not None:
-            found = [*found, *self._parser.finish()]
-        if any(isinstance(delta, Reasoning) for delta in found):
-            self.num_reasoning_tokens = self.num_tokens
+            found += parser.finish()
         return [delta for delta in found if self._counts(delta)]
 
     def finish_reason(self, chunk: OutputChunk) -> str | None:
@@ -92,70 +88,56 @@ class Sample:
         return self.num_calls == 1 or not self._has_one_call
 
 
-class _Chat:
-    def __init__(self, envelope: Envelope, samples: list[Sample], *, has_logprobs: bool) -> None:
-        self._envelope = envelope
+class _Conversations:
+    """See `Choices`."""
+
+    def __init__(self, samples: list[Sample], *, has_logprobs: bool) -> None:
         self._samples = samples
+        self._begun: set[int] = set()
         self._has_logprobs = has_logprobs
-        self._usages = Usages()
 
-    async def events(self, output: AsyncGenerator[OutputChunk, None]) -> AsyncGenerator[bytes, None]:
-        begun: set[int] = set()
-        async with aclosing(merged([output])) as chunks:
-            async for _, chunk in chunks:
-                index = chunk.sample_index
-                sample = self._samples[index]
-                events = []
-                if index not in begun:
-                    begun.add(index)
-                    events.append(self._event(index, {"role": "assistant", "content": ""}))
-                num_calls = sample.num_calls
-                fields = [field for delta in sample.read(chunk) for field in _fields(delta)]
-                logprobs = chat_logprobs(chunk.logprobs) if self._has_logprobs and chunk.logprobs else None
-                if logprobs and not fields:
-                    fields = [{"content": ""}]
-                for field in fields:
-                    if "tool_calls" in field:
-                        num_calls += "id" in field["tool_calls"][0]
-                        field["tool_calls"][0]["index"] = num_calls - 1
-                    events.append(self._event(index, field, logprobs))
-                    logprobs = None
-                if chunk.finish_reason is not None:
-                    events.append(self._event(index, {}, reason=sample.finish_reason(chunk)))
-                if chunk.job_usage is not None:
-                    self._usages.add(chunk.job_usage)
-                if events:
-                    yield b"".join(events)
-        yield self._envelope.end(self._usages)
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(sample.num_reasoning_tokens for sample in self._samples)
 
-    def _event(self, index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
-        return self._envelope.event({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
+    def parts(self, index: int, chunk: OutputChunk) -> Sequence[dict[str, Any]]:
+        sample, parts = self._samples[index], []
 
-    async def whole(self, output: AsyncGenerator[OutputChunk, None]) -> bytes:
-        said: list[list[Delta]] = [[] for _ in self._samples]
-        logprobs: list[list[Any]] = [[] for _ in self._samples]
-        reasons: list[str | None] = [None] * len(self._samples)
-        async with aclosing(output) as chunks:
-            async for chunk in chunks:
-                sample = self._samples[chunk.sample_index]
-                said[chunk.sample_index] += sample.read(chunk)
-                logprobs[chunk.sample_index] += chunk.logprobs
-                reasons[chunk.sample_index] = sample.finish_reason(chunk) or reasons[chunk.sample_index]
-                if chunk.job_usage is not None:
-                    self._usages.add(chunk.job_usage)
-        choices = [
-            {
-                "index": index,
-                "message": message_of(deltas),
-                "logprobs": chat_logprobs(logprobs[index]) if self._has_logprobs else None,
-                "finish_reason": reasons[index],
-            }
-            for index, deltas in enumerate(said)
-        ]
-        return self._envelope.answer(choices, self._usages)
+        def add(delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> None:
+            parts.append({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
+
+        if index not in self._begun:
+            self._begun.add(index)
+            add({"role": "assistant", "content": ""})
+        num_calls = sample.num_calls
+        fields = [field for delta in sample.read(chunk) for field in _fields(delta)]
+        logprobs = self._logprobs(chunk) if chunk.logprobs else None
+        if logprobs and not fields:
+            fields = [{"content": ""}]
+        for field in fields:
+            if "tool_calls" in field:
+                num_calls += "id" in field["tool_calls"][0]
+                field["tool_calls"][0]["index"] = num_calls - 1
+            add(field, logprobs)
+            logprobs = None
+        if chunk.finish_reason is not None:
+            add({}, reason=sample.finish_reason(chunk))
+        return parts
+
+    def whole(self, index: int, output: OutputChunk) -> dict[str, Any]:
+        sample = self._samples[index]
+        return {
+            "index": index,
+            "message": message_of(sample.read(output)),
+            "logprobs": self._logprobs(output),
+            "finish_reason": sample.finish_reason(output),
+        }
+
+    def _logprobs(self, chunk: OutputChunk) -> dict[str, Any] | None:
+        return {"content": logprob_items(chunk.logprobs)} if self._has_logprobs else None
 
 
-def message_of(deltas: list[Delta]) -> dict[str, Any]:
+def message_of(deltas: Sequence[Delta]) -> dict[str, Any]:
     """The message that the parts of an output make."""
     content = "".join(delta.text for delta in deltas if isinstance(delta, Content))
     reasoning = "".join(delta.text for delta in deltas if isinstance(delta, Reasoning))

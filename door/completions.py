@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from slipstream.door.answers import CompletionLogprobs, Envelope, Usages, merged
-from slipstream.door.fields import CompletionRequest, parse
+from slipstream.door.answers import Answer, CompletionLogprobs
+from slipstream.door.fields import CompletionRequest
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import Sequence
 
     from slipstream.common.wire.job import OutputChunk
     from slipstream.door.call import Call
@@ -20,72 +19,37 @@ NAMES = {"top_logprobs": "logprobs"}
 
 async def completions(call: Call) -> None:
     """Answers a request, with a stream or without."""
-    request = parse(call.body, CompletionRequest)
-    request.check()
-    state = await call.served(request.model)
+    request, state = await call.read(CompletionRequest)
     prompts, options = request.prompts, request.options()
-    envelope = Envelope(
-        "cmpl", "text_completion", request.model or state.served_names[0], includes_usage=request.includes_usage
-    )
-    echoes = [await _text_of(prompt, call) if request.echo else "" for prompt in prompts]
-    outputs = [call.client.generate(prompt, reconnect_s=call.reconnect_s, **options) for prompt in prompts]
-    completion = _Completion(envelope, echoes, request.n or 1, has_logprobs=request.logprobs is not None)
-    if request.stream:
-        await call.send_stream(completion.events(outputs))
-    else:
-        await call.send_json(await completion.whole(outputs))
+    echoes = [await _text_of(prompt, call) if request.echo else "" for prompt in prompts for _ in range(request.n or 1)]
+    outputs = await call.aside(lambda: [call.generate(prompt, options) for prompt in prompts])
+    choices = _Completions(echoes, has_logprobs=request.logprobs is not None)
+    await call.send(Answer("cmpl", "text_completion", request, state, choices), outputs, stream=request.stream)
 
 
 async def _text_of(prompt: str | list[int], call: Call) -> str:
     return prompt if isinstance(prompt, str) else await call.client.detokenize(prompt)
 
 
-class _Completion:
-    def __init__(self, envelope: Envelope, echoes: list[str], n: int, *, has_logprobs: bool) -> None:
-        self._envelope = envelope
+class _Completions:
+    """See `Choices`."""
+
+    num_reasoning_tokens = 0
+
+    def __init__(self, echoes: list[str], *, has_logprobs: bool) -> None:
+        """`echoes`: for each choice, the text before its own."""
         self._echoes = echoes
-        self._n = n
-        self._usages = Usages()
-        num_choices = n * len(echoes)
-        self._logprobs = [CompletionLogprobs() for _ in range(num_choices)] if has_logprobs else []
-        self._has_begun = [not any(echoes)] * num_choices
+        self._logprobs = [CompletionLogprobs() for _ in echoes] if has_logprobs else []
 
-    async def events(self, outputs: list[AsyncGenerator[OutputChunk, None]]) -> AsyncGenerator[bytes, None]:
-        async with aclosing(merged(outputs)) as chunks:
-            async for index, chunk in chunks:
-                choice = self._choice(index, chunk)
-                if chunk.job_usage is not None:
-                    self._usages.add(chunk.job_usage)
-                if choice["text"] or choice["finish_reason"] or choice["logprobs"]:
-                    yield self._envelope.event(choice)
-        yield self._envelope.end(self._usages)
+    def parts(self, index: int, chunk: OutputChunk) -> Sequence[dict[str, Any]]:
+        choice = self.whole(index, chunk)
+        return [choice] if choice["text"] or choice["finish_reason"] or choice["logprobs"] else ()
 
-    async def whole(self, outputs: list[AsyncGenerator[OutputChunk, None]]) -> bytes:
-        choices: dict[int, dict[str, Any]] = {}
-        async with aclosing(merged(outputs)) as chunks:
-            async for index, chunk in chunks:
-                if chunk.job_usage is not None:
-                    self._usages.add(chunk.job_usage)
-                part = self._choice(index, chunk)
-                choice = choices.setdefault(part["index"], part)
-                if choice is part:
-                    choice["text"] = [part["text"]]
-                    continue
-                choice["text"].append(part["text"])
-                choice["finish_reason"] = part["finish_reason"] or choice["finish_reason"]
-                for name, values in (part["logprobs"] or {}).items():
-                    choice["logprobs"][name] += values
-        for choice in choices.values():
-            choice["text"] = "".join(choice["text"])
-        return self._envelope.answer([choices[index] for index in sorted(choices)], self._usages)
-
-    def _choice(self, prompt_index: int, chunk: OutputChunk) -> dict[str, Any]:
-        index, text = prompt_index * self._n + chunk.sample_index, chunk.text
-        if not self._has_begun[index]:
-            self._has_begun[index], text = True, self._echoes[prompt_index] + text
+    def whole(self, index: int, output: OutputChunk) -> dict[str, Any]:
+        text, self._echoes[index] = self._echoes[index] + output.text, ""
         return {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs[index].part(chunk) if self._logprobs else None,
-            "finish_reason": chunk.finish_reason,
+            "logprobs": self._logprobs[index].part(output) if self._logprobs else None,
+            "finish_reason": output.finish_reason,
         }

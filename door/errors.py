@@ -20,6 +20,7 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnauthenticatedError,
     UnavailableError,
+    shorten,
 )
 
 INVALID = "invalid_request_error"
@@ -84,9 +85,7 @@ class ApiError(Exception):
 
 def refused(param: str, given: object, accepted: str, *, code: str | None = None) -> ApiError:
     """An error that names a field, what was given and what is accepted."""
-    shown = repr(given)
-    shown = shown if len(shown) <= 120 else f"{shown[:119]}…"
-    return ApiError(400, f"{param}: got {shown}, accepted: {accepted}", param=param, code=code)
+    return ApiError(400, f"{param}: got {shorten(given)}, accepted: {accepted}", param=param, code=code)
 
 
 def api_error(error: SlipstreamError, names: dict[str, str]) -> ApiError:

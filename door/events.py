@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -43,32 +42,21 @@ async def send_error(send: Send, error: ApiError) -> None:
 
 
 async def send_stream(
-    send: Send,
-    events: AsyncGenerator[bytes, None],
-    to_error: Callable[[SlipstreamError], ApiError],
-    *,
-    read_timeout_s: float,
+    send: Send, events: AsyncGenerator[bytes, None], to_error: Callable[[SlipstreamError], ApiError]
 ) -> None:
-    """Sends events as they come. Raises what the first one raises; a later error is an event, as `to_error` has it.
+    """Sends events as they come. Raises what the first one raises; a later error is an event, as `to_error` has it."""
 
-    Raises TimeoutError for a client that reads nothing for so long.
-    """
-    loop = asyncio.get_running_loop()
+    async def send_part(part: bytes, *, has_more: bool = True) -> None:
+        await send({"type": "http.response.body", "body": part, "more_body": has_more})
+
     # The end of the events ends their job.
-    async with aclosing(events), asyncio.timeout(None) as bound:
+    async with aclosing(events):
         first = await anext(events, b"")
-        bound.reschedule(loop.time() + read_timeout_s)
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM})
-        await send({"type": "http.response.body", "body": first, "more_body": True})
-        bound.reschedule(None)
+        await send_part(first)
         try:
-            async for one in events:
-                bound.reschedule(loop.time() + read_timeout_s)
-                await send({"type": "http.response.body", "body": one, "more_body": True})
-                bound.reschedule(None)
+            async for part in events:
+                await send_part(part)
         except SlipstreamError as error:
-            bound.reschedule(loop.time() + read_timeout_s)
-            body = event(to_error(error).content)
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-        bound.reschedule(loop.time() + read_timeout_s)
-        await send({"type": "http.response.body", "body": b""})
+            await send_part(event(to_error(error).content))
+        await send_part(b"", has_more=False)

@@ -64,6 +64,10 @@ Delta: TypeAlias = Content | Reasoning | Call
 class Parser(Protocol):
     """Reads the output of a sample."""
 
+    @property
+    def is_thinking(self) -> bool:
+        """True within thoughts."""
+
     def push(self, text: str) -> list[Delta]:
         """Returns what is certain with more text."""
 
@@ -90,6 +94,8 @@ def make_parser(forms: Forms, tools: Sequence[Mapping[str, Any]], kwargs: Mappin
 
 class ToolParser:
     """Finds calls in a form that `tools` knows; what is none is content."""
+
+    is_thinking = False
 
     def __init__(self, form: str, functions: Mapping[str, Any]) -> None:
         """`functions`: by name, those that may be called."""
@@ -122,6 +128,11 @@ class ThinkParser:
         self._state = "thoughts" if is_open else "start"
         self._has_text = False
         """False until white space at the beginning of this part is over."""
+
+    @property
+    def is_thinking(self) -> bool:
+        """See `Parser`."""
+        return self._state == "thoughts"
 
     def push(self, text: str) -> list[Delta]:
         """See `Parser`."""
@@ -180,6 +191,11 @@ class HarmonyParser:
         self._header: str | None = ""
         """The header that is being read; None in a message."""
         self._channel, self._recipient, self._arguments = "final", "", ""
+
+    @property
+    def is_thinking(self) -> bool:
+        """See `Parser`."""
+        return self._header is None and self._channel == "analysis"
 
     def push(self, text: str) -> list[Delta]:
         """See `Parser`."""

@@ -5,26 +5,25 @@ from __future__ import annotations
 import time
 import uuid
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from slipstream.common.errors import SlipstreamError
 from slipstream.common.wire.job import FinishReason
-from slipstream.door.answers import Usages
+from slipstream.door.answers import Usages, logprob_items, token_by_token
 from slipstream.door.chat import Sample, prepare_parsing
 from slipstream.door.errors import ApiError, api_error, refused
 from slipstream.door.events import encode, event
 from slipstream.door.fields import (
     ON_CONSTRAINTS,
+    ChatRequest,
+    Generation,
     Message,
     Part,
-    Sampling,
     ToolCall,
     ToolCallFunction,
-    check_tools,
-    convert,
-    parse,
+    conversation_of,
 )
 from slipstream.door.parsers import Call as FunctionCall
 from slipstream.door.parsers import Content, Reasoning
@@ -32,7 +31,6 @@ from slipstream.door.parsers import Content, Reasoning
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
-    from slipstream.client.requests import RequestOptions
     from slipstream.common.wire.job import OutputChunk
     from slipstream.door.call import Call
     from slipstream.door.parsers import Delta
@@ -44,23 +42,26 @@ NAMES = {
     "top_logprobs": "top_logprobs",
 }
 """Fields that this call has other names for."""
-_NOTHING: dict[str, Any] = {"annotations": [], "logprobs": []}
+LOGPROBS = "message.output_text.logprobs"
+"""The part of an answer that a request may ask for."""
+_SAME = ("tool_choice", "parallel_tool_calls", "chat_template_kwargs", "store")
+"""Fields of a conversation, too."""
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
 class Item(msgspec.Struct, forbid_unknown_fields=True):
     """An item of the input: a message, a call or its result, thoughts of an earlier answer."""
 
-    type: str = "message"
+    type: str | None = None
     role: str | None = None
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Part] | None = None
     id: str | None = None
     status: str | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[dict[str, Any]] | None = None
-    summary: list[dict[str, Any]] | None = None
+    output: str | list[Part] | None = None
+    summary: list[Any] | None = None
     phase: str | None = None
 
 
@@ -68,101 +69,68 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
     """How much the model thinks."""
 
     effort: str | None = None
-    summary: str | None = None
+    summary: Literal["auto"] | None = None
 
 
-class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True):
+class ResponsesRequest(Generation, kw_only=True):
     """/v1/responses."""
 
-    input: str | list[dict[str, Any]]
-    model: str | None = None
+    input: str | list[Item]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
-    store: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: dict[str, Any] | None = None
-    truncation: str | None = None
-    service_tier: str | None = None
-    metadata: dict[str, str] | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     include: list[str] | None = None
+    top_logprobs: int | None = None
+    store: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None
-    top_logprobs: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    truncation: str | None = None
 
     def check(self) -> None:
-        """Raises ApiError for a value that is not honoured."""
-        for name in ("store", "background", "previous_response_id", "include", "top_logprobs"):
-            if getattr(self, name):
-                raise refused(name, getattr(self, name), "none: answers are not kept, and have no such part")
+        super().check()
+        for name in self.include or ():
+            if name != LOGPROBS:
+                raise refused("include", name, LOGPROBS)
+        if self.top_logprobs and not self.include:
+            raise refused("top_logprobs", self.top_logprobs, f"none without {LOGPROBS} in include")
         if self.text is not None and self.text.get("format") not in (None, {"type": "text"}):
             raise refused("text.format", self.text["format"], ON_CONSTRAINTS)
         if self.text is not None and self.text.keys() - {"format"}:
             raise refused("text", self.text, "a format")
-        if self.truncation not in (None, "disabled"):
-            raise refused("truncation", self.truncation, "disabled")
-        if self.reasoning is not None and self.reasoning.summary not in (None, "auto"):
-            raise refused("reasoning.summary", self.reasoning.summary, "auto: there is none")
         for index, tool in enumerate(self.tools or ()):
             if tool.get("type") != "function":
                 raise refused(f"tools[{index}].type", tool.get("type"), "function")
-        check_tools(self.chat_tools, self.tool_choice)
+        self.chat().check()
 
-    @property
-    def chat_tools(self) -> list[dict[str, Any]]:
-        """The tools as a conversation has them."""
+    def chat(self) -> ChatRequest:
+        """The same as a conversation, but for its messages."""
         names = ("name", "description", "parameters", "strict")
-        return [
-            {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
-            for tool in self.tools or ()
-        ]
-
-    def options(self) -> RequestOptions:
-        """The same as options of our client."""
-        sampling = Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=self.seed,
-            service_tier=self.service_tier,
+        return ChatRequest(
+            messages=[],
+            max_completion_tokens=self.max_output_tokens,
+            logprobs=bool(self.include),
+            top_logprobs=self.top_logprobs if self.include else None,
+            tools=[
+                {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+                for tool in self.tools or ()
+            ],
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            **{name: getattr(self, name) for name in (*Generation.__struct_fields__, *_SAME)},
         )
-        sampling.check()
-        found = sampling.options()
-        if self.max_output_tokens is None:
-            found["fills_context"] = True
-        else:
-            found["max_new_tokens"] = self.max_output_tokens
-        kwargs = dict(self.chat_template_kwargs or {})
-        if self.reasoning is not None and self.reasoning.effort is not None:
-            kwargs["reasoning_effort"] = self.reasoning.effort
-        if kwargs:
-            found["template_kwargs"] = kwargs
-        if self.tools and self.tool_choice != "none":
-            found["tools"] = self.chat_tools
-        return found
 
     def messages(self) -> list[dict[str, Any]]:
         """The input as a conversation. Raises ApiError."""
         made = [Message("system", self.instructions)] if self.instructions is not None else []
-        given = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        given = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         thoughts: str | None = None
-        for index, value in enumerate(given):
+        for index, item in enumerate(given):
             field = f"input[{index}]"
-            item = convert(value, Item, field)
-            match item.type:
+            match item.type or "message":
                 case "message":
                     content = _content(item.content, f"{field}.content")
                     made.append(Message(item.role or "", content, reasoning_content=thoughts))
@@ -181,34 +149,24 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True):
                     made.append(Message("tool", _content(item.output, f"{field}.output"), tool_call_id=item.call_id))
                 case other:
                     raise refused(f"{field}.type", other, "message, function_call, function_call_output, reasoning")
-        if not made:
-            raise refused("input", [], "a text, or at least one item")
-        return [message.to_ours("input") for message in made]
+        return conversation_of(made, "input")
 
 
-def _content(content: str | list[dict[str, Any]] | None, field: str) -> str | list[Part]:
+def _content(content: str | list[Part] | None, field: str) -> str | list[Part]:
     if isinstance(content, str):
         return content
     for index, part in enumerate(content or ()):
-        if part.get("type") not in _TEXT_PARTS:
-            raise refused(f"{field}[{index}].type", part.get("type"), ", ".join(_TEXT_PARTS))
-    return [Part("text", str(part.get("text", part.get("refusal", "")))) for part in content or ()]
-
-
-def _logprobs(kind: str) -> dict[str, Any]:
-    """The field of a message's text that it has in OpenAI's form."""
-    return {"logprobs": []} if kind == "message" else {}
+        if part.type not in _TEXT_PARTS:
+            raise refused(f"{field}[{index}].type", part.type, ", ".join(_TEXT_PARTS))
+    return [Part("text", part.text or part.refusal or "") for part in content or ()]
 
 
 async def responses(call: Call) -> None:
     """Answers a request, with a stream or without."""
-    request = parse(call.body, ResponsesRequest)
-    request.check()
-    state = await call.served(request.model)
-    options, messages = request.options(), request.messages()
-    forms = call.forms(state)
+    request, state = await call.read(ResponsesRequest)
+    options, forms = request.chat().options(), call.forms(state)
     prepare_parsing(options, forms)
-    output = call.client.generate(messages, reconnect_s=call.reconnect_s, **options)
+    output = await call.aside(lambda: call.generate(request.messages(), options))
     sample = Sample(options, forms, has_one_call=request.parallel_tool_calls is False)
     answer = _Answer(request, request.model or state.served_names[0], sample)
     if request.stream:
@@ -229,6 +187,8 @@ class _Answer:
         self._items: list[dict[str, Any]] = []
         self._usages = Usages()
         self._number = 0
+        self._logprobs: list[dict[str, Any]] = []
+        """Of the tokens since the last part of the text."""
         self._fields: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -288,8 +248,11 @@ class _Answer:
 
     def read(self, chunk: OutputChunk) -> Iterator[bytes]:
         """Takes the next part of the output, and yields its events."""
-        for delta in self._sample.read(chunk):
-            yield from self._add(delta)
+        for part in token_by_token(chunk) if chunk.logprobs else (chunk,):
+            self._logprobs += logprob_items(part.logprobs)
+            for delta in self._sample.read(part):
+                yield from self._add(delta)
+                self._logprobs = []
         if chunk.job_usage is not None:
             self._usages.add(chunk.job_usage)
         if chunk.finish_reason is not None:
@@ -310,15 +273,20 @@ class _Answer:
             case Reasoning():
                 kind, part = "reasoning", "reasoning_text"
         last = self._items[-1] if self._items else None
+        logprobs = {"logprobs": self._logprobs} if kind == "message" else {}
         if last is None or last["type"] != kind or last["status"] != "in_progress":
             yield from self._end_item()
             more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
             last = self._begin_item("msg" if kind == "message" else "rs", {"type": kind, "content": [], **more})
             yield self._item_event("output_item.added", item=last)
-            last["content"].append({"type": part, "text": "", **(_NOTHING if kind == "message" else {})})
+            last["content"].append(
+                {"type": part, "text": "", **({"annotations": [], "logprobs": []} if kind == "message" else {})}
+            )
             yield self._item_event("content_part.added", **self._place, part=last["content"][0])
         last["content"][0]["text"] += delta.text
-        yield self._item_event(f"{part}.delta", **self._place, delta=delta.text, **_logprobs(kind))
+        if logprobs:
+            last["content"][0]["logprobs"] += self._logprobs
+        yield self._item_event(f"{part}.delta", **self._place, delta=delta.text, **logprobs)
 
     def _add_call(self, call: FunctionCall) -> Iterator[bytes]:
         yield from self._end_item()
@@ -343,8 +311,10 @@ class _Answer:
         item["status"] = "completed"
         if item["type"] != "function_call":
             part = item["content"][0]
-            text = {"text": part["text"], **_logprobs(item["type"])}
-            yield self._item_event(f"{part['type']}.done", **self._place, **text)
+            if item["type"] == "message":
+                part["logprobs"] += self._logprobs
+            said = {name: part[name] for name in ("text", "logprobs") if name in part}
+            yield self._item_event(f"{part['type']}.done", **self._place, **said)
             yield self._item_event("content_part.done", **self._place, part=part)
         yield self._item_event("output_item.done", item=item)
 

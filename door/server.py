@@ -39,15 +39,15 @@ KEEP_ALIVE_S = 65
 class Bounds:
     """The connections of a server that wait for a request, the oldest first."""
 
-    def __init__(self, max_connections: int, arrival_s: float) -> None:
-        """A request must have arrived after `arrival_s`."""
+    def __init__(self, max_connections: int, read_timeout_s: float) -> None:
+        """A request must have arrived, and an answer be read on, after `read_timeout_s`."""
         self.max_connections = max_connections
-        self.arrival_s = arrival_s
+        self.read_timeout_s = read_timeout_s
         self.waiting: dict[BoundedProtocol, None] = {}
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection whose requests arrive in time and have a head of bounded length.
+    """A connection whose requests arrive in time and have a head of bounded length, and whose client reads.
 
     Beyond the most connections, the one is closed that has waited longest for a request.
     """
@@ -58,6 +58,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._is_in_head = True
         self._deadline: asyncio.TimerHandle | None = None
+        self._reading_deadline: asyncio.TimerHandle | None = None
+        """Set while what was written waits for the client."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Counts the connection."""
@@ -75,6 +77,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forgets the connection."""
         self._forget()
+        if self._reading_deadline is not None:
+            self._reading_deadline.cancel()
         if self.transport is not None:
             super().connection_lost(exc)
 
@@ -112,10 +116,21 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self._bounds.waiting[self] = None
 
+    def pause_writing(self) -> None:
+        """Waits for a client that does not read."""
+        super().pause_writing()
+        self._reading_deadline = self.loop.call_later(self._bounds.read_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Goes on with a client that reads."""
+        super().resume_writing()
+        if self._reading_deadline is not None:
+            self._reading_deadline.cancel()
+
     def _wait(self) -> None:
         self._forget()
         self._bounds.waiting[self] = None
-        self._deadline = self.loop.call_later(self._bounds.arrival_s, self.transport.abort)
+        self._deadline = self.loop.call_later(self._bounds.read_timeout_s, self.transport.abort)
 
     def _forget(self) -> None:
         self._bounds.waiting.pop(self, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import threading
 import time
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ import pytest
 
 from slipstream.client import AsyncClient
 from slipstream.common.wire.job import JobState
+from slipstream.door.call import LARGE_BODY_BYTES
+from slipstream.door.fields import parse
 from slipstream.door.server import MAX_HEAD_BYTES
 from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota
 from tests.harness.certificates import Certificates
@@ -62,6 +65,9 @@ async def test_a_caller_needs_a_key_that_the_gateway_knows(tmp_path: Path) -> No
                     assert answer.status_code == 401, (path, headers, answer.text)
                     assert answer.json()["error"]["code"] == "invalid_api_key"
                     assert answer.headers["www-authenticate"] == "Bearer"
+                    # What is wrong with a request is not for who has no key.
+                    assert (await http.post(path, content=b"{")).status_code == 401
+                    assert (await http.post(path, json={"mood": 1})).status_code == 401
                 for path in ("/v1/models", "/metrics"):
                     assert (await http.get(path)).status_code == 401
                 assert (await http.get("/health")).status_code == 200
@@ -179,6 +185,21 @@ async def test_heads_are_bounded() -> None:
             writer.close()
         answer = await door.http.post("/v1/completions", content=b'{"prompt": "%s"}' % (b"a" * 2**20))
         assert answer.status_code == 400  # a body is no head
+
+
+async def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def recorded(body: bytes, kind: Any) -> Any:
+        threads.append(threading.current_thread())
+        return parse(body, kind)
+
+    monkeypatch.setattr("slipstream.door.call.parse", recorded)
+    async with generation_server() as server, running_door(server.address) as door:
+        for num_bytes, is_beside in ((10, False), (LARGE_BODY_BYTES, True)):
+            answer = await door.post("/v1/completions", prompt="a" * num_bytes, max_tokens=2)
+            assert answer.status_code == 200 or answer.json()["error"]["code"] == "context_length_exceeded"
+            assert (threads.pop() is not threading.main_thread()) == is_beside
 
 
 async def test_health_is_answered_beside_large_bodies() -> None:

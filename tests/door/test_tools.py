@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from contextlib import asynccontextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -112,8 +113,8 @@ async def test_a_response_has_items_and_its_events_make_them(form: str) -> None:
         assert whole.status == "incomplete"
         assert whole.usage is not None
         assert whole.usage.output_tokens == num_tokens
-        # Counted by messages: where a message has thoughts and what follows them, all of its tokens count.
-        assert 0 < whole.usage.output_tokens_details.reasoning_tokens <= num_tokens
+        num_thoughts = await num_tokens_of_thoughts(door, text)
+        assert whole.usage.output_tokens_details.reasoning_tokens == num_thoughts
         events = [event async for event in await door.openai.responses.create(**request, stream=True)]
         assert [event.sequence_number for event in events] == list(range(len(events)))
         assert [events[0].type, events[1].type, events[-1].type] == [
@@ -129,6 +130,59 @@ async def test_a_response_has_items_and_its_events_make_them(form: str) -> None:
         assert "".join(
             event.delta for event in events if event.type == "response.function_call_arguments.delta"
         ) == json.dumps({"city": "Paris"})
+
+
+async def num_tokens_of_thoughts(door: RunningDoor, text: str) -> int:
+    """Those from that which ends the mark before thoughts to that which ends the mark after them."""
+    found = (await door.post("/tokenize", prompt=text, add_special_tokens=False, return_token_strs=True)).json()
+    before, after = ("<|message|>", "<|end|>") if "<|channel|>" in text else ("<think>", "</think>")
+    ends = list(accumulate(len(token) for token in found["token_strs"]))
+    begin, end = text.index(before) + len(before), text.index(after) + len(after)
+    assert ends[-1] == len(text)
+    return sum(place >= begin for place in ends) - sum(place >= end for place in ends) + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thoughts_of_a_conversation_are_counted_by_tokens(stream: bool) -> None:
+    async with door_of("hermes") as (door, num_tokens, text):
+        request: dict[str, Any] = {
+            "messages": [{"role": "user", "content": text}],
+            "max_completion_tokens": num_tokens,
+            "n": 2,
+        }
+        if stream:
+            answer = await door.post(
+                "/v1/chat/completions", **request, stream=True, stream_options={"include_usage": True}
+            )
+            usage = json.loads(answer.text.split("\n\n")[-3].removeprefix("data: "))["usage"]
+        else:
+            usage = (await door.post("/v1/chat/completions", **request)).json()["usage"]
+        counted = usage["completion_tokens_details"]["reasoning_tokens"]
+        assert counted == 2 * await num_tokens_of_thoughts(door, text)
+
+
+async def test_a_response_has_logprobs_of_its_text() -> None:
+    async with door_of("hermes") as (door, _, _):
+        request: dict[str, Any] = {
+            "model": "tiny",
+            "input": "<think>Hm.</think>Sure.</s>",
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+        }
+        whole = await door.openai.responses.create(**request)
+        (part,) = whole.output[-1].content  # type: ignore[union-attr]
+        tokens = [one.token for one in part.logprobs]  # type: ignore[union-attr]
+        # The end of the output has a token, too.
+        assert "".join(tokens[:-1]).endswith(part.text)  # type: ignore[union-attr]
+        assert all(len(one.top_logprobs) == 2 for one in part.logprobs)  # type: ignore[union-attr]
+        assert len(tokens) < whole.usage.output_tokens  # type: ignore[union-attr]
+        events: list[Any] = [event async for event in await door.openai.responses.create(**request, stream=True)]
+        streamed = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+        assert [one.token for one in streamed] == tokens[: len(streamed)]
+        (done,) = [event for event in events if event.type == "response.output_text.done"]
+        assert [one.token for one in done.logprobs] == tokens
+        plain = await door.openai.responses.create(model="tiny", input="Sure.</s>")
+        assert plain.output[-1].content[0].logprobs == []  # type: ignore[union-attr]
 
 
 async def test_a_response_goes_on_with_its_items() -> None:
@@ -157,6 +211,7 @@ async def test_a_response_goes_on_with_its_items() -> None:
         ({"previous_response_id": "a"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"top_logprobs": 2}, "top_logprobs"),
         ({"truncation": "auto"}, "truncation"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
