@@ -29,7 +29,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from typing import Self
 
 RETRY_AFTER_MS = 500
@@ -201,13 +200,7 @@ _LASTING = frozenset(
 """The driver's names of errors after which a process's context is lost."""
 
 
-_BOUNDED = reprlib.Repr()
-_BOUNDED.maxlist = _BOUNDED.maxtuple = _BOUNDED.maxset = _BOUNDED.maxdict = _MAX_SHOWN
-# Longer than what is shown, since it would leave out the middle.
-_BOUNDED.maxstring = _BOUNDED.maxlong = _BOUNDED.maxother = 3 * _MAX_SHOWN
-
-
 def shorten(value: object) -> str:
-    """Returns the beginning of a value's text; that of a million numbers takes no longer than of a hundred."""
-    text = _BOUNDED.repr(value)
+    """Returns the beginning of a value's text; that of a million numbers takes no longer than that of a hundred."""
+    text = repr(value[:_MAX_SHOWN] if isinstance(value, (str, bytes, list, tuple)) else value)
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"
