@@ -9,16 +9,12 @@ from __future__ import annotations
 import atexit
 import json
 import re
-import resource
-import signal
-import subprocess
-import sys
-import threading
 from contextlib import suppress
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.common.errors import InvalidArgumentError
+from slipstream.gateway.bounded_process import BoundedProcess, answer_all, bound_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -180,77 +176,29 @@ def _json_object(text: str, field: str) -> dict[str, Any]:
 
 def render(source: str, variables: Mapping[str, Any], *, continues: bool = False) -> str:
     """Renders a template. `continues`: the text ends with the last message's. Raises TemplateError."""
-    return _renderer().render({"source": source, "variables": dict(variables), "continues": continues})
-
-
-class _Renderer:
-    """A process that renders templates, one at a time; it is started again when it ended. For any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def render(self, request: dict[str, Any]) -> str:
-        sent = json.dumps(request).encode() + b"\n"
-        with self._lock:
-            answer = self._exchange(sent)
-            if answer is None:
-                self.end()
-                raise TemplateError(f"it takes longer than {RENDER_TIMEOUT_S:g} s, or more memory than it may")
-        if "text" not in answer:
-            raise TemplateError(answer["error"])
-        return str(answer["text"])
-
-    def _exchange(self, sent: bytes) -> dict[str, str] | None:
-        """Returns the answer; None if the process ended in its place."""
-        process = self._process
-        if process is None or process.poll() is not None:
-            self.end()
-            process = self._process = subprocess.Popen(
-                (sys.executable, "-P", "-m", __name__), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
-        assert process.stdin is not None, "it is a pipe"
-        assert process.stdout is not None, "it is a pipe"
-        try:
-            process.stdin.write(sent)
-            process.stdin.flush()
-            found: dict[str, str] = json.loads(process.stdout.readline())
-        except (OSError, ValueError):
-            return None
-        return found
-
-    def end(self) -> None:
-        """Ends the process; the next text starts another."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+    answer = _renderer().ask({"source": source, "variables": dict(variables), "continues": continues})
+    if answer is None:
+        raise TemplateError(f"it takes longer than {RENDER_TIMEOUT_S:g} s, or more memory than it may")
+    if "text" not in answer:
+        raise TemplateError(answer["error"])
+    return str(answer["text"])
 
 
 @cache
-def _renderer() -> _Renderer:
-    renderer = _Renderer()
-    atexit.register(renderer.end)
-    return renderer
+def _renderer() -> BoundedProcess:
+    process = BoundedProcess(__name__)
+    atexit.register(process.end)
+    return process
 
 
-def _serve() -> None:
-    """Renders what comes at standard input, a line each, until it ends. The alarm ends the process."""
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for line in sys.stdin.buffer:
-        try:
-            request = json.loads(line)
-            signal.setitimer(signal.ITIMER_REAL, RENDER_TIMEOUT_S)
-            answer = {"text": _render(**request)}
-        except MemoryError:
-            answer = {"error": f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"}
-        except Exception as error:
-            # A template may raise anything.
-            answer = {"error": " ".join(str(error).split()) or type(error).__name__}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-        sys.stdout.buffer.flush()
+def _answer(request: dict[str, Any]) -> dict[str, str]:
+    try:
+        return {"text": _render(**request)}
+    except MemoryError:
+        return {"error": f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"}
+    except Exception as error:
+        # A template may raise anything.
+        return {"error": " ".join(str(error).split()) or type(error).__name__}
 
 
 def _render(source: str, variables: dict[str, Any], continues: bool) -> str:
@@ -324,4 +272,5 @@ def _compiled(source: str) -> Any:
 
 
 if __name__ == "__main__":
-    _serve()
+    bound_memory(MAX_MEMORY_BYTES)
+    answer_all(_answer, seconds=RENDER_TIMEOUT_S)

@@ -1,0 +1,83 @@
+"""A process of its own for work whose time and memory a client or a model decides, as that of a template.
+
+Its bounds end the process, not the gateway.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Answer = dict[str, Any]
+
+
+class BoundedProcess:
+    """A process that answers requests, one at a time; it is started again when it ended. For any thread."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        """`module` calls `answer_all` when it is run with these arguments."""
+        self._command = (sys.executable, "-P", "-m", module, *arguments)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, request: dict[str, Any]) -> Answer | None:
+        """Returns the answer; None if a bound ended the process in its place."""
+        sent = json.dumps(request).encode() + b"\n"
+        with self._lock:
+            answer = self._exchange(sent)
+            if answer is None:
+                self._end()
+        return answer
+
+    def end(self) -> None:
+        """Ends the process; the next request starts another."""
+        with self._lock:
+            self._end()
+
+    def _exchange(self, sent: bytes) -> Answer | None:
+        process = self._process
+        if process is None or process.poll() is not None:
+            self._end()
+            process = self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdin is not None, "it is a pipe"
+        assert process.stdout is not None, "it is a pipe"
+        try:
+            process.stdin.write(sent)
+            process.stdin.flush()
+            found: Answer = json.loads(process.stdout.readline())
+        except (OSError, ValueError):
+            return None
+        return found
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+def bound_memory(max_bytes: int) -> None:
+    """Bounds the address space of this process, in bytes."""
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+
+
+def answer_all(answer: Callable[[dict[str, Any]], Answer], *, seconds: float, timer: int = signal.ITIMER_REAL) -> None:
+    """Answers what arrives at standard input, a line each, until it ends.
+
+    The process ends when an answer takes longer than `seconds` of `timer`, as the clock's or the processor's time.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for line in sys.stdin.buffer:
+        signal.setitimer(timer, seconds)
+        found = answer(json.loads(line))
+        signal.setitimer(timer, 0)
+        sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
+        sys.stdout.buffer.flush()
