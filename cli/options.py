@@ -96,6 +96,11 @@ class GenerateOptions(Settings, heading="Request"):
     logit_bias: list[str] | None = setting(
         None, unit="ID:BIAS", help="Make a token likelier, or with less than 0 less likely; may be repeated."
     )
+    json_schema: Path | None = setting(None, unit="FILE", help="A JSON schema that the output, in JSON, keeps to.")
+    json_object: bool = setting(False, help="The output is a JSON object.")
+    regex: str | None = setting(None, unit="REGEX", help="A regular expression that the whole output matches.")
+    grammar: Path | None = setting(None, unit="FILE", help="A grammar that the output keeps to: Lark or GBNF.")
+    choice: list[str] | None = setting(None, unit="TEXT", help="The output is this text; may be repeated: one of them.")
     ignore_eos: bool = setting(False, help="Go on after the model's end of sequence.")
     no_speculation: bool = setting(False, help="Use no drafts.")
     max_draft_tokens: int | None = setting(
@@ -130,6 +135,9 @@ class GenerateOptions(Settings, heading="Request"):
             "logprobs": self.logprobs is not None,
             "top_logprobs": self.logprobs,
             "speculation": False if self.no_speculation else None,
+            "json_schema": _text_in(self.json_schema, "json_schema"),
+            "json_object": self.json_object or None,
+            "grammar": _text_in(self.grammar, "grammar"),
         }
         return cast("RequestOptions", named)
 
@@ -145,6 +153,14 @@ class GenerateOptions(Settings, heading="Request"):
                 raise ConfigError("logit_bias", given, "each token once")
             biases[token_id] = value
         return biases or None
+
+
+def _text_in(path: Path | None, field: str) -> str | None:
+    """The text of a file. Raises ConfigError."""
+    try:
+        return None if path is None else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(field, str(path), f"a file of text ({error})") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +227,7 @@ def naming_options(*others: str) -> Iterator[None]:
         yield
     except InvalidArgumentError as error:
         name = error.field.rpartition(".")[2].partition("[")[0]
-        name = {"stop_token_ids": "stop_token_id", "top_logprobs": "logprobs"}.get(name, name)
+        name = {"stop_token_ids": "stop_token_id", "top_logprobs": "logprobs", "items": "choice"}.get(name, name)
         if name not in ("text", *(field.name for field in fields(GenerateOptions)), *others):
             raise
         option = "PROMPT" if name == "text" else "--" + name.replace("_", "-")

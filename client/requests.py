@@ -63,7 +63,23 @@ class ChatOptions(TypedDict, total=False):
     continue_final_message: bool | None
 
 
-class RequestOptions(ChatOptions, total=False):
+class ConstraintOptions(TypedDict, total=False):
+    """What the output keeps to, one of these fields, as in generation.proto."""
+
+    json_schema: str | Mapping[str, Any] | None
+    """A schema, in JSON or as it is loaded from there."""
+    json_object: bool | None
+    """True: any JSON object."""
+    regex: str | None
+    grammar: str | None
+    """Lark or GBNF."""
+    choice: Sequence[str] | None
+    """Texts to choose from."""
+    structural_tag: str | Mapping[str, Any] | None
+    """In JSON or as it is loaded from there."""
+
+
+class RequestOptions(ChatOptions, ConstraintOptions, total=False):
     """The fields of a request beside its prompt, as in generation.proto; None takes the server's default."""
 
     max_new_tokens: int | None
@@ -121,7 +137,12 @@ def job_request(kind: type[_Request], prompt: Prompt, job_id: str, options: Requ
         # A string is a sequence of strings, too.
         sampling["stop"] = [sampling["stop"]]
     chat = {name: sampling.pop(name) for name in ChatOptions.__annotations__ if name in sampling}
-    fields = _prompt_field(prompt, chat) | {name: sampling.pop(name, None) for name in ("priority", "cache_salt")}
+    constraint = _constraint_field({name: sampling.pop(name, None) for name in ConstraintOptions.__annotations__})
+    fields = (
+        _prompt_field(prompt, chat)
+        | constraint
+        | {name: sampling.pop(name, None) for name in ("priority", "cache_salt")}
+    )
     if any(value is not None for value in speculation.values()):
         fields["speculation"] = build(generation_pb2.Speculation, within="speculation.", **speculation)
     params = build(generation_pb2.SamplingParams, within="sampling_params.", **sampling)
@@ -160,6 +181,22 @@ def _prompt_field(prompt: Prompt, chat: Mapping[str, Any]) -> dict[str, Any]:
     if is_chat:
         return {"messages": _conversation(prompt, chat)}  # type: ignore[arg-type]
     return {"input_ids": build(generation_pb2.TokenIds, within="input_ids.", ids=prompt)}
+
+
+def _constraint_field(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the field of a request that has the constraint. Raises InvalidArgumentError for more than one."""
+    found = {name: value for name, value in given.items() if value is not None}
+    for name in list(found)[1:]:
+        raise InvalidArgumentError(name, found[name], f"none beside {next(iter(found))}: an output has one constraint")
+    for name in ("json_schema", "structural_tag"):
+        if isinstance(found.get(name), Mapping | bool):
+            found[name] = json.dumps(found[name])
+    if "choice" in found:
+        items = found["choice"]
+        if isinstance(items, str):
+            raise InvalidArgumentError("choice", items, "a list of texts")
+        found["choice"] = build(generation_pb2.Choices, within="choice.", items=items)
+    return found
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]], chat: Mapping[str, Any]) -> generation_pb2.ChatMessages:

@@ -73,6 +73,14 @@ GIVEN_UP = counter(
     "slipstream_sequences_given_up_total",
     "Sequences that failed because all work was lost again and again while they ran: they may be the cause.",
 )
+GRAMMAR_COMPILE = histogram(
+    "slipstream_grammar_compile_seconds",
+    "Time to compile the constraint of a request; one that was compiled before takes none.",
+    buckets=SEND_BUCKETS_S,
+)
+REFUSED_GRAMMARS = counter(
+    "slipstream_grammars_refused_total", "Requests refused because their constraint cannot be compiled."
+)
 JOURNAL_DAMAGE = counter(
     "slipstream_journal_damage_total",
     "What the gateway found damaged in its journal as it started: jobs that are lost, and output that is.",
@@ -96,6 +104,8 @@ SPECS = (
         COALESCED,
         CUT_OFF,
         GIVEN_UP,
+        GRAMMAR_COMPILE,
+        REFUSED_GRAMMARS,
         JOURNAL_DAMAGE,
         RUNNING,
         WAITING,
@@ -161,6 +171,8 @@ class RequestMetrics:
         self.coalesced = COALESCED.counter(registry)
         self.cut_off = CUT_OFF.counter(registry)
         self.given_up = GIVEN_UP.counter(registry)
+        self.grammar_compile = GRAMMAR_COMPILE.histogram(registry)
+        self.refused_grammars = REFUSED_GRAMMARS.counter(registry)
         damage = JOURNAL_DAMAGE.counter(registry)
         self.lost_jobs, self.lost_output = damage.labels("job"), damage.labels("output")
         requests = REQUESTS.counter(registry)

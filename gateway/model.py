@@ -61,6 +61,7 @@ def load_model(
         eos_token_ids=frozenset(description.eos_token_ids),
         num_draft_tokens=description.most_draft_tokens,
         max_samples=max_samples,
+        has_constraints=description.constraints,
     )
     path = description.tokenizer_path
     identity = (server.model, server.vocab_size, _digest(Path(path)))

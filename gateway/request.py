@@ -59,6 +59,8 @@ class RequestLimits:
     """For a request that names no number; fewer if the context has less room."""
     max_characters: int | None = None
     """A longer text has too many tokens for the context in any case; None if that is not known."""
+    has_constraints: bool = False
+    """True if outputs may be constrained: a grammar worker takes part in the steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,10 @@ class CheckedRequest:
     """Whether the text continues the prompt's; the answer in a conversation is a text of its own."""
     shows_special: bool = False
     """Whether special tokens have their names in the text."""
+
+    def constrained(self, grammar: str) -> CheckedRequest:
+        """The same with a grammar, in llguidance's serialised form, that each of its samples keeps to."""
+        return replace(self, samples=tuple(replace(sample, grammar=grammar) for sample in self.samples))
 
     @property
     def text_before(self) -> tuple[int, ...]:

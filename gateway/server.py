@@ -21,6 +21,7 @@ from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
 from slipstream.common.wire.server import ServerState, ServiceState
 from slipstream.gateway.config import gateway_name
+from slipstream.gateway.constraints import GrammarCompiler
 from slipstream.gateway.job import JobStore
 from slipstream.gateway.jobs import JobManager
 from slipstream.gateway.journal_file import JournalFile, JournalMode
@@ -31,15 +32,9 @@ from slipstream.gateway.peers import SERVICE_NAME as PEERS_NAME
 from slipstream.gateway.peers import Forwarding, FromPeers, GatewayState, Peers, PeersServicer
 from slipstream.gateway.request import MAX_SAMPLES
 from slipstream.gateway.scheduler import SchedulerLink
-from slipstream.gateway.service import (
-    NUM_THREADS,
-    RECORDER,
-    SERVICE_NAME,
-    GenerationServicer,
-    RecorderServicer,
-    TokenizeQueue,
-)
+from slipstream.gateway.service import RECORDER, SERVICE_NAME, GenerationServicer, RecorderServicer
 from slipstream.gateway.stream import StreamWrites
+from slipstream.gateway.tokenize_queue import NUM_THREADS, TokenizeQueue
 from slipstream.protos import generation_pb2_grpc, peers_pb2_grpc, trace_pb2_grpc
 
 if TYPE_CHECKING:
@@ -60,6 +55,7 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         signals = held.enter_context(ShutdownSignals())
         port = held.enter_context(serve_metrics(registry, metrics_port))
         executor = held.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer"))
+        compiling = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="grammars"))
         private: Listener | None = None
         if config.private_listen is not None:
             private = held.enter_context(Listener.claim(config.private_listen, field="private_listen"))
@@ -76,11 +72,14 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         peers = await held.enter_async_context(Peers(config.shard, config.private_addresses, jobs, own_state))
         state = partial(_server_state, link, peers, config.queue)
         writes = StreamWrites(config.read_timeout_s, metrics.cut_off.inc)
+        grammars = GrammarCompiler(TokenizeQueue(compiling, num_threads=1), metrics)
+        held.callback(grammars.close)
         servicer = GenerationServicer(
             jobs,
             model=link.model,
             state=state,
             turns=TokenizeQueue(executor),
+            grammars=grammars,
             peers=peers,
             writes=writes,
             served_names=config.served_names,

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
+from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.common.wire.trace import HostRecords
+from slipstream.gateway.constraints import constraint_of
 from slipstream.gateway.keys import client_of, current_owner
 from slipstream.gateway.metrics import TimesOfRequests
 from slipstream.gateway.request import (
@@ -30,26 +30,19 @@ from slipstream.protos import generation_pb2, generation_pb2_grpc, trace_pb2, tr
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
-    from concurrent.futures import Executor
 
     from slipstream.common.wire.server import ServerState
+    from slipstream.gateway.constraints import GrammarCompiler
     from slipstream.gateway.job import Job
     from slipstream.gateway.jobs import JobManager
     from slipstream.gateway.model import ServedModel
     from slipstream.gateway.peers import Peers
     from slipstream.gateway.request import CheckedRequest, JobRequest
     from slipstream.gateway.stream import Encode, JobReader, StreamWrites
-
-T = TypeVar("T")
+    from slipstream.gateway.tokenize_queue import TokenizeQueue
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 RECORDER = trace_pb2.DESCRIPTOR.services_by_name["Recorder"].full_name
-
-NUM_THREADS = 2
-"""Threads that tokenise."""
-MAX_WAITING_BYTES = 64 * 2**20
-"""Bytes of the requests that wait for a thread."""
-TOKENIZE_RETRY_MS = 1000
 
 LONG_TEXT_CHARACTERS = 4096
 """About a millisecond of tokenising, in which the event loop serves no other call."""
@@ -68,6 +61,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         model: Callable[[], ServedModel],
         state: Callable[[], Awaitable[ServerState]],
         turns: TokenizeQueue,
+        grammars: GrammarCompiler,
         peers: Peers,
         writes: StreamWrites,
         served_names: tuple[str, ...] = (),
@@ -80,6 +74,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._model = model
         self._state = state
         self._turns = turns
+        self._grammars = grammars
         self._peers = peers
         self._writes = writes
         self._served_names = served_names
@@ -192,13 +187,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                 # Before the text is tokenised: under overload most requests get no further.
                 self._jobs.check_room()
                 model = present
+                constraint = constraint_of(request, model.limits)
                 parse = partial(parse_request, request, model.limits, model.tokenizer, self._peers.shard, digest=digest)
                 # The time that a chat template takes is unbounded.
                 if len(request.text) > LONG_TEXT_CHARACTERS or request.HasField("messages"):
                     checked = await self._turns.run(client, num_bytes, parse)
-                    # Meanwhile another call may have made the job, and workers with another model may have attached.
-                    continue
-                checked = parse()
+                else:
+                    checked = parse()
+                if constraint is not None:
+                    checked = checked.constrained(await self._grammars.compile(constraint, model, client))
+                # Meanwhile another call may have made the job, and workers with another model may have attached.
+                continue
             tokenised_ns = time.monotonic_ns()
             job = self._jobs.create(checked, model, job)
             job.times.received_ns, job.times.tokenised_ns = received_ns, tokenised_ns
@@ -253,63 +252,3 @@ class RecorderServicer(trace_pb2_grpc.RecorderServicer):
         reject_unknown_fields(request)
         records = self._times.records(current_owner(), request.from_step)
         return HostRecords(0, tuple(records), None).to_pb()
-
-
-class TokenizeQueue:
-    """Runs the long work of many clients, as tokenising, on a few threads: clients take turns, what waits is bounded.
-
-    A client with forty long texts delays another's text by one of them, not by forty. Belongs to the event loop.
-    """
-
-    def __init__(
-        self, executor: Executor, *, num_threads: int = NUM_THREADS, max_waiting_bytes: int = MAX_WAITING_BYTES
-    ) -> None:
-        """`executor` has `num_threads` threads, only for this object."""
-        self._executor = executor
-        self._num_free = num_threads
-        self._max_waiting_bytes = max_waiting_bytes
-        self._waiting_bytes = 0
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """By client, in the order of their turns."""
-
-    async def run(self, client: str, num_bytes: int, work: Callable[[], T]) -> T:
-        """Returns the result of `work`, which holds `num_bytes` of a request, when it was the client's turn.
-
-        Raises ResourceExhaustedError if too much waits already, and whatever `work` raises.
-        """
-        if self._num_free == 0:
-            await self._wait(client, num_bytes)
-        else:
-            self._num_free -= 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-        finally:
-            self._pass_on()
-
-    async def _wait(self, client: str, num_bytes: int) -> None:
-        if self._waiting_bytes + num_bytes > self._max_waiting_bytes:
-            message = f"{self._waiting_bytes} bytes of text wait to be tokenised, of at most {self._max_waiting_bytes}"
-            raise ResourceExhaustedError(message, retry_after_ms=TOKENIZE_RETRY_MS)
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
-        self._waiting_bytes += num_bytes
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._pass_on()
-            raise
-        finally:
-            self._waiting_bytes -= num_bytes
-
-    def _pass_on(self) -> None:
-        """Gives a thread that is free again to the next client, and puts that client after the others."""
-        while self._waiting:
-            client, turns = self._waiting.popitem(last=False)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[client] = turns
-            if not turn.cancelled():
-                turn.set_result(None)
-                return
-        self._num_free += 1

@@ -53,7 +53,9 @@ _DEFAULT_1_PARAMS = ("temperature", "top_p", "repetition_penalty")
 _OTHER_PARAMS = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "n", "logprobs", "seed", "logit_bias")
 # They change text, and the answer has none: it is token ids, those of a stop string included.
 _TEXT_PARAMS = ("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
-_PARAMS_FIELDS = frozenset((*_SAME_PARAMS, *_DEFAULT_1_PARAMS, *_OTHER_PARAMS, *_TEXT_PARAMS))
+_CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar", "structural_tag", "choice")
+"""The members of `constraint`: called the same here, and so is `choice.choices`, but for its list."""
+_PARAMS_FIELDS = frozenset((*_SAME_PARAMS, *_DEFAULT_1_PARAMS, *_OTHER_PARAMS, *_TEXT_PARAMS, *_CONSTRAINTS))
 
 _THEIR_NAMES = {
     "job_id": "request_id",
@@ -62,7 +64,8 @@ _THEIR_NAMES = {
     f"{_PARAMS}.max_new_tokens": f"{_PARAMS}.max_tokens",
     f"{_PARAMS}.min_new_tokens": f"{_PARAMS}.min_tokens",
     f"{_PARAMS}.top_logprobs": f"{_PARAMS}.logprobs",
-}
+    "choice.items": f"{_PARAMS}.choice.choices",
+} | {name: f"{_PARAMS}.{name}" for name in _CONSTRAINTS}
 """Paths of fields of our request, by which checks name them, in theirs; all others are the same in both."""
 
 SEED_MASK = 2**64 - 1
@@ -194,6 +197,13 @@ def request_from_vllm(request: vllm_engine_pb2.GenerateRequest) -> generation_pb
         made.text = request.text
     _refuse_others(request.sampling_params, _PARAMS_FIELDS, f"{_PARAMS}.")
     _set_params(made.sampling_params, request.sampling_params)
+    if name := request.sampling_params.WhichOneof("constraint"):
+        value = getattr(request.sampling_params, name)
+        if name == "choice":
+            made.choice.items.extend(value.choices)
+            made.choice.SetInParent()
+        else:
+            setattr(made, name, value)
     return made
 
 

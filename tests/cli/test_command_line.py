@@ -94,6 +94,8 @@ WRONG = {
     "up --no-such-option": "--no-such-option",
     "up --slots many": "'--slots'",
     "generate x --server here": "--server: got 'here'",
+    "generate x --json-schema {}/none": "--json-schema: got '{}/none', accepted: a file of text",
+    "generate x --grammar {}": "--grammar: got '{}', accepted: a file of text",
     "generate x --connect-timeout-s 0": "--connect-timeout-s: got 0.0",
     "status --server here:http": "--server: got 'here:http'",
     "status --interval-s 1": "--interval-s: got 1.0, accepted: a number with --watch",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.errors import ResourceExhaustedError
-from slipstream.gateway.service import TokenizeQueue
+from slipstream.gateway.tokenize_queue import TokenizeQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,6 +18,7 @@ from slipstream.common.wire.job import TokenLogprobs
 from slipstream.common.wire.server import ServiceState
 from slipstream.gateway import vllm
 from slipstream.gateway.config import Shard
+from slipstream.gateway.constraints import GrammarCompiler
 from slipstream.gateway.job import JobStore
 from slipstream.gateway.jobs import JobManager
 from slipstream.gateway.journal_file import JournalFile, JournalMode
@@ -26,8 +27,9 @@ from slipstream.gateway.model import ServedModel
 from slipstream.gateway.peers import GatewayState, Peers
 from slipstream.gateway.request import RequestLimits
 from slipstream.gateway.scheduler import SchedulerLink
-from slipstream.gateway.service import RECORDER, SERVICE_NAME, GenerationServicer, RecorderServicer, TokenizeQueue
+from slipstream.gateway.service import RECORDER, SERVICE_NAME, GenerationServicer, RecorderServicer
 from slipstream.gateway.stream import StreamWrites
+from slipstream.gateway.tokenize_queue import TokenizeQueue
 from slipstream.gateway.vllm import VllmEngineServicer
 from slipstream.protos import generation_pb2_grpc, trace_pb2_grpc
 from tests.harness.example_states import CONTEXT_TOKENS, STATE
@@ -85,6 +87,7 @@ def model_of(
         context_tokens=server.context_tokens,
         eos_token_ids=frozenset(description.eos_token_ids),
         num_draft_tokens=description.most_draft_tokens,
+        has_constraints=description.constraints,
     )
     return ServedModel(make_tokenizer(kind), limits, tokenizer_path=tokenizer_path, identity=server.model)
 
@@ -115,7 +118,12 @@ async def generation_server(
     description = replace(DESCRIPTION, server=replace(STATE, context_tokens=context_tokens))
     scheduler = scheduler or ScriptedScheduler(description, slots=slots)
     registry, is_linked = CollectorRegistry(), asyncio.Event()
-    with TemporaryDirectory() as directory, ThreadPoolExecutor(1) as executor, serving(scheduler, directory) as behind:
+    with (
+        TemporaryDirectory() as directory,
+        ThreadPoolExecutor(1) as executor,
+        ThreadPoolExecutor(1) as compiling,
+        serving(scheduler, directory) as behind,
+    ):
         metrics = RequestMetrics(registry, num_running=lambda: link.num_running, num_waiting=lambda: link.num_waiting)
         link = SchedulerLink(
             behind,
@@ -146,6 +154,7 @@ async def generation_server(
         async def state() -> ServerState:
             return (await link.describe()).server
 
+        grammars = GrammarCompiler(TokenizeQueue(compiling, num_threads=1), metrics)
         service = ServiceState(name="gateway", address=address, pid=1)
         servicer = GenerationServicer(
             manager,
@@ -153,6 +162,7 @@ async def generation_server(
             model=lambda: served.model_now(),
             state=state,
             turns=TokenizeQueue(executor),
+            grammars=grammars,
             writes=StreamWrites(read_timeout_s, metrics.cut_off.inc),
         )
         engine = VllmEngineServicer(
@@ -184,6 +194,7 @@ async def generation_server(
         with suppress(asyncio.CancelledError):
             await linked
         await manager.journal.close()
+        grammars.close()
 
 
 async def collect(chunks: AsyncIterable[OutputChunk]) -> list[OutputChunk]:

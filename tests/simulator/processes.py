@@ -18,8 +18,9 @@ from slipstream.gateway.metrics import RequestMetrics
 from slipstream.gateway.model import ServedModel
 from slipstream.gateway.request import RequestLimits
 from slipstream.gateway.scheduler import SchedulerLink
-from slipstream.gateway.service import GenerationServicer, TokenizeQueue
+from slipstream.gateway.service import GenerationServicer
 from slipstream.gateway.stream import StreamWrites
+from slipstream.gateway.tokenize_queue import TokenizeQueue
 from slipstream.scheduler.service import SchedulerServicer
 from slipstream.scheduler.session import WorkerSession
 from slipstream.scheduler.waiting_queue import WaitingQueue
@@ -250,6 +251,7 @@ class GatewayProcess(Process):
             model=self.link.model,
             state=None,  # type: ignore[arg-type]  # clients of the simulation ask for none
             turns=TokenizeQueue(None),  # type: ignore[arg-type]  # nor for text to be tokenised
+            grammars=None,  # type: ignore[arg-type]  # nor for a constraint
             peers=cast("Peers", _Alone()),
             writes=StreamWrites(60.0, lambda: None),
         )

@@ -1,0 +1,155 @@
+"""What outputs keep to: JSON, a regular expression, a grammar. Checked and compiled before a request is admitted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.wire.sequence import MAX_GRAMMAR_CHARACTERS
+from slipstream.gateway.bounded_process import BoundedProcess
+
+if TYPE_CHECKING:
+    from slipstream.gateway.metrics import RequestMetrics
+    from slipstream.gateway.model import ServedModel
+    from slipstream.gateway.request import JobRequest, RequestLimits
+    from slipstream.gateway.tokenize_queue import TokenizeQueue
+
+MAX_CHARACTERS = 2**18
+"""Characters of a constraint, of all its alternatives together."""
+MAX_KEPT_CHARACTERS = 2**25
+"""Characters of the grammars that are kept for the next request with the same constraint."""
+_NOT_BESIDE = {
+    "min_new_tokens": "0 with a constraint, which says where the output may end",
+    "ignore_eos": "false with a constraint, after whose end nothing but the end of sequence may follow",
+}
+_TOO_LONG = "it takes more than a second, or too much memory, to compile"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an output keeps to."""
+
+    field: str
+    """The request's field, as it is called in generation.proto."""
+    value: Any
+    """A text, a list of texts, or true."""
+
+    num_characters: int
+
+    @property
+    def digest(self) -> bytes:
+        """Hash of it."""
+        return hashlib.sha256(json.dumps([self.field, self.value]).encode()).digest()
+
+
+def constraint_of(request: JobRequest, limits: RequestLimits) -> Constraint | None:
+    """Returns a request's constraint, None if it has none. Raises InvalidArgumentError naming what is not honoured.
+
+    Whether it can be compiled is not known yet, see `GrammarCompiler`.
+    """
+    field = request.WhichOneof("constraint")
+    if field is None:
+        return None
+    value: Any = list(request.choice.items) if field == "choice" else getattr(request, field)
+    if not limits.has_constraints:
+        raise InvalidArgumentError(field, value, "none: this server has no grammar worker")
+    for name, accepted in _NOT_BESIDE.items():
+        if other := getattr(request.sampling_params, name):
+            raise InvalidArgumentError(f"sampling_params.{name}", other, accepted)
+    if not value:
+        accepted = (
+            "at least one text" if field == "choice" else "true" if field == "json_object" else "a text, not empty"
+        )
+        raise InvalidArgumentError(field, value, accepted)
+    texts: list[str] = value if field == "choice" else [] if field == "json_object" else [value]
+    num_characters = sum(map(len, texts))
+    if num_characters > MAX_CHARACTERS:
+        raise InvalidArgumentError(field, f"{num_characters} characters", f"at most {MAX_CHARACTERS}")
+    if field == "choice":
+        _check_choice(texts, limits)
+    return Constraint(field, value, num_characters)
+
+
+def _check_choice(texts: list[str], limits: RequestLimits) -> None:
+    for index, text in enumerate(texts):
+        if not text:
+            raise InvalidArgumentError(f"choice.items[{index}]", text, "at least one character")
+        if any(name in text for name in limits.special_tokens):
+            accepted = "a text without the names of special tokens, which no text has"
+            raise InvalidArgumentError(f"choice.items[{index}]", text, accepted)
+
+
+class GrammarCompiler:
+    """Compiles constraints for the tokenizer of the model, in a process of its own. Belongs to the event loop.
+
+    What was compiled, or refused, is kept for the next request with the same constraint.
+    """
+
+    def __init__(self, turns: TokenizeQueue, metrics: RequestMetrics) -> None:
+        """`turns`: its threads wait for the process, which compiles one constraint at a time."""
+        self._turns = turns
+        self._metrics = metrics
+        self._kept: OrderedDict[tuple[str, bytes], dict[str, str]] = OrderedDict()
+        self._num_characters = 0
+        self._process: BoundedProcess | None = None
+        """Used on a thread of `turns`."""
+        self._process_key = ""
+
+    async def compile(self, constraint: Constraint, model: ServedModel, client: str) -> str:
+        """Returns the serialised grammar. Raises InvalidArgumentError, and ResourceExhaustedError if too many wait."""
+        if find_spec("llguidance") is None:
+            raise InvalidArgumentError(constraint.field, constraint.value, "none: the package llguidance is missing")
+        numbers = _numbers(model)
+        key = f"{model.tokenizer_path} {numbers}", constraint.digest
+        answer = self._kept.get(key)
+        if answer is None:
+            work = partial(self._ask, constraint, model, numbers)
+            answer = await self._turns.run(client, constraint.num_characters, work)
+            self._keep(key, answer)
+        self._kept.move_to_end(key)
+        if "grammar" not in answer:
+            self._metrics.refused_grammars.inc()
+            raise InvalidArgumentError.described(constraint.field, answer["error"])
+        return answer["grammar"]
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.end()
+
+    def _ask(self, constraint: Constraint, model: ServedModel, numbers: str) -> dict[str, str]:
+        key = f"{model.tokenizer_path} {numbers}"
+        if self._process is None or key != self._process_key:
+            self.close()
+            self._process = BoundedProcess("slipstream.gateway.grammar_compiler", model.tokenizer_path, numbers)
+            self._process_key = key
+        special = dict(model.limits.special_tokens) if constraint.field == "structural_tag" else {}
+        begun_at = time.monotonic()
+        request = {"field": constraint.field, "value": constraint.value, "special_tokens": special}
+        answer = self._process.ask(request) or {"error": _TOO_LONG}
+        self._metrics.grammar_compile.observe(time.monotonic() - begun_at)
+        num_characters = len(answer.get("grammar", ""))
+        if num_characters > MAX_GRAMMAR_CHARACTERS:
+            return {"error": f"its grammar has {num_characters} characters, at most {MAX_GRAMMAR_CHARACTERS}"}
+        return answer
+
+    def _keep(self, key: tuple[str, bytes], answer: dict[str, str]) -> None:
+        if key in self._kept:
+            return  # another request with it was faster
+        self._kept[key] = answer
+        self._num_characters += len(str(answer))
+        while self._num_characters > MAX_KEPT_CHARACTERS:
+            _, oldest = self._kept.popitem(last=False)
+            self._num_characters -= len(str(oldest))
+
+
+def _numbers(model: ServedModel) -> str:
+    limits = model.limits
+    return json.dumps({"vocab_size": limits.vocab_size, "eos_token_ids": sorted(limits.eos_token_ids)})
