@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import secrets
 import time
 import uuid
 from copy import copy
@@ -24,7 +26,14 @@ from slipstream.client.requests import (
     job_request,
     tokenize_request,
 )
-from slipstream.common.errors import SlipstreamError
+from slipstream.common.errors import (
+    ConfigError,
+    ConnectionLostError,
+    FailedPreconditionError,
+    ResourceExhaustedError,
+    SlipstreamError,
+    UnavailableError,
+)
 from slipstream.common.rpc.address import CONNECT_TIMEOUT_S
 from slipstream.common.wire.job import JobInfo, JobPage
 from slipstream.common.wire.server import ServerState
@@ -39,19 +48,52 @@ if TYPE_CHECKING:
     from slipstream.common.rpc.address import Keepalive
     from slipstream.common.wire.job import OutputChunk
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
+MOVE_TIMEOUT_S = 1.0
+"""Longest wait for another server to say that it serves."""
+
+
+class _Server:
+    """A server's address, with the connection to it."""
+
+    def __init__(self, channel: Any, contact: FirstContact) -> None:
+        self.contact = contact
+        self.channel = channel
+        self.health: Any = health_pb2_grpc.HealthStub(channel)
+        self.stub: Any = generation_pb2_grpc.GenerationStub(channel)  # type: ignore[no-untyped-call]
+
+
+@dataclass(slots=True)
 class _Output:
     """A job's output, for which a client makes as many calls as it takes."""
 
-    method: Any
+    server: _Server
+    method: str
     next_request: Callable[[], Any]
     reader: OutputReader
     retry: Reconnection
+    request: generation_pb2.GenerateRequest | None = None
+    """Set if it may go on at another server."""
 
     def call(self) -> Any:
         """Makes the next call, for the output that has not arrived yet."""
-        return self.method(self.next_request(), timeout=self.retry.time_left_s)
+        return getattr(self.server.stub, self.method)(self.next_request(), timeout=self.retry.time_left_s)
+
+    def pause_after(self, error: SlipstreamError) -> float:
+        """Returns the seconds to wait before the next call. Raises the error if there should be none."""
+        if self.request is not None and isinstance(error, FailedPreconditionError) and self.reader.has_attempt:
+            # Behind this address there is a server that does not know the job.
+            self.move(self.server)
+            return 0.0
+        can_wait = self.request is not None and self.reader.has_output
+        return self.retry.pause_after(error, can_wait=can_wait)
+
+    def move(self, server: _Server) -> None:
+        """Has the next call go on at a server that does not know the job."""
+        assert self.request is not None, "only such an output moves"
+        self.server, self.retry.contact = server, server.contact
+        self.reader.continued(self.request)
 
     def read(self, message: Any) -> OutputChunk | None:
         """Reads a call's next message."""
@@ -68,43 +110,78 @@ class _Client:
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         keepalive: Keepalive | None = None,
         **access: Unpack[AccessOptions],
     ) -> None:
-        """`address`: HOST:PORT, unix:PATH, or with a scheme of gRPC's, as dns:///HOST:PORT.
+        """`address`: HOST:PORT, unix:PATH, or with a scheme of gRPC's, as dns:///HOST:PORT; or a list of them.
+
+        Given a list, `generate` goes on at another address that serves when its server is gone; also at the same one,
+        where another server may be. All other calls are made to the first address: a job stays with its server.
 
         Connects with the first call; make an `AsyncClient` on its event loop. A server that has not answered any call
         yet is tried again for `connect_timeout_s` by `generate`, `create_job` and `watch_job`; then, and by all other
         calls at once, ConnectionLostError is raised with the address. `access`: an API key, and TLS. Raises ConfigError
         for what is no address, and for files that cannot be used.
         """
-        self._contact = FirstContact(address, connect_timeout_s)
-        self._channel = self._open_channel(address, channel_options(address, keepalive, connect_timeout_s), access)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
-        self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
+        self._moves = not isinstance(address, str)
+        addresses = [address] if isinstance(address, str) else address
+        if not addresses:
+            raise ConfigError("address", addresses, "at least one address")
+        self._servers = [
+            _Server(
+                self._open_channel(one, channel_options(one, keepalive, connect_timeout_s), access),
+                FirstContact(one, connect_timeout_s),
+            )
+            for one in addresses
+        ]
+        self._latest = self._servers[0]
+        """Where the latest `generate` went on."""
+        self._contact, self._stub = self._servers[0].contact, self._servers[0].stub
 
     def with_key(self, api_key: str) -> Self:
         """Returns a client of the same connection whose calls send another API key. Raises ConfigError for no key."""
         other = copy(self)
-        other._channel = with_key(self._channel, api_key)
-        other._stub = generation_pb2_grpc.GenerationStub(other._channel)  # type: ignore[no-untyped-call]
+        other._servers = [_Server(with_key(server.channel, api_key), server.contact) for server in self._servers]
+        other._latest, other._stub = other._servers[0], other._servers[0].stub
         return other
 
     def _generated(
         self, prompt: Prompt, job_id: str, options: RequestOptions, reconnect_s: float, timeout_s: float | None
     ) -> _Output:
-        request, reader = job_request(generation_pb2.GenerateRequest, prompt, job_id, options), OutputReader()
-        retry = Reconnection(self._contact, reconnect_s, timeout_s)
-        return _Output(self._stub.Generate, lambda: reader.resumed(request), reader, retry)
+        request = job_request(generation_pb2.GenerateRequest, prompt, job_id, options)
+        reader, retry = OutputReader(keeps_tokens=self._moves), Reconnection(self._contact, reconnect_s, timeout_s)
+        output = _Output(self._latest, "Generate", lambda: reader.resumed(request), reader, retry)
+        if self._moves:
+            output.request, retry.contact = request, self._latest.contact
+            if not request.sampling_params.HasField("seed"):
+                # Another server would draw another one.
+                request.sampling_params.seed = secrets.randbits(64)
+        return output
 
     def _watched(
         self, job_id: str, from_token: int | Sequence[int], attempt: int, reconnect_s: float, timeout_s: float | None
     ) -> _Output:
         reader, retry = OutputReader(from_token, attempt=attempt), Reconnection(self._contact, reconnect_s, timeout_s)
-        return _Output(self._stub.WatchJob, lambda: reader.watch_request(job_id), reader, retry)
+        return _Output(self._servers[0], "WatchJob", lambda: reader.watch_request(job_id), reader, retry)
+
+    def _others(self, output: _Output, error: SlipstreamError) -> Sequence[_Server]:
+        """Returns the servers at which an output may go on after an error, in the order in which to try them."""
+        is_gone = isinstance(error, (ConnectionLostError, UnavailableError)) or (
+            isinstance(error, ResourceExhaustedError) and error.retry_after_ms != 0
+        )
+        if output.request is None or not is_gone:
+            return ()
+        at = self._servers.index(output.server)
+        return [*self._servers[at + 1 :], *self._servers[:at]]
+
+    def _move(self, output: _Output, server: _Server) -> None:
+        logger.info("going on at %s", server.contact.address)
+        server.contact.is_made = True
+        output.move(server)
+        self._latest = server
 
 
 class AsyncClient(_Client):
@@ -137,7 +214,7 @@ class AsyncClient(_Client):
 
     async def close(self) -> None:
         """Ends the connection and every call on it."""
-        await self._channel.close(None)
+        await asyncio.gather(*(server.channel.close(None) for server in self._servers))
 
     def generate(
         self,
@@ -244,8 +321,11 @@ class AsyncClient(_Client):
 
     async def is_serving(self, *, timeout_s: float) -> bool:
         """Returns whether the server answers in that time, and serves. Needs no API key."""
+        return await self._serves(self._servers[0], timeout_s)
+
+    async def _serves(self, server: _Server, timeout_s: float) -> bool:
         try:
-            answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+            answer = await server.health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -254,14 +334,20 @@ class AsyncClient(_Client):
         while not output.reader.is_over:
             call = output.call()
             try:
-                with self._contact.our_errors():
+                with output.server.contact.our_errors():
                     async for message in call:
                         chunk = output.read(message)
                         if chunk is not None:
                             yield chunk
                 output.reader.check_end()
             except SlipstreamError as error:
-                await asyncio.sleep(output.retry.pause_after(error))
+                pause_s = output.pause_after(error)
+                for server in self._others(output, error):
+                    if await self._serves(server, MOVE_TIMEOUT_S):
+                        self._move(output, server)
+                        break
+                else:
+                    await asyncio.sleep(pause_s)
             finally:
                 call.cancel()
 
@@ -284,7 +370,8 @@ class Client(_Client):
 
     def close(self) -> None:
         """Ends the connection and every call on it, also those of other threads."""
-        self._channel.close()
+        for server in self._servers:
+            server.channel.close()
 
     def generate(
         self,
@@ -371,8 +458,11 @@ class Client(_Client):
 
     def is_serving(self, *, timeout_s: float) -> bool:
         """Returns whether the server answers in that time, and serves. Needs no API key."""
+        return self._serves(self._servers[0], timeout_s)
+
+    def _serves(self, server: _Server, timeout_s: float) -> bool:
         try:
-            answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+            answer = server.health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -381,13 +471,19 @@ class Client(_Client):
         while not output.reader.is_over:
             call = output.call()
             try:
-                with self._contact.our_errors():
+                with output.server.contact.our_errors():
                     for message in call:
                         chunk = output.read(message)
                         if chunk is not None:
                             yield chunk
                 output.reader.check_end()
             except SlipstreamError as error:
-                time.sleep(output.retry.pause_after(error))
+                pause_s = output.pause_after(error)
+                for server in self._others(output, error):
+                    if self._serves(server, MOVE_TIMEOUT_S):
+                        self._move(output, server)
+                        break
+                else:
+                    time.sleep(pause_s)
             finally:
                 call.cancel()

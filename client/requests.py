@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
+from array import array
+from collections import defaultdict
 from collections.abc import Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -290,10 +292,10 @@ def _accepted(kind: type[Any], name: str) -> str:
 class OutputReader:
     """Reads the messages of one job's output, over any number of calls, and checks that no token is left out."""
 
-    def __init__(self, from_token: int | Sequence[int] = 0, *, attempt: int = 0) -> None:
+    def __init__(self, from_token: int | Sequence[int] = 0, *, attempt: int = 0, keeps_tokens: bool = False) -> None:
         """`from_token`: number of tokens that the caller has, of the first sample or, in order, of each.
 
-        `attempt`: the job's attempt that they are of; 0 is any.
+        `attempt`: the job's attempt that they are of; 0 is any. `keeps_tokens`: for `continued`.
         """
         offsets = [from_token] if isinstance(from_token, int) else from_token
         self.is_over = False
@@ -302,6 +304,17 @@ class OutputReader:
         self._job_id = ""
         self._offsets = dict(enumerate(offsets))
         self._finished: set[int] = set()
+        self._tokens: defaultdict[int, array[int]] | None = defaultdict(_no_tokens) if keeps_tokens else None
+
+    @property
+    def has_attempt(self) -> bool:
+        """True once the server that is called now has sent output."""
+        return self._attempt != 0
+
+    @property
+    def has_output(self) -> bool:
+        """True once a server has sent tokens."""
+        return any(self._offsets.values())
 
     def watch_request(self, job_id: str) -> generation_pb2.WatchJobRequest:
         """Builds the request for the rest of a job's output."""
@@ -317,6 +330,17 @@ class OutputReader:
             request.resume.CopyFrom(resume)
         return request
 
+    def continued(self, request: generation_pb2.GenerateRequest) -> None:
+        """Has the request go on, at a server that does not know its job, after the tokens that have arrived."""
+        request.ClearField("resume")
+        self._attempt = 0
+        if self.has_output:
+            assert self._tokens is not None, "a reader whose request may move keeps the tokens"
+            request.ClearField("job_id")
+            outputs = [generation_pb2.TokenIds(ids=self._tokens[index]) for index in range(max(self._offsets) + 1)]
+            found = generation_pb2.Continuation(outputs=outputs, seed=request.sampling_params.seed)
+            request.continuation.CopyFrom(found)
+
     def _offsets_in_order(self) -> list[int]:
         return [self._offsets.get(index, 0) for index in range(max(self._offsets, default=0) + 1)]
 
@@ -328,6 +352,8 @@ class OutputReader:
             of = f" of sample {sample}" if sample else ""
             raise InternalError(f"token {expected}{of} was expected, token {chunk.token_offset} arrived")
         self._offsets[sample] = expected + len(chunk.token_ids)
+        if self._tokens is not None:
+            self._tokens[sample].extend(chunk.token_ids)
         self._attempt, self._job_id = chunk.attempt, chunk.job_id
         self.is_over = chunk.job_usage is not None
         if sample in self._finished:
@@ -349,6 +375,10 @@ class OutputReader:
         """Raises ConnectionLostError when the stream ended before the job did."""
         if not self.is_over:
             raise ConnectionLostError("the stream ended before the job did")
+
+
+def _no_tokens() -> array[int]:
+    return array("I")
 
 
 def can_go_on_after(error: SlipstreamError) -> bool:
@@ -399,7 +429,8 @@ class Reconnection:
 
         All calls together take `timeout_s` at most.
         """
-        self._contact = contact
+        self.contact = contact
+        """That of the server which is called now."""
         self._reconnect_s = reconnect_s
         self._ends_at = None if timeout_s is None else time.monotonic() + timeout_s
         self._lost_at: float | None = None
@@ -412,13 +443,16 @@ class Reconnection:
 
     def on_message(self) -> None:
         """Called after each message: the connection works."""
-        self._contact.is_made = True
+        self.contact.is_made = True
         self._lost_at, self._pause_s = None, FIRST_PAUSE_S
 
-    def pause_after(self, error: SlipstreamError) -> float:
-        """Returns the seconds to wait before the next try. Raises the error if there should be none."""
-        contact = self._contact
-        if not can_go_on_after(error):
+    def pause_after(self, error: SlipstreamError, *, can_wait: bool = False) -> float:
+        """Returns the seconds to wait before the next try. Raises the error if there should be none.
+
+        `can_wait`: whether a full queue is a reason to try again.
+        """
+        contact = self.contact
+        if not (can_go_on_after(error) or (can_wait and isinstance(error, ResourceExhaustedError))):
             raise error
         now = time.monotonic()
         limit_s = self._reconnect_s if contact.is_made else contact.timeout_s

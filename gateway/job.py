@@ -91,6 +91,11 @@ class Job:
         return sum(sample.num_tokens for sample in self.samples)
 
     @property
+    def _has_tokens(self) -> bool:
+        """True once this server generated a token."""
+        return any(sample.num_new_tokens for sample in self.samples)
+
+    @property
     def num_bytes(self) -> int:
         """Memory that it takes, roughly."""
         return _JOB_BYTES + 8 * self.num_prompt_tokens + sum(sample.num_bytes for sample in self.samples)
@@ -135,7 +140,7 @@ class Job:
         """Called when all of its output was read from the journal."""
         for sample in self.samples:
             sample.settle()
-        self._has_started = self.num_tokens > 0
+        self._has_started = self._has_tokens
         self.is_over = not self.unfinished
 
     def go_on(self, number: int, vocabulary: Vocabulary) -> list[Sample]:
@@ -157,7 +162,7 @@ class Job:
 
         Wakes the readers in turns. `now` is in seconds of `time.monotonic`. Called until the job is over, not after.
         """
-        is_urgent = not self._has_started and self.num_tokens > 0
+        is_urgent = not self._has_started and self._has_tokens
         if is_urgent:
             self._has_started = True
             self._measure_start(metrics, now)

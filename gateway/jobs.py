@@ -154,13 +154,12 @@ class JobManager:
         self.journal.forget(old_number)
         self._store.add(job)
         self._begin(job, begun)
-        if not begun:
-            self._update([job], time.monotonic())
 
     def create(self, request: CheckedRequest, model: ServedModel, before: Job | None = None) -> Job:
         """Makes the job of a request, in place of the job `before` of the same id.
 
-        Raises the errors of `TokenQuota.check` and `check_room`.
+        Raises the errors of `TokenQuota.check` and `check_room`, and InvalidArgumentError for output of another server
+        that goes on after a stop string.
         """
         owner = current_owner()
         self._check_bounds(owner, request.samples, self._alive.items())
@@ -169,13 +168,17 @@ class JobManager:
         job = Job(request, model, number=number, attempt=attempt, owner=owner)
         self._store.add(job)
         self.journal.accept(job)
-        self._begin(job, job.samples)
+        self._begin(job, job.unfinished)
         return job
 
     def _begin(self, job: Job, samples: Sequence[Sample]) -> None:
+        """Submits the samples of a job that are not over; without any, the job ends now."""
         self._alive |= dict.fromkeys(samples, job)
         self._link.add(*samples)
-        self._is_idle.clear()
+        if samples:
+            self._is_idle.clear()
+        else:
+            self._update([job], time.monotonic())
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:

@@ -469,7 +469,7 @@ def add_rows(row: bytes, jobs: Mapping[int, Job]) -> None:
         if (sample := _sample(jobs, key)) is not None and sample.admitted_at is None:
             sample.admitted_at = _to_monotonic(admitted_ns) / 1e9
     for key, num_tokens in step.cached_tokens.items():
-        if (sample := _sample(jobs, key)) is not None and not sample.num_tokens:
+        if (sample := _sample(jobs, key)) is not None and not sample.num_new_tokens:
             sample.cached_tokens = num_tokens
     end, published_ns = 0, _to_monotonic(step.published_ns)
     columns = (step.sequences, step.num_tokens, step.num_accepted, step.finish_reasons)

@@ -79,6 +79,8 @@ class CheckedRequest:
     """Whether the text continues the prompt's; the answer in a conversation is a text of its own."""
     shows_special: bool = False
     """Whether special tokens have their names in the text."""
+    outputs: tuple[tuple[int, ...], ...] = ()
+    """The first tokens of each sample, in order, which another server generated."""
 
     def constrained(self, grammar: str) -> CheckedRequest:
         """The same with a grammar, in llguidance's serialised form, that each of its samples keeps to."""
@@ -100,12 +102,13 @@ def parse_request(
     """
     params = request.sampling_params
     # Cheap checks are made before the text is tokenised.
-    sampling = _sampling(params, limits)
+    sampling = _sampling(params, limits, _seed(request))
     stop = _stop(params)
     stop_token_ids = _stop_token_ids(params, limits)
     num_samples = _num_samples(params, limits)
     top_logprobs = _top_logprobs(params, limits)
     max_draft_tokens = _max_draft_tokens(request.speculation, limits)
+    outputs = _continued(request, num_samples, stop_token_ids, limits)
     job_id = request.job_id or shard.new_job_id()
     check_job_id(job_id)
     if len(request.cache_salt) > MAX_SALT_CHARACTERS:
@@ -113,6 +116,10 @@ def parse_request(
         raise InvalidArgumentError("cache_salt", given, f"at most {MAX_SALT_CHARACTERS} characters")
     prompt = read_prompt(request, tokenizer, limits)
     max_new_tokens = _max_new_tokens(params, len(prompt), limits)
+    for index, output in enumerate(outputs):
+        if len(output) > max_new_tokens:
+            accepted = f"at most {max_new_tokens} tokens, as many as max_new_tokens"
+            raise InvalidArgumentError(f"continuation.outputs[{index}].ids", f"{len(output)} tokens", accepted)
     min_new_tokens = _min_new_tokens(params, max_new_tokens, stop_token_ids, limits)
     if min_new_tokens and stop_token_ids:
         masked = tuple(sorted(stop_token_ids))
@@ -136,6 +143,7 @@ def parse_request(
         min_new_tokens=min_new_tokens,
         continues_prompt=request.WhichOneof("prompt") != "messages" or request.messages.continue_final_message,
         shows_special=params.HasField("skip_special_tokens") and not params.skip_special_tokens,
+        outputs=outputs,
     )
 
 
@@ -157,10 +165,34 @@ def check_job_id(job_id: str) -> None:
         raise InvalidArgumentError("job_id", job_id, "1 to 128 characters of A-Z a-z 0-9 . _ : -")
 
 
-def _sampling(params: generation_pb2.SamplingParams, limits: RequestLimits) -> SamplingParams:
+def _seed(request: JobRequest) -> int:
+    params, continued = request.sampling_params, request.continuation.seed
+    if not request.HasField("continuation"):
+        return params.seed if params.HasField("seed") else secrets.randbits(64)
+    if params.HasField("seed") and params.seed != continued:
+        raise InvalidArgumentError("continuation.seed", continued, f"{params.seed}, the seed in sampling_params")
+    return continued
+
+
+def _continued(
+    request: JobRequest, num_samples: int, stop_token_ids: frozenset[int], limits: RequestLimits
+) -> tuple[tuple[int, ...], ...]:
+    field, outputs = "continuation.outputs", request.continuation.outputs
+    if len(outputs) > num_samples:
+        raise InvalidArgumentError(field, f"{len(outputs)} outputs", f"at most {num_samples}, one for each sample")
+    for index, output in enumerate(outputs):
+        check_most(len(output.ids), limits.context_tokens, f"{field}[{index}].ids")
+        check_ids(output.ids, limits.vocab_size, f"{field}[{index}].ids")
+        for number, token in enumerate(output.ids[:-1]):
+            if token in stop_token_ids:
+                accepted = "as the last token only, as it ends the output"
+                raise InvalidArgumentError(f"{field}[{index}].ids[{number}]", token, accepted)
+    return tuple(tuple(output.ids) for output in outputs)
+
+
+def _sampling(params: generation_pb2.SamplingParams, limits: RequestLimits, seed: int) -> SamplingParams:
     # Defaults are those of SamplingParams, which also checks the ranges; NaN is in none.
     given: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING_FIELDS if params.HasField(name)}
-    seed = params.seed if params.HasField("seed") else secrets.randbits(64)
     # Checked before sorting: half a million fit into a request.
     if len(params.logit_bias) > MAX_LISTED_IDS:
         given_ids = f"{len(params.logit_bias)} token ids"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from array import array
 from contextlib import contextmanager, suppress
@@ -16,11 +17,12 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from slipstream.common.errors import InternalError
+from slipstream.common.errors import InternalError, InvalidArgumentError
 from slipstream.common.wire.job import (
     FinishReason,
     PlainChunkEncoder,
     SampleInfo,
+    TokenLogprobs,
     Usage,
     matched_stop_to_pb,
     mean_accept_length,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from slipstream.common.errors import SlipstreamError
-    from slipstream.common.wire.job import MatchedStop, TokenLogprobs
+    from slipstream.common.wire.job import MatchedStop
     from slipstream.gateway.metrics import RequestMetrics
     from slipstream.gateway.request import CheckedRequest
     from slipstream.gateway.text import Vocabulary
@@ -74,7 +76,8 @@ class Sample:
     ) -> None:
         """`vocabulary`: see `Vocabulary.for_output`. `number`, `attempt` and `times`: the job's.
 
-        It arrives now if no time is given.
+        It arrives now if no time is given. Raises InvalidArgumentError if a stop string ends the request's output of
+        another server before its last token.
         """
         self.spec = request.samples[index]
         """The sequence, without output."""
@@ -138,11 +141,20 @@ class Sample:
         self.num_lost_epochs = 0
         """Epochs of the scheduler in a row that ended while it had a slot and had got no token."""
         self._num_tokens_at_loss = 0
+        self._num_continued = 0
+        """The first tokens, which another server generated."""
+        if index < len(request.outputs) and request.outputs[index]:
+            self._continue(request.outputs[index])
 
     @property
     def num_tokens(self) -> int:
         """Tokens so far."""
         return len(self.token_ids)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens so far that this server generated."""
+        return len(self.token_ids) - self._num_continued
 
     @property
     def num_bytes(self) -> int:
@@ -365,7 +377,7 @@ class Sample:
         """Measures the tokens added since the last call, and returns their number."""
         num_new = self.num_tokens - self._num_measured
         if num_new:
-            if self._num_measured:
+            if self._num_measured > self._num_continued:
                 metrics.went_on(num_new, now - self._measured_at)
             elif num_new > 1:
                 metrics.went_on(num_new - 1, 0.0)
@@ -403,6 +415,7 @@ class Sample:
             drafts_by_accepted=self.drafts_by_accepted,
             cached_tokens=self.cached_tokens,
             tokens_beyond_draft=self.tokens_beyond_draft,
+            num_continued=self._num_continued,
             admitted_ns=unix_ns(self.admitted_at),
             first_token_ns=unix_ns(self.first_token_at),
             last_token_ns=unix_ns(self._last_token_at),
@@ -418,6 +431,7 @@ class Sample:
         self.cached_tokens, self.tokens_beyond_draft = message.cached_tokens, message.tokens_beyond_draft
         self.admitted_at, self.first_token_at = at(message.admitted_ns), at(message.first_token_ns)
         self._last_token_at = at(message.last_token_ns)
+        self._num_continued = message.num_continued
         self.token_ids.extend(message.token_ids)
         self._is_draft += message.is_draft
         if self._logprobs is not None:
@@ -443,6 +457,24 @@ class Sample:
         self._num_measured = self.num_tokens
         self._measured_at = time.monotonic()
         self.published_ns = self.published_before_ns = 0
+
+    def _continue(self, output: tuple[int, ...]) -> None:
+        """Takes over output of another server, as if its steps had been here; an output that is whole ends at once."""
+        reason = None
+        if output[-1] in self.spec.stop_token_ids:
+            reason = FinishReason.STOP
+        elif len(output) == self.spec.max_new_tokens:
+            reason = FinishReason.LENGTH
+        self._num_continued = self._num_measured = len(output)
+        unknown = TokenLogprobs(math.nan, ((0, math.nan),) * (self.spec.top_logprobs or 0))
+        self.add(output[:-1], logprobs=[unknown] * (len(output) - 1))
+        self.add(output[-1:], logprobs=[unknown], reason=reason)
+        if self.num_tokens < len(output):
+            accepted = f"at most {self.num_tokens} tokens: a stop string ends the output there"
+            raise InvalidArgumentError(f"continuation.outputs[{self.index}].ids", f"{len(output)} tokens", accepted)
+        if self.is_cut:
+            self.end(FinishReason.STOP)
+        self.num_steps, self.first_token_at, self._last_token_at = 0, None, None
 
     def _new_text(self, vocabulary: Vocabulary) -> OutputText:
         detokenizer = vocabulary.new_detokenizer(self._request.text_before)
@@ -480,7 +512,7 @@ class Sample:
 
     def _finish(self, reason: FinishReason | None) -> None:
         self.finish_reason = reason
-        now, num_tokens, counts = time.monotonic(), self.num_tokens, self.drafts_by_accepted
+        now, num_tokens, counts = time.monotonic(), self.num_new_tokens, self.drafts_by_accepted
         num_accepted, num_verify_steps = sum(number * count for number, count in enumerate(counts)), sum(counts)
         first_token_at = self.arrived_at if self.first_token_at is None else self.first_token_at
         decoding_s = 0.0 if self._last_token_at is None else self._last_token_at - first_token_at

@@ -395,7 +395,7 @@ class SchedulerLink:
                 self.num_waiting -= not sample.is_cancelled
         for number, num_tokens in step.cached_tokens.items():
             sample = self.running.get(number)
-            if sample is not None and not sample.token_ids:
+            if sample is not None and not sample.num_new_tokens:
                 sample.cached_tokens = num_tokens
         if self._leaving:
             ended = zip(step.sequences, step.finish_reasons, strict=True)

@@ -82,6 +82,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:
         from_tokens, attempt = _take_resume(request)
+        if not from_tokens:
+            from_tokens = [len(output.ids) for output in request.continuation.outputs]
         job = await self.admit(request, client_of(context), attempt=attempt)
         await self.follow(job, context, from_tokens, attempt=attempt)
 

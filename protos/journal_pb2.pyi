@@ -49,7 +49,7 @@ class JournaledOutput(_message.Message):
     def __init__(self, samples: _Optional[_Iterable[_Union[JournaledSample, _Mapping]]] = ..., failure: _Optional[_Union[_scheduler_pb2.Refusal, _Mapping]] = ..., left_as: _Optional[str] = ...) -> None: ...
 
 class JournaledSample(_message.Message):
-    __slots__ = ("token_ids", "is_draft", "logprobs", "top_token_ids", "top_logprobs", "finish_reason", "usage", "error", "ends_with_token", "is_cut", "total_draft_tokens", "drafts_by_accepted", "admitted_ns", "first_token_ns", "last_token_ns", "cached_tokens", "tokens_beyond_draft")
+    __slots__ = ("token_ids", "is_draft", "logprobs", "top_token_ids", "top_logprobs", "finish_reason", "usage", "error", "ends_with_token", "is_cut", "total_draft_tokens", "drafts_by_accepted", "admitted_ns", "first_token_ns", "last_token_ns", "cached_tokens", "tokens_beyond_draft", "num_continued")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     IS_DRAFT_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class JournaledSample(_message.Message):
     LAST_TOKEN_NS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_BEYOND_DRAFT_FIELD_NUMBER: _ClassVar[int]
+    NUM_CONTINUED_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     is_draft: bytes
     logprobs: _containers.RepeatedScalarFieldContainer[float]
@@ -84,4 +85,5 @@ class JournaledSample(_message.Message):
     last_token_ns: int
     cached_tokens: int
     tokens_beyond_draft: int
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., is_draft: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_generation_pb2.Usage, _Mapping]] = ..., error: _Optional[_Union[_scheduler_pb2.Refusal, _Mapping]] = ..., ends_with_token: _Optional[bool] = ..., is_cut: _Optional[bool] = ..., total_draft_tokens: _Optional[int] = ..., drafts_by_accepted: _Optional[_Iterable[int]] = ..., admitted_ns: _Optional[int] = ..., first_token_ns: _Optional[int] = ..., last_token_ns: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., tokens_beyond_draft: _Optional[int] = ...) -> None: ...
+    num_continued: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., is_draft: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_generation_pb2.Usage, _Mapping]] = ..., error: _Optional[_Union[_scheduler_pb2.Refusal, _Mapping]] = ..., ends_with_token: _Optional[bool] = ..., is_cut: _Optional[bool] = ..., total_draft_tokens: _Optional[int] = ..., drafts_by_accepted: _Optional[_Iterable[int]] = ..., admitted_ns: _Optional[int] = ..., first_token_ns: _Optional[int] = ..., last_token_ns: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., tokens_beyond_draft: _Optional[int] = ..., num_continued: _Optional[int] = ...) -> None: ...

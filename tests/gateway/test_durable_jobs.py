@@ -22,7 +22,7 @@ from slipstream.gateway.journal import JobJournal, output_of, record_of, rows_of
 from slipstream.gateway.journal_file import Accepted, JournalFile, JournalMode
 from slipstream.gateway.metrics import RequestMetrics
 from slipstream.gateway.sample import Sample
-from slipstream.protos import generation_pb2, generation_pb2_grpc, journal_pb2
+from slipstream.protos import generation_pb2, journal_pb2
 from tests.harness.generation_server import (
     collect,
     generation_server,
@@ -243,7 +243,7 @@ async def test_damaged_output_is_made_again_as_another_attempt(path: Path, is_of
     for num_damaged in (1, 0):  # the second time, the journal is whole
         async with generation_server(journal=left) as server, AsyncClient(server.address) as client:
             assert server.metric("journal_damage_total", lost="output") == num_damaged
-            stub = generation_pb2_grpc.GenerationStub(client._channel)  # type: ignore[no-untyped-call]
+            stub = client._stub
             request = generation_pb2.WatchJobRequest(job_id="mine", from_token=PAUSE, attempt=attempts["mine"])
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stub.WatchJob(request).read()
@@ -322,7 +322,7 @@ async def test_a_job_without_its_caller_is_cancelled_after_a_while(path: Path) -
         request.sampling_params.max_new_tokens, request.sampling_params.seed = 100, 3
         request.resume.from_tokens.append(PAUSE)
         request.resume.attempt = attempt
-        stub = generation_pb2_grpc.GenerationStub(client._channel)  # type: ignore[no-untyped-call]
+        stub = client._stub
         call = stub.Generate(request)
         cancelled = await state_of(client, "stays-away", JobState.ENDED)
         assert (cancelled.finish_reason, cancelled.num_tokens) == ("abort", PAUSE)

@@ -54,6 +54,11 @@ class Plan:
     """Tokens after which it cancels the job by a call."""
     priority: int = 0
 
+    @property
+    def moves(self) -> bool:
+        """True if it goes on by a `Continuation`, as at another server, wherever its call broke."""
+        return not self.creates and self.cancels_after is None and self.seed % 2 == 0
+
     @classmethod
     def draw(cls, random: Random, *, context_tokens: int, num_draft_tokens: int) -> Plan:
         """Draws one."""
@@ -104,8 +109,9 @@ class Client:
         self.ends: list[FinishReason | None] = [None] * plan.num_samples
         self._world = world
         self._find = find
-        self._reader = OutputReader()
+        self._reader = OutputReader(keeps_tokens=plan.moves)
         self._job_id = self.name if plan.is_named else ""
+        self._generate = self._request(generation_pb2.GenerateRequest)
         self._call: ClientCall | None = None
         self._can_fail = can_fail
         self._has_created = not plan.creates
@@ -118,16 +124,22 @@ class Client:
         world.at(plan.starts_at_s, self._open)
 
     def _open(self) -> None:
+        plan = self.plan
         if self.is_over:
             return
         if not self._has_created:
             request = self._request(generation_pb2.CreateJobRequest)
             self._start(lambda gateway, context: gateway.servicer.CreateJob(request, context), self._created)
-        elif self.plan.creates:
+        elif plan.creates:
             watch = self._reader.watch_request(self._job_id)
             self._start(lambda gateway, context: gateway.servicer.WatchJob(watch, context), self._read)
         else:
-            generate = self._reader.resumed(self._request(generation_pb2.GenerateRequest))
+            if self._call is not None and plan.moves:
+                self._reader.continued(self._generate)
+                self._job_id = self._generate.job_id
+            # As it is on the wire: the servicer changes what it gets.
+            generate = generation_pb2.GenerateRequest()
+            generate.CopyFrom(self._reader.resumed(self._generate))
             self._start(lambda gateway, context: gateway.servicer.Generate(generate, context), self._read)
         self._look()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.gateway.journal import JobJournal, rows_of
+from slipstream.gateway.sample import Sample
 from slipstream.scheduler.attachment import DraftAttachment
 from slipstream.scheduler.batch import ContextLimit
 from slipstream.scheduler.link import DispatchAcknowledged
@@ -95,6 +96,10 @@ def _forget_the_last_token(preempt: Any) -> Any:
     return lambda self, output: preempt(self, output[:-1])
 
 
+def _change_the_last_token(go_on: Any) -> Any:
+    return lambda self, output: go_on(self, (*output[:-1], output[-1] ^ 1))
+
+
 BUGS = (
     PlantedBug("a release that is not repeated", DraftAttachment, "release", _release_once),
     PlantedBug("a region used again too early", DraftAttachment, "is_gone", lambda _: property(lambda _: True)),
@@ -103,5 +108,6 @@ BUGS = (
     PlantedBug("a late acknowledgement believed", DispatchAcknowledged, "_wait", _believe_the_step_before),
     PlantedBug("a submission that wakes no one", WaitingQueue, "add", _forget_to_notify),
     PlantedBug("a token forgotten when preempted", Sequence, "preempt", _forget_the_last_token),
+    PlantedBug("a token changed when continued", Sample, "_continue", _change_the_last_token),
     PlantedBug("a draft beyond its context", ContextLimit, "ends", lambda _: lambda *_: ([], 1)),
 )
