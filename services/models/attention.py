@@ -200,12 +200,18 @@ class Attention(Protocol[Rotating]):
     outputs: LastOutputs
 
     def __call__(
-        self, layer: int, qkv: torch.Tensor, rotation: Rotating, norms: tuple[Norm, Norm] | None = None
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotation: Rotating,
+        norms: tuple[Norm, Norm] | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Norms and rotates queries and keys, keeps keys and values, and attends to all that each query sees.
 
-        `qkv`: [N, q_size + 2 * kv_size], which may be overwritten. `norms`: of each head's queries and keys. Returns
-        [N, q_size], or of the last layer what is read of it.
+        `qkv`: [N, q_size + 2 * kv_size], which may be overwritten. `norms`: of each head's queries and keys. `sinks`:
+        [num_heads] float32, a score of each head that has no value. Returns [N, q_size], or of the last layer what is
+        read of it.
         """
 
 
@@ -239,7 +245,12 @@ class TorchAttention:
         self._num_heads, self._head_dim = [config.num_heads, config.num_kv_heads], config.head_dim
 
     def __call__(
-        self, layer: int, qkv: torch.Tensor, rotation: Rotation | None = None, norms: tuple[Norm, Norm] | None = None
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotation: Rotation | None = None,
+        norms: tuple[Norm, Norm] | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Attention`. `rotation`: None for queries and keys that are rotated already."""
         if rotation is not None:
@@ -249,7 +260,7 @@ class TorchAttention:
             rows.keep(layer, of_rows)
         if self.outputs.are_none(layer):
             return qkv[:0]
-        attended = [rows.attend(layer, of_rows) for rows, of_rows in parts]
+        attended = [rows.attend(layer, of_rows, sinks) for rows, of_rows in parts]
         return self.outputs.of(layer, attended[0] if len(attended) == 1 else torch.cat(attended))
 
     def _rotate(self, qkv: torch.Tensor, rotation: Rotation, norms: tuple[Norm, Norm] | None) -> None:
@@ -317,15 +328,15 @@ class _RowsAttention:
         """Keeps keys and values."""
         self._cache.rows[layer].index_copy_(0, self._write_rows, qkv[:, self._q_size :])
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Attends to keys that are kept: [B * W, q_size + 2 * kv_size] to [B * W, q_size]."""
+    def attend(self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """Attends to keys that are kept: [B * W, q_size + 2 * kv_size] to [B * W, q_size]. `sinks`: see `Attention`."""
         rows = self._cache.rows[layer]
         torch.index_select(rows, 0, self._read_rows, out=self._gathered)
         kv = self._gathered.view(self._kv_shape).permute(2, 0, 3, 1, 4)
         query = qkv[:, : self._q_size].view(self._query_shape).permute(0, 2, 3, 1, 4).reshape(self._stacked_shape)
         mask = self._masks[self._window_of(layer)]
         is_broken = None if self._is_finite(query) else self._zero_broken_keys()
-        output = self._attended(query, kv[0], kv[1], mask)
+        output = self._attended(query, kv[0], kv[1], mask, sinks)
         if is_broken is not None:
             # Float products count the broken keys that each query sees: [B, 1, group * W, kv_heads].
             num_seen = (mask == 0).float() @ is_broken.float()[:, None]
@@ -334,12 +345,26 @@ class _RowsAttention:
         return output.view(self._split_shape).permute(0, 3, 1, 2, 4).reshape(len(qkv), self._q_size)
 
     def _attended(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        if self._score_cap is None:
+        cap = self._score_cap
+        if cap is None and sinks is None:
             return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self._score_scale)
-        scores = (query @ keys.transpose(2, 3)).float().mul_(self._score_scale / self._score_cap)
-        weights = scores.tanh_().mul_(self._score_cap).add_(mask).softmax(dim=-1)
+        scores = (query @ keys.transpose(2, 3)).float()
+        scores = (
+            scores.mul_(self._score_scale) if cap is None else scores.mul_(self._score_scale / cap).tanh_().mul_(cap)
+        )
+        scores = scores.add_(mask)
+        if sinks is not None:
+            _, _, kv_heads, group, _ = self._query_shape
+            by_query = sinks.view(kv_heads, group).repeat_interleave(scores.shape[2] // group, 1)
+            scores = torch.cat((scores, by_query[None, ..., None].expand(len(scores), -1, -1, 1)), dim=-1)
+        weights = scores.softmax(dim=-1)[..., : keys.shape[2]]
         return weights.to(values.dtype) @ values
 
     def _is_finite(self, query: torch.Tensor) -> bool:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slipstream.common.errors import CheckpointError
+from slipstream.services.models.experts_config import ExpertsConfig
 from slipstream.services.models.families import (
     FAMILIES,
     LLAMA_NORMS,
@@ -23,6 +23,7 @@ from slipstream.services.models.families import (
     Windows,
 )
 from slipstream.services.models.json_files import ConfigFields, is_integer
+from slipstream.services.models.quantization import BLOCK, Fp8Weights, Scaling
 
 if TYPE_CHECKING:
     import torch
@@ -221,85 +222,6 @@ def _mscale(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-BLOCK = 128
-"""Rows and columns of a weight that share a scale, where scales are by block."""
-
-
-class Scaling(Enum):
-    """The numbers of a weight that share a scale, named as in compressed-tensors."""
-
-    TENSOR = "tensor"
-    CHANNEL = "channel"
-    """A row, which makes one output."""
-    BLOCK = "block"
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Weights:
-    """How a checkpoint scales the weights of its layers' projections."""
-
-    scaling: Scaling
-    scale_name: str
-    """A weight `NAME.weight` has the scales `NAME.{scale_name}`."""
-
-    @classmethod
-    def from_fields(cls, fields: ConfigFields) -> Fp8Weights | None:
-        """Reads `quantization_config`; None where there is none. Raises `CheckpointError` for one that is not FP8."""
-        if fields.get("quantization_config") is None:
-            return None
-        given = fields.sub("quantization_config")
-        if given.get("quant_method") == "fp8":
-            _check(given, "fmt", "e4m3", None)
-            _check(given, "weight_block_size", [BLOCK, BLOCK])
-            return cls(Scaling.BLOCK, "weight_scale_inv")
-        _check(given, "quant_method", "compressed-tensors", others="fp8, of FP8 weights")
-        return cls(_scaling(given), "weight_scale")
-
-    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """The shape of the scales of a weight, [rows, columns], in the checkpoint."""
-        match self.scaling:
-            case Scaling.TENSOR:
-                return (1,)
-            case Scaling.CHANNEL:
-                return (rows, 1)
-            case Scaling.BLOCK:
-                return (-(-rows // BLOCK), -(-columns // BLOCK))
-
-    def by_row(self, scales: torch.Tensor, rows: int) -> torch.Tensor:
-        """Repeats a checkpoint's scales for each of `rows` rows: [rows, blocks of columns] float32."""
-        repeats = {Scaling.TENSOR: rows, Scaling.CHANNEL: 1, Scaling.BLOCK: BLOCK}[self.scaling]
-        by_block = scales.float().reshape(self.shape(rows, BLOCK)[0], -1)
-        return by_block.repeat_interleave(repeats, 0)[:rows]
-
-
-def _scaling(given: ConfigFields) -> Scaling:
-    """Reads compressed-tensors' settings: one scheme for all linear layers."""
-    _check(given, "format", "float-quantized")
-    _check(given, "kv_cache_scheme", None, {})
-    _check(given.sub("sparsity_config"), "format", None, "dense")
-    groups = given.get("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1:
-        raise given.error("config_groups", "one group")
-    group = given.sub("config_groups").sub(next(iter(groups)))
-    _check(group, "targets", ["Linear"])
-    weights = group.sub("weights")
-    _check(weights, "num_bits", 8)
-    _check(weights, "type", "float")
-    _check(weights, "symmetric", True)
-    _check(weights, "dynamic", False, None)
-    _check(weights, "strategy", *(scaling.value for scaling in Scaling))
-    scaling = Scaling(weights.get("strategy"))
-    if scaling is Scaling.BLOCK:
-        _check(weights, "block_structure", [BLOCK, BLOCK])
-    return scaling
-
-
-def _check(fields: ConfigFields, name: str, *accepted: Any, others: str = "") -> None:
-    """Raises `CheckpointError` if the field has none of these values; `others`: what else could have been there."""
-    if fields.get(name) not in accepted:
-        raise fields.error(name, ", ".join([*(str(value) for value in accepted), *([others] if others else [])]))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder and the token ids that end its text."""
@@ -349,6 +271,9 @@ class ModelConfig:
     """Logits are divided by this."""
     logit_cap: float | None = None
     """Logits are cap * tanh(logit / cap)."""
+    experts: ExpertsConfig | None = None
+    has_sinks: bool = False
+    """Attention's weights are relative to a sum with one more term for each head."""
     text_of: str | None = None
     """The architecture of the multimodal model that this is the text part of."""
 
@@ -367,7 +292,7 @@ class ModelConfig:
         given = fields.get("architectures")
         if given not in [[name] for name in (*FAMILIES, *TEXT_PARTS)]:
             of_head = "; an EAGLE-3 head is a draft, with --algorithm eagle3" if "Eagle3" in str(given) else ""
-            accepted = f"{', '.join(FAMILIES)} (no mixtures of experts), the text part of {', '.join(TEXT_PARTS)}"
+            accepted = f"{', '.join(FAMILIES)}, the text part of {', '.join(TEXT_PARTS)}"
             raise fields.error("architectures", f"{accepted}{of_head}")
         if given[0] in FAMILIES:
             return cls.from_fields(fields, given[0])
@@ -407,11 +332,14 @@ class ModelConfig:
         unrotated = _unrotated_layers(fields) if family.has_unrotated_layers else ()
         windows = _sliding_windows(fields, family.windows, unrotated)
         scalar = head_dim if family.score_scalar is None else fields.factor(family.score_scalar)
+        num_layers = fields.count("num_hidden_layers", high=MAX_LAYERS)
+        has_head_norms = family.head_norms_field is None or fields.flag(family.head_norms_field)
+        mixture = family.mixture
         config = cls(
             architecture=architecture,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            num_layers=fields.count("num_hidden_layers", high=MAX_LAYERS),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -423,7 +351,7 @@ class ModelConfig:
             has_qkv_bias=fields.flag(family.qkv_bias),
             has_output_bias=fields.flag(family.output_bias),
             has_mlp_bias=fields.flag(family.mlp_bias),
-            head_norms=family.head_norms,
+            head_norms=family.head_norms if has_head_norms else HeadNorms.NONE,
             sliding_windows=windows,
             eos_token_ids=_eos_token_ids(fields, vocab_size),
             num_nextn_layers=fields.count(_NEXTN, high=MAX_LAYERS) if fields.get(_NEXTN) else 0,
@@ -436,6 +364,10 @@ class ModelConfig:
             score_scale=1 / math.sqrt(scalar),
             score_cap=_optional(fields, family.score_cap),
             logit_cap=_optional(fields, family.logit_cap),
+            experts=None
+            if mixture is None
+            else ExpertsConfig.from_fields(given, family.defaults, mixture, num_layers=num_layers),
+            has_sinks=family.has_sinks,
         )
         if not family.has_multipliers:
             return config
@@ -449,12 +381,26 @@ class ModelConfig:
 
     @property
     def has_llama_layers(self) -> bool:
-        """True if both branches of a layer are normed at their beginning only and added as they are.
+        """True if both branches of a layer, attention and a dense MLP, are normed first and added as they are.
 
         Layers of such models are computed by kernels from end to end (`FusedDecoder`).
         """
         is_plain = self.norms == tuple(LLAMA_NORMS) and self.head_norms is not HeadNorms.ALL
-        return is_plain and self.branch_scale == 1.0 and self.activation is Activation.SILU
+        is_dense = self.experts is None and not self.has_sinks
+        return is_plain and is_dense and self.branch_scale == 1.0 and self.activation is Activation.SILU
+
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """The experts of a layer. None: its MLP is dense."""
+        return self.experts if self.experts is not None and self.experts.layers[layer] else None
+
+    @property
+    def mlp_numbers_per_token(self) -> int:
+        """Numbers that a token has on the way through the MLP of a layer, or through experts, which take more."""
+        dense = 3 * self.intermediate_size
+        if self.experts is None:
+            return dense
+        # Each expert's input, its output, and that in the tokens' order.
+        return max(dense, self.experts.numbers_per_token + 3 * self.experts.num_chosen * self.hidden_size)
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The RoPE of a layer. None: its queries and keys are not rotated."""

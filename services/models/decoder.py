@@ -12,6 +12,7 @@ from torch import nn
 
 from slipstream.common.wire.step import FINAL_NORM
 from slipstream.services.models.attention import Attention, Rotation, TorchAttention
+from slipstream.services.models.experts import Experts, sigmoid
 from slipstream.services.models.families import Activation, HeadNorms
 from slipstream.services.models.linear import FP8, Linear, empty_parameter, keeps_fp8, pack_linears
 
@@ -60,9 +61,9 @@ class RMSNorm(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then a gated MLP; the projections that read the same input are one matrix each.
+    """Attention, then a gated MLP or experts; the projections that read the same input are one matrix each.
 
-    Each branch is normed at its beginning, at its end, or both.
+    Each branch is normed at its beginning, at its end, or both. Beside experts the MLP is the one of all tokens.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class DecoderLayer(nn.Module):
         self.index = index
         self._rotated_sizes = (config.q_size, config.kv_size)
         self._activation, self._branch_scale = config.activation, config.branch_scale
-        hidden, mlp_size = config.hidden_size, config.intermediate_size
+        hidden, experts = config.hidden_size, config.experts_of(index)
+        mlp_size = config.intermediate_size if experts is None else experts.shared_width
 
         # Layers of other kinds are computed by PyTorch's products, which know no packed FP8 weights.
         has_kernels = config.has_whole_fp8_blocks and config.has_llama_layers
@@ -106,11 +108,17 @@ class DecoderLayer(nn.Module):
         query_size, key_size = sizes.get(config.head_norms, (0, 0))
         self.query_norm = norm(query_size) if query_size else None
         self.key_norm = norm(key_size) if key_size else None
+        self.sinks = empty_parameter(config.num_heads, device=device, dtype=torch.float32) if config.has_sinks else None
         self.output = linear(config.q_size, hidden, config.has_output_bias)
         self.attention_post_norm = norm_of_branch("attention_post_norm")
         self.mlp_norm = norm_of_branch("mlp_norm")
-        self.gate_up = linear(hidden, 2 * mlp_size, config.has_mlp_bias)
-        self.down = linear(mlp_size, hidden, config.has_mlp_bias)
+        self._has_mlp = mlp_size > 0
+        none = cast("Linear", nn.Identity())
+        self.gate_up = linear(hidden, 2 * mlp_size, config.has_mlp_bias) if mlp_size else none
+        self.down = linear(mlp_size, hidden, config.has_mlp_bias) if mlp_size else none
+        self.experts = None if experts is None else Experts(experts, hidden, device=device, dtype=dtype)
+        has_gate = experts is not None and experts.mixture.has_shared_gate
+        self.shared_gate = Linear(empty_parameter(1, hidden, device=device, dtype=dtype)) if has_gate else None
         self.mlp_post_norm = norm_of_branch("mlp_post_norm")
 
     @property
@@ -135,14 +143,23 @@ class DecoderLayer(nn.Module):
             parts = qkv[:, : sum(self._rotated_sizes)].split(self._rotated_sizes, dim=1)
             for part, norm in zip(parts, self._norms_of_heads, strict=True):
                 part.copy_(norm(part))
-        attended = attend(self.index, qkv, rotation, self.head_norms)
+        attended = attend(self.index, qkv, rotation, self.head_norms, self.sinks)
         x = attend.outputs.of(self.index, x)
         if not len(x):
             return x
         x = x + self._scaled(self.attention_post_norm(self.output(attended)))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self._scaled(self.mlp_post_norm(self._mlp(self.mlp_norm(x))))
+
+    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._has_mlp:
+            assert self.experts is not None, "a layer has one or the other"
+            return cast("torch.Tensor", self.experts(x))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
         gated = F.silu(gate) if self._activation is Activation.SILU else F.gelu(gate, approximate="tanh")
-        return x + self._scaled(self.mlp_post_norm(self.down(gated.mul_(up))))
+        output: torch.Tensor = self.down(gated.mul_(up))
+        if self.shared_gate is not None:
+            output = output * sigmoid(self.shared_gate(x))
+        return output if self.experts is None else output + self.experts(x)
 
     def _scaled(self, branch: torch.Tensor) -> torch.Tensor:
         return branch if self._branch_scale == 1.0 else branch * self._branch_scale
@@ -250,6 +267,9 @@ class Decoder(nn.Module):
     def pack(self) -> None:
         """Gives the weights their fastest layout; call it when they are complete."""
         pack_linears(self)
+        for module in self.modules():
+            if isinstance(module, Experts):
+                module.pack()
 
 
 def rotation_table(config: RopeConfig | None, head_dim: int) -> torch.Tensor:

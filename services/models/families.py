@@ -43,6 +43,48 @@ class HeadNorms(Enum):
     """All heads together."""
 
 
+class Scoring(Enum):
+    """What a router's logits say of experts."""
+
+    SOFTMAX = auto()
+    """Their weights: softmax of the logits of all experts."""
+    SOFTMAX_OF_CHOSEN = auto()
+    """Their weights: softmax of the logits of those that a token takes."""
+    SIGMOID = auto()
+    """Their weights: sigmoid of each logit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """The experts of a family: fields of `config.json`, and names of a layer's tensors."""
+
+    num_experts: str = "num_experts"
+    width: str = "moe_intermediate_size"
+    """The field with the intermediate size of an expert."""
+    scoring: Scoring = Scoring.SOFTMAX
+    normalises: bool | str = "norm_topk_prob"
+    """The weights of a token's experts are divided by their sum."""
+    has_groups: bool = False
+    """A token takes experts of some groups only (`n_group`, `topk_group`); weights have a factor."""
+    limit: str | None = None
+    """The field with the bound of gates and ups, whose gate is x * sigmoid(1.702 x), and whose up has 1 added."""
+    is_stacked: bool = False
+    """Checkpoints have one tensor of all experts, [experts, in, out], gates and ups in turns; all have biases."""
+    block: str = "mlp"
+    """Beginning of the names of all these tensors."""
+    router: str = "gate"
+    choice_bias: str | None = None
+    """The tensor that is added to the scores for the choice, and not to the weights; None: there is none."""
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str | None = None
+    """The expert that all tokens take; None: there is none."""
+    shared_width: str | None = None
+    """The field with its intermediate size; None: `shared_count` has how many times it is as wide as the others."""
+    shared_count: str = "n_shared_experts"
+    has_shared_gate: bool = False
+    """The shared expert's output is multiplied by the sigmoid of a product."""
+
+
 LLAMA_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _GEMMA_NORMS = {
     "attention_norm": "input_layernorm",
@@ -72,6 +114,12 @@ class Family:
     """Bias of attention's last projection."""
     mlp_bias: bool | str = False
     head_norms: HeadNorms = HeadNorms.NONE
+    head_norms_field: str | None = None
+    """The field that says whether there are norms of heads; None: there are."""
+    has_sinks: bool = False
+    """Attention's weights are relative to a sum with one more term for each head, which is learnt."""
+    mixture: Mixture | None = None
+    """None: all layers are dense."""
     norms: dict[str, str] = field(default_factory=lambda: LLAMA_NORMS)
     """The names in checkpoints of a layer's norms, by those of `DecoderLayer`."""
     has_offset_norms: bool = False
@@ -204,6 +252,121 @@ _GLM4 = _LLAMA | {
     "attention_bias": True,
     "partial_rotary_factor": 0.5,
 }
+_MIXTRAL = _MISTRAL | {
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "rope_theta": 1e6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_QWEN2_MOE = _QWEN2 | {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "qkv_bias": True,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "norm_topk_prob": False,
+}
+_QWEN3_MOE = _QWEN2_MOE | {
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+_OLMOE = _LLAMA | {
+    "vocab_size": 50304,
+    "hidden_size": 2048,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 50279,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+}
+_DEEPSEEK = {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 1408}
+_GLM4_MOE = (
+    _LLAMA
+    | _DEEPSEEK
+    | {
+        "vocab_size": 151552,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": None,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": False,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+    }
+)
+_DOTS1 = (
+    _LLAMA
+    | _DEEPSEEK
+    | {
+        "vocab_size": 152064,
+        "hidden_size": 4608,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 32,
+        "eos_token_id": None,
+        "norm_topk_prob": False,
+        "use_sliding_window": True,
+        "sliding_window": 4096,
+        "max_window_layers": 62,
+    }
+)
+_GPT_OSS = _LLAMA | {
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": None,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "sliding_window_pattern": 2,
+    "rope_theta": 150000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0,
+}
+_ROUTED = Mixture(
+    num_experts="n_routed_experts",
+    scoring=Scoring.SIGMOID,
+    has_groups=True,
+    choice_bias="gate.e_score_correction_bias",
+    shared="shared_experts",
+)
+"""As in DeepSeek-V3."""
 _GEMMA: dict[str, Any] = {
     "qkv_bias": "attention_bias",
     "output_bias": "attention_bias",
@@ -294,6 +457,80 @@ FAMILIES = {
         may_rotate_partially=True,
         has_interleaved_pairs=True,
         has_fused_mlp=True,
+    ),
+    "MixtralForCausalLM": Family(
+        model_type="mixtral",
+        defaults=_MIXTRAL,
+        windows=Windows.ALL,
+        mixture=Mixture(
+            num_experts="num_local_experts",
+            width="intermediate_size",
+            normalises=True,
+            block="block_sparse_moe",
+            projections=("w1", "w3", "w2"),
+        ),
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        model_type="qwen2_moe",
+        defaults=_QWEN2_MOE,
+        qkv_bias="qkv_bias",
+        windows=Windows.BY_LAYER,
+        refused=("use_sliding_window",),
+        mixture=Mixture(shared="shared_expert", shared_width="shared_expert_intermediate_size", has_shared_gate=True),
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        model_type="qwen3_moe",
+        defaults=_QWEN3_MOE,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        head_norms=HeadNorms.EACH,
+        windows=Windows.BY_LAYER,
+        refused=("use_sliding_window",),
+        mixture=Mixture(),
+    ),
+    "OlmoeForCausalLM": Family(
+        model_type="olmoe",
+        defaults=_OLMOE,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        head_norms=HeadNorms.ALL,
+        refused=("clip_qkv",),
+        mixture=Mixture(width="intermediate_size"),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        model_type="glm4_moe",
+        defaults=_GLM4_MOE,
+        qkv_bias="attention_bias",
+        head_norms=HeadNorms.EACH,
+        head_norms_field="use_qk_norm",
+        may_rotate_partially=True,
+        mixture=_ROUTED,
+    ),
+    "Dots1ForCausalLM": Family(
+        model_type="dots1",
+        defaults=_DOTS1,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        head_norms=HeadNorms.EACH,
+        windows=Windows.BY_LAYER,
+        mixture=_ROUTED,
+    ),
+    "GptOssForCausalLM": Family(
+        model_type="gpt_oss",
+        defaults=_GPT_OSS,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        has_sinks=True,
+        windows=Windows.PATTERN,
+        mixture=Mixture(
+            num_experts="num_local_experts",
+            width="intermediate_size",
+            scoring=Scoring.SOFTMAX_OF_CHOSEN,
+            normalises=False,
+            limit="swiglu_limit",
+            is_stacked=True,
+            router="router",
+        ),
     ),
 }
 """The architectures that the decoder can run, by their names in `architectures` of `config.json`."""

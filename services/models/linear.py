@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.services.models.config import BLOCK
+from slipstream.services.models.quantization import BLOCK
 
 FP8 = torch.float8_e4m3fn
 _PACKED_FOR_TOKENS = 8
@@ -90,11 +90,13 @@ def pack_linears(model: nn.Module) -> None:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rounds up to one of eight sizes between a power of two and the next, an eighth more at most.
+    """Rounds up to one of eight sizes between a power of two and the next, an eighth more at most, and to 2.
 
     oneDNN makes and keeps a kernel of about half a MiB for every number of rows that it meets. Prompts have any number
-    of rows, and a process would grow by gigabytes.
+    of rows, and a process would grow by gigabytes. A single row would be summed in another order than beside others,
+    where it has more than a thousand columns.
     """
+    num_rows = max(num_rows, 2)
     granule = 1 << max(0, num_rows.bit_length() - 4)
     return -(-num_rows // granule) * granule
 

@@ -17,7 +17,7 @@ from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.counted_jobs import Job
 from tests.harness.eagle3_checkpoints import write_head
 from tests.harness.local_epoch import LocalEpoch
-from tests.harness.transformers_checkpoints import write_by_transformers
+from tests.harness.transformers_checkpoints import MIXTURES, write_by_transformers
 from tests.harness.transformers_reference import greedy_tokens
 from tests.harness.workers import local_workers
 
@@ -37,7 +37,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-FURTHER = ("gemma2", "gemma3", "mistral3-multimodal", "ministral", "olmo2", "olmo3", "smollm3", "granite", "glm4")
+DENSE = ("gemma2", "gemma3", "mistral3-multimodal", "ministral", "olmo2", "olmo3", "smollm3", "granite", "glm4")
+FURTHER = (*DENSE, *MIXTURES)
 
 
 @pytest.mark.sampled(2)

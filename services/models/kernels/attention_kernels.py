@@ -106,6 +106,7 @@ def attend_kernel(
     starts: tl.tensor,  # [B] int64, read if HAS_STARTS
     row_begins: tl.tensor,  # [B + 1] int64: the first token of each row, and N; read if IS_RAGGED
     items: tl.tensor,  # [5, I] int32: of `plan_kernel`, read if IS_RAGGED
+    sinks: tl.tensor,  # [KV_HEADS * GROUP] float32: a score of each head that has no value, read if HAS_SINKS
     output: tl.tensor,  # [N, KV_HEADS * GROUP * HEAD_DIM], written where one program has all keys
     partial_output: tl.tensor,  # [N * KV_HEADS * GROUP, num_splits, HEAD_DIM] float32, written where several share them
     partial_lse: tl.tensor,  # [N * KV_HEADS * GROUP, num_splits] float32: log2 of the sum of weights
@@ -118,6 +119,7 @@ def attend_kernel(
     IS_RAGGED: tl.constexpr,  # [N] instead of [B, width]
     READS_BLOCKS: tl.constexpr,  # whole blocks of keys, which a page has one or several of; see `_has_blocks`
     SCORE_CAP: tl.constexpr, CAP_FACTOR: tl.constexpr,  # see `attend_keys`
+    HAS_SINKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attends with a tile of queries (of all heads that share one key head) of one row over one split of its keys.
@@ -200,6 +202,15 @@ def attend_kernel(
         PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D, BLOCK_N, has_first, READS_BLOCKS,
         SCORE_CAP, CAP_FACTOR,
     )  # fmt: skip
+
+    if HAS_SINKS:  # as a key of the first split, which every query sees
+        sink = tl.where(split == 0, tl.load(sinks + query_head) * 1.4426950408889634, float("-inf"))
+        with_sink = tl.maximum(best, sink)
+        base = tl.where(with_sink == float("-inf"), 0.0, with_sink)
+        decay = tl.exp2(best - base)
+        total = total * decay + tl.exp2(sink - base)
+        accumulated = accumulated * decay[:, None]
+        best = with_sink
 
     has_keys = is_seeing & (total != 0.0)  # NaN where a key or value is: so is what comes of it
     result = tl.where(has_keys[:, None], accumulated / tl.where(has_keys, total, 1.0)[:, None], 0.0)

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from slipstream.services.models import config, linear
+from slipstream.services.models import linear, quantization
 from slipstream.services.models.kernels.launching import fetch, overlapping, wait_for_previous
 
 if TYPE_CHECKING:
     from slipstream.services.models.linear import Linear, PackedFp8
 
-BLOCK: tl.constexpr = tl.constexpr(config.BLOCK)
+BLOCK: tl.constexpr = tl.constexpr(quantization.BLOCK)
 """Columns of a weight that share a scale, and that are multiplied at a time."""
 CHUNK: tl.constexpr = tl.constexpr(linear.CHUNK)
 _LINE: tl.constexpr = tl.constexpr(128)

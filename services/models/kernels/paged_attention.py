@@ -321,13 +321,15 @@ class PagedAttention:
         qkv: torch.Tensor,
         rotation: torch.Tensor,
         norms: tuple[Norm, Norm] | None = None,
+        sinks: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Normalises, rotates and keeps in one kernel, then attends.
 
         `qkv`: [N, q_size + 2 * kv_size] as the projection left it; its queries are overwritten. `rotation`:
-        [N, 2, head_dim / 2] float32, of `rotation_of`. `norms`: of each head's queries and keys. `output`: [N, q_size],
-        to be filled; None for a new one. Returns it; in the last layer a new one, of the outputs that are read.
+        [N, 2, head_dim / 2] float32, of `rotation_of`. `norms`: of each head's queries and keys. `sinks`: see
+        `Attention`. `output`: [N, q_size], to be filled; None for a new one. Returns it; in the last layer a new one,
+        of the outputs that are read.
         """
         if self._num_tokens:
             self._keep(layer, qkv, rotation, norms)
@@ -337,12 +339,12 @@ class PagedAttention:
             assert self._of_outputs is not None, "there are some"
             read = self.outputs.of(layer, qkv)
             output = read.new_empty(len(read), self._config.q_size)
-            self._of_outputs._attend(layer, read, output)
+            self._of_outputs._attend(layer, read, output, sinks)
             return output
         if output is None:
             output = qkv.new_empty(len(qkv), self._config.q_size)
         if self._num_tokens:
-            self._attend(layer, qkv, output)
+            self._attend(layer, qkv, output, sinks)
         return output
 
     def _keep(self, layer: int, qkv: torch.Tensor, rotation: torch.Tensor, norms: tuple[Norm, Norm] | None) -> None:
@@ -362,7 +364,7 @@ class PagedAttention:
             num_warps=4 if block_heads == 16 else 1, **self._overlaps,
         )  # fmt: skip
 
-    def _attend(self, layer: int, qkv: torch.Tensor, output: torch.Tensor) -> None:
+    def _attend(self, layer: int, qkv: torch.Tensor, output: torch.Tensor, sinks: torch.Tensor | None) -> None:
         config, cache, programs, tile = self._config, self._cache, self._programs, self._programs.tile
         window, kv, head_dim = config.sliding_window(layer), cache.rows[layer], config.head_dim
         cap = config.score_cap
@@ -372,6 +374,7 @@ class PagedAttention:
             self._limits if self._starts is None else self._starts,
             self._limits if self._ragged is None else self._ragged.begins,
             self._limits if programs.plan is None else programs.plan.items,
+            qkv if sinks is None else sinks,
             output, self._partial_output, self._partial_lse,
             cache.num_pages, self._page_table.shape[1],
             programs.width, programs.num_splits, programs.num_query_blocks,
@@ -380,7 +383,7 @@ class PagedAttention:
             BLOCK_D=max(_LEAST_DIM, power_of_two(head_dim)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             HAS_WINDOW=window is not None, HAS_STARTS=self._starts is not None, IS_SPLIT=programs.is_split,
             IS_RAGGED=self._ragged is not None, READS_BLOCKS=self._reads_blocks,
-            SCORE_CAP=cap, CAP_FACTOR=None if cap is None else config.score_scale / cap,
+            SCORE_CAP=cap, CAP_FACTOR=None if cap is None else config.score_scale / cap, HAS_SINKS=sinks is not None,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **self._overlaps,
         )  # fmt: skip
         if programs.num_partials:
@@ -414,12 +417,17 @@ class JoinedAttention:
         self._parts = [PagedAttention(config, part, cache) for part in batch.parts]
 
     def __call__(
-        self, layer: int, qkv: torch.Tensor, rotation: torch.Tensor, norms: tuple[Norm, Norm] | None = None
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotation: torch.Tensor,
+        norms: tuple[Norm, Norm] | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         output = qkv.new_empty(len(qkv), self._config.q_size)
         split = (torch.split(values, self._sizes) for values in (qkv, rotation, output))
         made = [
-            part(layer, qkv_part, rotation_part, norms, output_part)
+            part(layer, qkv_part, rotation_part, norms, sinks, output_part)
             for part, qkv_part, rotation_part, output_part in zip(self._parts, *split, strict=True)
         ]
         return output if self.outputs.are_all(layer) else torch.cat(made)

@@ -18,6 +18,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.config import ModelConfig, RopeConfig
 from slipstream.services.models.decoder import paired_dimensions, rotation_table
+from slipstream.services.models.families import FAMILIES as ARCHITECTURES
+from slipstream.services.models.families import TEXT_PARTS
 from slipstream.services.models.json_files import ConfigFields
 from tests.harness.checkpoints import FAMILIES, LLAMA, refusal, write_json
 from tests.harness.mutations import INFINITY, NAN
@@ -109,12 +111,7 @@ def test_config_is_no_json(tmp_path: Path) -> None:
     assert config_error(tmp_path).startswith("cannot read config.json: 'utf-8' codec")
 
 
-MODELS = (
-    "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Phi3ForCausalLM, MinistralForCausalLM, "
-    "Gemma2ForCausalLM, Gemma3ForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, SmolLM3ForCausalLM, GraniteForCausalLM, "
-    "Glm4ForCausalLM (no mixtures of experts), the text part of Gemma3ForConditionalGeneration, "
-    "Mistral3ForConditionalGeneration"
-)
+MODELS = f"{', '.join(ARCHITECTURES)}, the text part of {', '.join(TEXT_PARTS)}"
 LLAMA3 = LLAMA["rope_parameters"] | {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LAYERS = ["sliding_attention", "full_attention"]
@@ -156,7 +153,7 @@ METHODS = "compressed-tensors, fp8, of FP8 weights"
         ("qwen3", "model_type", "qwen3_moe", "'qwen3', as architectures says"),
         *(
             ("qwen2", "architectures", [name], MODELS)
-            for name in ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+            for name in ("PhiMoEForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM")
         ),
     ],
 )

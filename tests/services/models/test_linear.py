@@ -28,9 +28,20 @@ def test_packed_weight(num_tokens: int, has_bias: bool) -> None:
 
 def test_few_sizes_of_a_product_are_met() -> None:
     for num_rows in range(1, 5000):
-        assert num_rows <= padded_rows(num_rows) <= 1.125 * num_rows
-        assert num_rows > 16 or padded_rows(num_rows) == num_rows
-    assert len({padded_rows(num_rows) for num_rows in range(1, 513)}) == 56
+        assert num_rows <= padded_rows(num_rows) <= max(2, 1.125 * num_rows)
+        assert num_rows > 16 or padded_rows(num_rows) == max(2, num_rows)
+    assert len({padded_rows(num_rows) for num_rows in range(1, 513)}) == 55
+
+
+def test_a_row_has_the_same_bits_beside_any_others() -> None:
+    """Of many columns, too."""
+    generator = torch.Generator().manual_seed(3)
+    weight, x = torch.randn(64, 2048, generator=generator), torch.randn(40, 2048, generator=generator)
+    linear = Linear(nn.Parameter(weight, requires_grad=False))
+    linear.pack()
+    together = linear(x)
+    for begin, end in ((0, 1), (39, 40), (4, 6), (8, 13), (1, 40)):
+        assert torch.equal(linear(x[begin:end]), together[begin:end])
 
 
 def test_other_dtypes_stay_as_they_are() -> None:

@@ -59,6 +59,8 @@ class AttentionCase:
     cache: PagedKV
     batch: ForwardBatch
     qkv: torch.Tensor
+    sinks: torch.Tensor | None = None
+    """[num_heads] float32."""
 
     @classmethod
     def random(
@@ -103,11 +105,11 @@ class AttentionCase:
         rotation = torch.zeros(len(self.qkv), 2, self.config.head_dim // 2, device=self.qkv.device)
         rotation[:, 0] = 1.0
         attend = PagedAttention(self.config, self.batch, self.cache, is_invariant=is_invariant)
-        return attend(layer, self.qkv.clone(), rotation)
+        return attend(layer, self.qkv.clone(), rotation, sinks=self.sinks)
 
     def change(self, **changes: torch.Tensor) -> AttentionCase:
         """Other tensors in the batch."""
-        return AttentionCase(self.config, self.cache, replace(self.batch, **changes), self.qkv)
+        return replace(self, batch=replace(self.batch, **changes))
 
     def ragged(self, widths: Sequence[int]) -> AttentionCase:
         """The first tokens of each row, `widths` of them, one row behind the other."""
@@ -122,7 +124,7 @@ class AttentionCase:
             is_valid=batch.is_valid[is_taken],
             ragged=RaggedRows(tuple(widths), is_taken.nonzero()[:, 0], begins, num_keys),
         )
-        return AttentionCase(self.config, self.cache, flat, self.qkv[is_taken.flatten()])
+        return replace(self, batch=flat, qkv=self.qkv[is_taken.flatten()])
 
     def as_in_a_graph(self, num_rows: int, num_tokens: int) -> AttentionCase:
         """Ragged rows, with empty rows and with padding behind, so many together; only the device knows how many."""
@@ -146,14 +148,14 @@ class AttentionCase:
                 F.pad(ragged.begins, (0, missing), value=len(batch.tokens)),
             ),
         )
-        return AttentionCase(self.config, self.cache, flat, F.pad(self.qkv, (0, 0, 0, padding), value=float("nan")))
+        return replace(self, batch=flat, qkv=F.pad(self.qkv, (0, 0, 0, padding), value=float("nan")))
 
     def assert_as_pytorch(self, layer: int = 0) -> None:
         """Compares outputs of valid queries and kept pages to PyTorch's; what is not valid sees nothing."""
         # Places that no query of the row has filled hold what an earlier request left there: numbers.
         self.cache.rows[layer].nan_to_num_(nan=0.25)
         before = self.cache.rows[layer].clone()
-        expected = TorchAttention(self.config, self.batch, self.cache)(layer, self.qkv.clone())
+        expected = TorchAttention(self.config, self.batch, self.cache)(layer, self.qkv.clone(), sinks=self.sinks)
         pages = self.kept_pages(layer)
         self.cache.rows[layer].copy_(before)
         output, is_valid = self.attend(layer), self.batch.is_valid.flatten()
@@ -183,7 +185,10 @@ class AttentionCase:
             scores = torch.einsum("hd,nhd->hn", queries[row, query], keys) * config.score_scale
             if config.score_cap is not None:
                 scores = config.score_cap * torch.tanh(scores / config.score_cap)
-            output[row, query] = torch.einsum("hn,nhd->hd", scores.softmax(dim=1), values)
+            weights = scores.softmax(dim=1)
+            if self.sinks is not None:
+                weights = torch.cat((scores, self.sinks[:, None].to(scores).cpu()), dim=1).softmax(dim=1)[:, :-1]
+            output[row, query] = torch.einsum("hn,nhd->hd", weights, values)
         return output.flatten(2)
 
     def _seen(self, row: int, query: int, layer: int) -> range:

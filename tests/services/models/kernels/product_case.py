@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.services.models.config import BLOCK
 from slipstream.services.models.decoder import RMSNorm
 from slipstream.services.models.kernels.products import add_product, product
 from slipstream.services.models.linear import FP8, Linear, dequantised
+from slipstream.services.models.quantization import BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,11 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.services.models.config import BLOCK
 from slipstream.services.models.kernels import products
 from slipstream.services.models.kernels.fp8 import fp8_linear, from_fp8
 from slipstream.services.models.kernels.products import MOST_ROWS, linear, product
 from slipstream.services.models.linear import CHUNK, FP8, PackedFp8
+from slipstream.services.models.quantization import BLOCK
 from tests.services.models.kernels.product_case import BY_ROW, FP8_ROUNDING, Case
 
 

@@ -80,6 +80,21 @@ def test_bounded_scores(width: int, window: int | None, device: torch.device, dt
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("width", [1, 20])
+def test_scores_without_values(width: int, window: int | None, device: torch.device, dtype: torch.dtype) -> None:
+    """Far less, and far more than the keys'; programs that share a row's keys count them once."""
+    config = some_config(sliding_windows=() if window is None else (window,))
+    case = AttentionCase.random(config, (100, 2), width, device=device, dtype=dtype, seed=13, page_size=64)
+    case = replace(case, sinks=torch.tensor([-200.0, 0.0, 3.0, 300.0], device=device))
+    case.assert_close(case.attend(), case.expected())
+    case.assert_close(case.attend(is_invariant=True), case.expected())
+    assert case.attend().view(-1, 4, config.head_dim)[:, 3].abs().max().item() < 1e-30
+    if dtype == torch.float32:
+        case.ragged((width, 1)).assert_as_pytorch()
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("width", [3, 90])
 def test_keys_before_a_rows_first_position_are_not_read(
     width: int, window: int | None, device: torch.device, dtype: torch.dtype

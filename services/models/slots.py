@@ -1,0 +1,214 @@
+"""The tensors that a checkpoint must have, each with its place in the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from slipstream.services.models.families import FAMILIES, HeadNorms
+from slipstream.services.models.head_config import (
+    EMBEDDING,
+    FC,
+    FC_BIAS,
+    OUTPUT,
+    OUTPUT_TENSOR,
+    Eagle3Config,
+    EagleConfig,
+    HeadConfig,
+    MtpConfig,
+)
+
+if TYPE_CHECKING:
+    from slipstream.services.models.config import ModelConfig
+    from slipstream.services.models.experts_config import ExpertsConfig
+    from slipstream.services.models.quantization import Fp8Weights
+
+FLOATS = ("F32", "F16", "BF16")
+_FP8_DTYPES = ("F8_E4M3",)
+EMBEDDING_TENSOR = "embed_tokens.weight"
+TARGET_EMBEDDING = f"model.{EMBEDDING_TENSOR}"
+MODULE_OUTPUT = "shared_head.head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of a checkpoint's tensor: rows `[start, start + shape[0])` of a parameter."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    start: int = 0
+    fp8: Fp8Weights | None = None
+    """Set for a weight of FP8 numbers, and for its scales."""
+    num_rows: int = 0
+    """Rows that the tensor has scales for; 0 if it has no scales."""
+    expert: int | None = None
+    """The expert of a stacked parameter."""
+    is_stacked: bool = False
+    """The tensor is one of all experts, [experts, in, out], gates and ups in turns; or of their biases."""
+    dtypes: tuple[str, ...] = FLOATS
+    """The dtypes that the tensor may have."""
+
+
+Slots = dict[str, Slot]
+"""The tensors that a checkpoint must have, by name."""
+_Projections = tuple[tuple[str, str, int, int, int, bool], ...]
+"""Name in the checkpoint, ours, first row, rows, columns, whether there is a bias."""
+
+
+def decoder_slots(config: ModelConfig) -> Slots:
+    """The tensors of a decoder."""
+    vocab = (config.vocab_size, config.hidden_size)
+    slots = {TARGET_EMBEDDING: Slot("embedding", vocab), "model.norm.weight": Slot("norm.weight", vocab[1:])}
+    if not config.tie_word_embeddings:
+        slots[OUTPUT_TENSOR] = Slot("head.weight", vocab)
+    for index in range(config.num_layers):
+        theirs, ours, experts = f"model.layers.{index}", f"layers.{index}", config.experts_of(index)
+        slots |= _layer_slots(config, theirs, ours, experts)
+        if experts is not None:
+            slots |= _expert_slots(config, experts, theirs, ours)
+    return slots
+
+
+def head_slots(config: HeadConfig) -> Slots:
+    """The tensors of a draft head."""
+    layer = config.layer
+    hidden = layer.hidden_size
+    if isinstance(config, MtpConfig):
+        return _module_slots(config)
+    slots = {
+        EMBEDDING_TENSOR: Slot(EMBEDDING, (layer.vocab_size, hidden)),
+        OUTPUT_TENSOR: Slot(OUTPUT, (config.draft_vocab_size, hidden)),
+    }
+    if isinstance(config, EagleConfig):
+        bias = {FC_BIAS: Slot("steps.0.fc.bias", (hidden,))} if config.has_fc_bias else {}
+        slots |= {FC: Slot("steps.0.fc.weight", (hidden, 2 * hidden))} | bias
+        return slots | _layer_slots(layer, "layers.0", "steps.0.layer", has_input_norm=False)
+    assert isinstance(config, Eagle3Config), "there are two kinds"
+    name = config.layer_name
+    slots |= {
+        FC: Slot("fc.weight", (hidden, config.hidden_width)),
+        f"{name}.hidden_norm.weight": Slot("hidden_norm.weight", (hidden,)),
+        "norm.weight": Slot("norm.weight", (hidden,)),
+    }
+    return slots | _layer_slots(layer, name, "layer", input_size=2 * hidden)
+
+
+def _module_slots(config: MtpConfig) -> Slots:
+    """Embedding and output are those of the first module."""
+    layer, first = config.layer, module_name(config, 0)
+    hidden, vocab = layer.hidden_size, (layer.vocab_size, layer.hidden_size)
+    slots = {f"{first}.{EMBEDDING_TENSOR}": Slot(EMBEDDING, vocab), f"{first}.{MODULE_OUTPUT}": Slot(OUTPUT, vocab)}
+    for number in range(layer.num_layers):
+        theirs, ours = module_name(config, number), f"steps.{number}"
+        slots |= {
+            f"{theirs}.enorm.weight": Slot(f"{ours}.embedding_norm.weight", (hidden,)),
+            f"{theirs}.hnorm.weight": Slot(f"{ours}.state_norm.weight", (hidden,)),
+            f"{theirs}.eh_proj.weight": Slot(f"{ours}.fc.weight", (hidden, 2 * hidden)),
+            f"{theirs}.shared_head.norm.weight": Slot(f"{ours}.norm.weight", (hidden,)),
+        }
+        slots |= _layer_slots(layer, theirs, f"{ours}.layer")
+    return slots
+
+
+def module_name(config: MtpConfig, number: int) -> str:
+    """Prefix of a module's tensors."""
+    return f"model.layers.{config.first_layer + number}"
+
+
+def _layer_slots(
+    config: ModelConfig,
+    theirs: str,
+    ours: str,
+    experts: ExpertsConfig | None = None,
+    *,
+    input_size: int | None = None,
+    has_input_norm: bool = True,
+) -> Slots:
+    """The tensors of a layer, `theirs` in the checkpoint and `ours` in the model, without experts but the shared one.
+
+    `input_size`: width of attention's input; None for the hidden size.
+    """
+    hidden, mlp, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    width = hidden if input_size is None else input_size
+    slots: Slots = {}
+    family, mlp_name = FAMILIES[config.architecture], "mlp"
+    if experts is not None:
+        mlp, mlp_name = experts.shared_width, f"{experts.mixture.block}.{experts.mixture.shared}"
+    for name, theirs_name in family.norms.items():
+        if has_input_norm or name != "attention_norm":
+            slots[f"{theirs}.{theirs_name}.weight"] = Slot(f"{ours}.{name}.weight", (hidden,))
+    if config.head_norms is not HeadNorms.NONE:
+        sizes = (config.head_dim, config.head_dim) if config.head_norms is HeadNorms.EACH else (q, kv)
+        slots[f"{theirs}.self_attn.q_norm.weight"] = Slot(f"{ours}.query_norm.weight", sizes[:1])
+        slots[f"{theirs}.self_attn.k_norm.weight"] = Slot(f"{ours}.key_norm.weight", sizes[1:])
+    if config.has_sinks:
+        slots[f"{theirs}.self_attn.sinks"] = Slot(f"{ours}.sinks", (config.num_heads,))
+    has_qkv_bias, has_mlp_bias = config.has_qkv_bias, config.has_mlp_bias
+    qkv: _Projections = (
+        ("self_attn.q_proj", "qkv", 0, q, width, has_qkv_bias),
+        ("self_attn.k_proj", "qkv", q, kv, width, has_qkv_bias),
+        ("self_attn.v_proj", "qkv", q + kv, kv, width, has_qkv_bias),
+    )
+    gated: _Projections = (
+        (f"{mlp_name}.gate_proj", "gate_up", 0, mlp, hidden, has_mlp_bias),
+        (f"{mlp_name}.up_proj", "gate_up", mlp, mlp, hidden, has_mlp_bias),
+        (f"{mlp_name}.down_proj", "down", 0, hidden, mlp, has_mlp_bias),
+    )
+    if family.has_fused_qkv:
+        qkv = (("self_attn.qkv_proj", "qkv", 0, q + 2 * kv, width, has_qkv_bias),)
+    if family.has_fused_mlp:
+        gated = (("mlp.gate_up_proj", "gate_up", 0, 2 * mlp, hidden, has_mlp_bias), gated[-1])
+    output = ("self_attn.o_proj", "output", 0, hidden, q, config.has_output_bias)
+    for name, parameter, start, rows, columns, has_bias in (*qkv, output, *(gated if mlp else ())):
+        weight = Slot(f"{ours}.{parameter}.weight", (rows, columns), start)
+        slots |= _weight_slots(config, f"{theirs}.{name}", weight)
+        if has_bias:
+            slots[f"{theirs}.{name}.bias"] = Slot(f"{ours}.{parameter}.bias", (rows,), start)
+    return slots
+
+
+def _expert_slots(config: ModelConfig, experts: ExpertsConfig, theirs: str, ours: str) -> Slots:
+    """The tensors of a layer's experts and its router."""
+    mixture, hidden, width, number = experts.mixture, config.hidden_size, experts.width, experts.num_experts
+    block, ours_all = f"{theirs}.{mixture.block}", f"{ours}.experts"
+    slots = {f"{block}.{mixture.router}.weight": Slot(f"{ours_all}.router.weight", (number, hidden))}
+    if mixture.choice_bias is not None:
+        slots[f"{block}.{mixture.choice_bias}"] = Slot(f"{ours_all}.choice_bias", (number,))
+    if mixture.has_shared_gate:
+        slots[f"{block}.{mixture.shared}_gate.weight"] = Slot(f"{ours}.shared_gate.weight", (1, hidden))
+    if mixture.is_stacked:
+        slots[f"{block}.{mixture.router}.bias"] = Slot(f"{ours_all}.router.bias", (number,))
+        for name, ours_name, *shape in (
+            ("gate_up_proj", "gate_up", hidden, 2 * width),
+            ("gate_up_proj_bias", "gate_up_bias", 2 * width),
+            ("down_proj", "down", width, hidden),
+            ("down_proj_bias", "down_bias", hidden),
+        ):
+            slots[f"{block}.experts.{name}"] = Slot(f"{ours_all}.{ours_name}", (number, *shape), is_stacked=True)
+        return slots
+    gate, up, down = mixture.projections
+    for expert in range(number):
+        for name, ours_name, start, rows, columns in (
+            (gate, "gate_up", 0, width, hidden),
+            (up, "gate_up", width, width, hidden),
+            (down, "down", 0, hidden, width),
+        ):
+            weight = Slot(f"{ours_all}.{ours_name}", (rows, columns), start, expert=expert)
+            slots |= _weight_slots(config, f"{block}.experts.{expert}.{name}", weight)
+    return slots
+
+
+def _weight_slots(config: ModelConfig, name: str, weight: Slot) -> Slots:
+    """The tensors of a weight, one without `quantization_config`."""
+    fp8, (rows, columns) = config.fp8, weight.shape
+    if fp8 is None:
+        return {f"{name}.weight": weight}
+    scales = replace(
+        weight,
+        parameter=weight.parameter.replace(".weight", ".scales"),
+        shape=fp8.shape(rows, columns),
+        start=weight.start // config.rows_per_scale,
+        fp8=fp8,
+        num_rows=rows,
+    )
+    return {f"{name}.weight": replace(weight, fp8=fp8, dtypes=_FP8_DTYPES), f"{name}.{fp8.scale_name}": scales}
