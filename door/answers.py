@@ -183,26 +183,3 @@ def logprob_items(logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
 
 def _logprob(token: bytes, logprob: float) -> dict[str, Any]:
     return {"token": token_text(token), "logprob": logprob, "bytes": list(token)}
-
-
-class CompletionLogprobs:
-    """The logprobs of a completion, a part at a time."""
-
-    def __init__(self) -> None:
-        self._num_characters = 0
-
-    def part(self, chunk: OutputChunk) -> dict[str, Any]:
-        """Those of the next tokens."""
-        offsets = []
-        for length in chunk.text_lengths:
-            offsets.append(self._num_characters)
-            self._num_characters += length
-        return {
-            "text_offset": offsets,
-            "token_logprobs": [one.logprob for one in chunk.logprobs],
-            "tokens": [token_text(one.token) for one in chunk.logprobs],
-            "top_logprobs": [
-                {token_text(token): value for token, (_, value) in zip(one.top_tokens, one.top, strict=True)}
-                for one in chunk.logprobs
-            ],
-        }

@@ -8,8 +8,9 @@ from slipstream.common.wire.job import FinishReason
 from slipstream.door.answers import Answer, logprob_items
 from slipstream.door.errors import refused
 from slipstream.door.fields import ChatRequest, conversation_of
-from slipstream.door.parsers import Call as ToolCall
-from slipstream.door.parsers import Content, Parser, Reasoning, make_parser
+from slipstream.door.parsers import Parser, Reasoning, make_parser
+from slipstream.door.tools import Arguments, Content
+from slipstream.door.tools import Call as ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,7 +64,8 @@ class Sample:
         parser = self._parser
         if parser is None:
             return (Content(chunk.text),) if chunk.text else ()
-        found, begin = [], 0
+        found: list[Delta] = []
+        begin = 0
         if self._has_thoughts:
             for length in chunk.text_lengths:
                 was_thinking = parser.is_thinking
@@ -82,10 +84,8 @@ class Sample:
         return None if chunk.finish_reason is None else str(chunk.finish_reason)
 
     def _counts(self, delta: Delta) -> bool:
-        if not isinstance(delta, ToolCall):
-            return True
-        self.num_calls += 1
-        return self.num_calls == 1 or not self._has_one_call
+        self.num_calls += isinstance(delta, ToolCall)
+        return not (self._has_one_call and self.num_calls > 1 and isinstance(delta, ToolCall | Arguments))
 
 
 class _Conversations:
@@ -110,15 +110,11 @@ class _Conversations:
             self._begun.add(index)
             add({"role": "assistant", "content": ""})
         num_calls = sample.num_calls
-        fields = [field for delta in sample.read(chunk) for field in _fields(delta)]
+        deltas = sample.read(chunk)
         logprobs = self._logprobs(chunk) if chunk.logprobs else None
-        if logprobs and not fields:
-            fields = [{"content": ""}]
-        for field in fields:
-            if "tool_calls" in field:
-                num_calls += "id" in field["tool_calls"][0]
-                field["tool_calls"][0]["index"] = num_calls - 1
-            add(field, logprobs)
+        for delta in deltas or ([Content("")] if logprobs else []):
+            num_calls += isinstance(delta, ToolCall)
+            add(_field(delta, num_calls - 1), logprobs)
             logprobs = None
         if chunk.finish_reason is not None:
             add({}, reason=sample.finish_reason(chunk))
@@ -141,7 +137,12 @@ def message_of(deltas: Sequence[Delta]) -> dict[str, Any]:
     """The message that the parts of an output make."""
     content = "".join(delta.text for delta in deltas if isinstance(delta, Content))
     reasoning = "".join(delta.text for delta in deltas if isinstance(delta, Reasoning))
-    calls = [_call(delta) for delta in deltas if isinstance(delta, ToolCall)]
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        if isinstance(delta, ToolCall):
+            calls.append(_call(delta))
+        elif isinstance(delta, Arguments):
+            calls[-1]["function"]["arguments"] += delta.text
     message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content, "refusal": None}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -151,15 +152,17 @@ def message_of(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
 
 
-def _fields(delta: Delta) -> list[dict[str, Any]]:
-    """The fields of a delta; those of a call begin with its name."""
+def _field(delta: Delta, call_index: int) -> dict[str, Any]:
+    """The field of a delta; `call_index`: of the newest call."""
     match delta:
         case Content():
-            return [{"content": delta.text}]
+            return {"content": delta.text}
         case Reasoning():
-            return [{"reasoning_content": delta.text}]
-    begun = {"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
-    return [{"tool_calls": [begun]}, {"tool_calls": [{"function": {"arguments": delta.arguments}}]}]
+            return {"reasoning_content": delta.text}
+        case ToolCall():
+            return {"tool_calls": [{"index": call_index, **_call(delta)}]}
+        case Arguments():
+            return {"tool_calls": [{"index": call_index, "function": {"arguments": delta.text}}]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slipstream.door.answers import Answer, CompletionLogprobs
+from slipstream.door.answers import Answer, token_text
 from slipstream.door.fields import CompletionRequest
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class _Completions:
     def __init__(self, echoes: list[str], *, has_logprobs: bool) -> None:
         """`echoes`: for each choice, the text before its own."""
         self._echoes = echoes
-        self._logprobs = [CompletionLogprobs() for _ in echoes] if has_logprobs else []
+        self._logprobs = [_Logprobs() for _ in echoes] if has_logprobs else []
 
     def parts(self, index: int, chunk: OutputChunk) -> Sequence[dict[str, Any]]:
         choice = self.whole(index, chunk)
@@ -52,4 +52,27 @@ class _Completions:
             "text": text,
             "logprobs": self._logprobs[index].part(output) if self._logprobs else None,
             "finish_reason": output.finish_reason,
+        }
+
+
+class _Logprobs:
+    """The logprobs of a completion, a part at a time."""
+
+    def __init__(self) -> None:
+        self._num_characters = 0
+
+    def part(self, chunk: OutputChunk) -> dict[str, Any]:
+        """Those of the next tokens."""
+        offsets = []
+        for length in chunk.text_lengths:
+            offsets.append(self._num_characters)
+            self._num_characters += length
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [one.logprob for one in chunk.logprobs],
+            "tokens": [token_text(one.token) for one in chunk.logprobs],
+            "top_logprobs": [
+                {token_text(token): value for token, (_, value) in zip(one.top_tokens, one.top, strict=True)}
+                for one in chunk.logprobs
+            ],
         }

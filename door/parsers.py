@@ -6,18 +6,15 @@ The forms are those of chat templates. Text that has the form of no call stays t
 from __future__ import annotations
 
 import re
-import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from slipstream.door.tools import CALL_FORMS, LeadingCalls, MarkedCalls
+from slipstream.door.tools import CALL_FORMS, Arguments, Call, CallParser, Content, held_back
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from slipstream.door.tools import Found
-
-TOOL_FORMS = ("hermes", "llama3_json", "mistral", "qwen3_coder", "harmony")
+TOOL_FORMS = (*CALL_FORMS, "harmony")
 REASONING_FORMS = ("think", "think_open", "harmony")
 _SPECIAL_MARKS = ("llama3_json", "mistral", "harmony")
 """Forms whose marks are special tokens."""
@@ -36,29 +33,13 @@ class Forms:
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
-    """Text that the assistant says."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Reasoning:
     """Text that it thinks."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A tool that it calls, with its arguments in JSON."""
-
-    name: str
-    arguments: str
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
-
-
-Delta: TypeAlias = Content | Reasoning | Call
+Delta: TypeAlias = "Content | Reasoning | Call | Arguments"
 
 
 class Parser(Protocol):
@@ -68,10 +49,10 @@ class Parser(Protocol):
     def is_thinking(self) -> bool:
         """True within thoughts."""
 
-    def push(self, text: str) -> list[Delta]:
+    def push(self, text: str) -> Sequence[Delta]:
         """Returns what is certain with more text."""
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> Sequence[Delta]:
         """Returns the rest at the end of the output."""
 
 
@@ -85,37 +66,11 @@ def make_parser(forms: Forms, tools: Sequence[Mapping[str, Any]], kwargs: Mappin
         return HarmonyParser(functions)
     inner: Parser | None = None
     if functions:
-        inner = ToolParser(forms.tools, functions)
+        inner = CallParser(CALL_FORMS[forms.tools], functions)
     if not forms.reasoning:
         return inner
     is_off = any(kwargs.get(name) is False for name in ("enable_thinking", "thinking"))
     return ThinkParser(inner, is_open=forms.reasoning == "think_open" and not is_off)
-
-
-class ToolParser:
-    """Finds calls in a form that `tools` knows; what is none is content."""
-
-    is_thinking = False
-
-    def __init__(self, form: str, functions: Mapping[str, Any]) -> None:
-        """`functions`: by name, those that may be called."""
-        self._calls: MarkedCalls | LeadingCalls = CALL_FORMS[form](functions)
-        self._has_short_ids = form == "mistral"
-
-    def push(self, text: str) -> list[Delta]:
-        """See `Parser`."""
-        return self._deltas(self._calls.push(text))
-
-    def finish(self) -> list[Delta]:
-        """See `Parser`."""
-        return self._deltas(self._calls.finish())
-
-    def _deltas(self, found: Iterable[Found]) -> list[Delta]:
-        return [Content(one) if isinstance(one, str) else self._call(*one) for one in found]
-
-    def _call(self, name: str, arguments: str) -> Call:
-        # Templates of Mistral refuse ids of another length.
-        return Call(name, arguments, uuid.uuid4().hex[:9]) if self._has_short_ids else Call(name, arguments)
 
 
 class ThinkParser:
@@ -153,7 +108,7 @@ class ThinkParser:
             found = self._thought(thought.rstrip())
             self._has_text = False
             return [*found, *self._content(rest)]
-        certain = _certain(thought, "</think>")
+        certain = held_back(thought, "</think>").rstrip()
         self._held = thought[len(certain) :]
         return self._thought(certain)
 
@@ -171,7 +126,7 @@ class ThinkParser:
         text = self._begun(text)
         if not text:
             return []
-        return [Content(text)] if self._inner is None else self._inner.push(text)
+        return [Content(text)] if self._inner is None else [*self._inner.push(text)]
 
     def _begun(self, text: str) -> str:
         text = text if self._has_text else text.lstrip()
@@ -190,7 +145,8 @@ class HarmonyParser:
         self._held = ""
         self._header: str | None = ""
         """The header that is being read; None in a message."""
-        self._channel, self._recipient, self._arguments = "final", "", ""
+        self._channel, self._recipient = "final", ""
+        self._has_arguments = False
 
     @property
     def is_thinking(self) -> bool:
@@ -201,7 +157,7 @@ class HarmonyParser:
         """See `Parser`."""
         pieces = re.split(f"({'|'.join(map(re.escape, self._MARKS))})", self._held + text)
         last = pieces[-1]
-        certain = min((_certain(last, mark) for mark in self._MARKS), key=len)
+        certain = min((held_back(last, mark) for mark in self._MARKS), key=len)
         self._held = last[len(certain) :]
         return [delta for piece in (*pieces[:-1], certain) if piece for delta in self._read(piece)]
 
@@ -214,8 +170,7 @@ class HarmonyParser:
 
     def _read(self, piece: str) -> list[Delta]:
         if piece == "<|message|>":
-            self._begin()
-            return []
+            return self._begin()
         if piece in self._MARKS and piece != "<|constrain|>":
             ended = self._end() if self._header is None else []
             # What is before the channel, as the recipient may be, is kept.
@@ -225,29 +180,19 @@ class HarmonyParser:
             self._header += piece
             return []
         if self._recipient in self._functions:
-            self._arguments += piece
-            return []
+            self._has_arguments = True
+            return [Arguments(piece)]
         return [Reasoning(piece) if self._channel == "analysis" else Content(piece)]
 
-    def _begin(self) -> None:
+    def _begin(self) -> list[Delta]:
         header = self._header or ""
         channel = re.search(r"<\|channel\|>\s*(\w+)", header)
         recipient = re.search(r"to=functions\.([\w.-]+)", header)
         self._channel = channel[1] if channel else "final"
         self._recipient = recipient[1] if recipient else ""
-        self._arguments, self._header = "", None
+        self._header, self._has_arguments = None, False
+        return [Call.of(self._recipient)] if self._recipient in self._functions else []
 
     def _end(self) -> list[Delta]:
         self._header = "\0"
-        if self._recipient not in self._functions:
-            return []
-        return [Call(self._recipient, self._arguments.strip() or "{}")]
-
-
-def _certain(text: str, mark: str) -> str:
-    """The text without an end that may be the beginning of a mark, or white space before one."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:length]):
-            text = text[:-length]
-            break
-    return text.rstrip() if mark == "</think>" else text
+        return [Arguments("{}")] if self._recipient in self._functions and not self._has_arguments else []

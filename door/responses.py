@@ -25,14 +25,14 @@ from slipstream.door.fields import (
     ToolCallFunction,
     conversation_of,
 )
-from slipstream.door.parsers import Call as FunctionCall
-from slipstream.door.parsers import Content, Reasoning
+from slipstream.door.parsers import Reasoning
+from slipstream.door.tools import Arguments, Call, Content
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator
+    from collections.abc import AsyncGenerator, Generator, Iterator
 
     from slipstream.common.wire.job import OutputChunk
-    from slipstream.door.call import Call
+    from slipstream.door.call import Call as ApiCall
     from slipstream.door.parsers import Delta
 
 NAMES = {
@@ -161,7 +161,7 @@ def _content(content: str | list[Part] | None, field: str) -> str | list[Part]:
     return [Part("text", part.text or part.refusal or "") for part in content or ()]
 
 
-async def responses(call: Call) -> None:
+async def responses(call: ApiCall) -> None:
     """Answers a request, with a stream or without."""
     request, state = await call.read(ResponsesRequest)
     options, forms = request.chat().options(), call.forms(state)
@@ -265,40 +265,35 @@ class _Answer:
 
     def _add(self, delta: Delta) -> Iterator[bytes]:
         match delta:
-            case FunctionCall():
-                yield from self._add_call(delta)
-                return
+            case Call():
+                yield from self._end_item()
+                fields = {"type": "function_call", "call_id": delta.id, "name": delta.name, "arguments": ""}
+                yield self._item_event("output_item.added", item=self._begin_item("fc", fields))
+            case Arguments():
+                self._items[-1]["arguments"] += delta.text
+                yield self._item_event("function_call_arguments.delta", item_id=self._items[-1]["id"], delta=delta.text)
             case Content():
-                kind, part = "message", "output_text"
+                new = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                part = yield from self._part("msg", "message", new)
+                part["text"] += delta.text
+                part["logprobs"] += self._logprobs
+                yield self._item_event("output_text.delta", **self._place, delta=delta.text, logprobs=self._logprobs)
             case Reasoning():
-                kind, part = "reasoning", "reasoning_text"
-        last = self._items[-1] if self._items else None
-        logprobs = {"logprobs": self._logprobs} if kind == "message" else {}
-        if last is None or last["type"] != kind or last["status"] != "in_progress":
+                part = yield from self._part("rs", "reasoning", {"type": "reasoning_text", "text": ""})
+                part["text"] += delta.text
+                yield self._item_event("reasoning_text.delta", **self._place, delta=delta.text)
+
+    def _part(self, prefix: str, kind: str, new: dict[str, Any]) -> Generator[bytes, None, dict[str, Any]]:
+        """The part that is written of the item of this kind, which begins with `new`."""
+        if not self._items or self._items[-1]["type"] != kind or self._items[-1]["status"] != "in_progress":
             yield from self._end_item()
             more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
-            last = self._begin_item("msg" if kind == "message" else "rs", {"type": kind, "content": [], **more})
-            yield self._item_event("output_item.added", item=last)
-            last["content"].append(
-                {"type": part, "text": "", **({"annotations": [], "logprobs": []} if kind == "message" else {})}
-            )
-            yield self._item_event("content_part.added", **self._place, part=last["content"][0])
-        last["content"][0]["text"] += delta.text
-        if logprobs:
-            last["content"][0]["logprobs"] += self._logprobs
-        yield self._item_event(f"{part}.delta", **self._place, delta=delta.text, **logprobs)
-
-    def _add_call(self, call: FunctionCall) -> Iterator[bytes]:
-        yield from self._end_item()
-        fields = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
-        item = self._begin_item("fc", fields)
-        yield self._item_event("output_item.added", item=item)
-        item["arguments"] = call.arguments
-        yield self._item_event("function_call_arguments.delta", item_id=item["id"], delta=call.arguments)
-        yield self._item_event(
-            "function_call_arguments.done", item_id=item["id"], name=call.name, arguments=call.arguments
-        )
-        yield from self._end_item()
+            item = self._begin_item(prefix, {"type": kind, "content": [], **more})
+            yield self._item_event("output_item.added", item=item)
+            item["content"].append(new)
+            yield self._item_event("content_part.added", **self._place, part=new)
+        part: dict[str, Any] = self._items[-1]["content"][0]
+        return part
 
     def _begin_item(self, prefix: str, fields: dict[str, Any]) -> dict[str, Any]:
         self._items.append({"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **fields})
@@ -309,7 +304,10 @@ class _Answer:
             return
         item = self._items[-1]
         item["status"] = "completed"
-        if item["type"] != "function_call":
+        if item["type"] == "function_call":
+            said = {name: item[name] for name in ("name", "arguments")}
+            yield self._item_event("function_call_arguments.done", item_id=item["id"], **said)
+        else:
             part = item["content"][0]
             if item["type"] == "message":
                 part["logprobs"] += self._logprobs

@@ -1,143 +1,235 @@
-"""The forms in which models write calls of tools."""
+"""Finds calls of tools in the text of an output, in the forms in which models write them."""
 
 from __future__ import annotations
 
 import json
 import re
+import uuid
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-Found: TypeAlias = "str | tuple[str, str]"
-"""Text, or the name of a function and its arguments in JSON."""
 Functions: TypeAlias = "Mapping[str, Any]"
 """By name, the functions that may be called."""
 
-_NO_CALL = (ValueError, RecursionError)
 _DECODER = json.JSONDecoder()
+_BETWEEN = "}] \n\t;,"
+"""What may stand between the arguments of a call and the next one."""
 
 
-class UnfinishedError(ValueError):
-    """What was read may be the beginning of a call."""
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text that the assistant says."""
+
+    text: str
 
 
-class MarkedCalls:
-    """Calls after a mark, or between two."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The beginning of a call."""
 
-    def __init__(
-        self, functions: Functions, start: str, end: str | None, read: Callable[[str, Functions], list[tuple[str, str]]]
-    ) -> None:
-        """`read` reads what is between the marks; it raises ValueError for what is no call."""
+    name: str
+    id: str
+
+    @classmethod
+    def of(cls, name: str, *, has_short_id: bool = False) -> Call:
+        """Draws an id. Templates of Mistral refuse those that are not short."""
+        drawn = uuid.uuid4().hex
+        return cls(name, drawn[:9] if has_short_id else f"call_{drawn[:24]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The next part of the newest call's arguments, which are JSON."""
+
+    text: str
+
+
+Found: TypeAlias = "list[Content | Call | Arguments]"
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a model writes calls."""
+
+    start: str
+    """The mark before calls."""
+    end: str
+    """The mark after a call; empty: calls follow each other, up to the end of the output."""
+    head: re.Pattern[str] | None
+    """What is before arguments that can be sent as they arrive; the last group is the name."""
+    read: Callable[[str, Functions], list[tuple[str, str]]]
+    """Reads whole calls, names and arguments, that have another head. Raises ValueError for what is no call."""
+    is_first: bool = False
+    """Calls may begin the output without a mark."""
+    has_short_ids: bool = False
+
+
+class _State(Enum):
+    FIRST = auto()
+    """At the beginning of an output that may begin with a call."""
+    TEXT = auto()
+    HEAD = auto()
+    ARGUMENTS = auto()
+    AFTER = auto()
+    """After the arguments of a call."""
+
+
+class CallParser:
+    """Finds calls in one form; what is none is content. A call is certain when its arguments begin."""
+
+    is_thinking = False
+
+    def __init__(self, form: CallForm, functions: Functions) -> None:
+        self._form = form
         self._functions = functions
-        self._start, self._end, self._read = start, end, read
+        self._state = _State.FIRST if form.is_first else _State.TEXT
         self._held = ""
-        """Text that may belong to a call, or white space that may be before one."""
-        self._space = ""
-        """White space before the mark, which is dropped with a call."""
-        self._is_within = False
+        """Text that is not certain yet."""
+        self._before = ""
+        """What was read before the head, which is text if no call follows."""
+        self._object = _ObjectEnd()
         self._is_after_call = False
 
-    def push(self, text: str) -> list[Found]:
-        """Returns what is certain with more text."""
+    def push(self, text: str) -> Found:
+        """See `Parser`."""
         self._held += text
-        found: list[Found] = []
-        while True:
-            if not self._is_within:
-                before, mark, rest = self._held.partition(self._start)
-                if not mark:
-                    certain = self._certain(before)
-                    self._held = before[len(certain) :]
-                    return [*found, *self._said(certain)]
-                text = before.rstrip()
-                self._is_within, self._held, self._space = True, rest, before[len(text) :]
-                found += self._said(text)
-            block = self._block()
-            if block is None:
-                return found
-            found += block
+        steps = {
+            _State.FIRST: self._read_first,
+            _State.TEXT: self._read_text,
+            _State.HEAD: self._read_head,
+            _State.ARGUMENTS: self._read_arguments,
+            _State.AFTER: self._read_after,
+        }
+        found: Found = []
+        state = None
+        while self._held and state is not self._state:
+            state = self._state
+            found += steps[state]()
+        return found
 
-    def finish(self) -> list[Found]:
-        """Returns the rest at the end of the output."""
+    def finish(self) -> Found:
+        """See `Parser`."""
         held, self._held = self._held, ""
-        if not self._is_within:
-            return self._said(held)
+        match self._state:
+            case _State.HEAD:
+                return self._whole(held, "")
+            case _State.AFTER:
+                rest = held.lstrip(_BETWEEN)
+                return [] if self._form.end.startswith(rest) else self._said(rest)
+        return self._said(held)
+
+    def _read_first(self) -> Found:
+        begun = self._held.lstrip()
+        if begun.startswith((self._form.start, "{")):
+            self._begin_head(begun.removeprefix(self._form.start))
+        elif not self._form.start.startswith(begun):
+            self._state = _State.TEXT
+        return []
+
+    def _read_text(self) -> Found:
+        text, mark, rest = self._held.partition(self._form.start)
+        certain = text.rstrip() if mark else held_back(text, self._form.start).rstrip()
+        if mark:
+            self._held = self._held[len(certain) :]
+            self._begin_head(rest)
+        else:
+            self._held = text[len(certain) :]
+        return self._said(certain)
+
+    def _begin_head(self, rest: str) -> None:
+        self._before, self._held = self._held.removesuffix(rest), rest
+        self._state = _State.HEAD
+
+    def _read_head(self) -> Found:
+        head = self._form.head and self._form.head.match(self._held)
+        if head and (name := head[head.lastgroup or 0]) in self._functions:
+            self._state, self._held, self._object = _State.ARGUMENTS, self._held[head.end() :], _ObjectEnd()
+            return [Call.of(name, has_short_id=self._form.has_short_ids)]
+        inner, mark, rest = self._held.partition(self._form.end) if self._form.end else (self._held, "", "")
+        if not mark:
+            return []
+        self._state, self._held = _State.TEXT, rest
+        return self._whole(inner, mark)
+
+    def _whole(self, text: str, mark: str) -> Found:
         try:
-            return list(self._read(held, self._functions))
-        except _NO_CALL:
-            return self._said(self._space + self._start + held)
+            calls = self._form.read(text, self._functions)
+        except (ValueError, RecursionError):
+            return self._said(self._before + text + mark)
+        self._is_after_call = True
+        return [
+            part
+            for name, arguments in calls
+            for part in (Call.of(name, has_short_id=self._form.has_short_ids), Arguments(arguments))
+        ]
 
-    def _block(self) -> list[Found] | None:
-        """Takes the calls before the end mark; None if it has not come."""
-        if self._end is None:
-            return None
-        place = self._held.find(self._end)
-        while place >= 0:
-            inner, rest = self._held[:place], self._held[place + len(self._end) :]
-            try:
-                calls = self._read(inner, self._functions)
-            except UnfinishedError:
-                # The mark is part of an argument.
-                place = self._held.find(self._end, place + 1)
-                continue
-            except _NO_CALL:
-                self._is_within, self._held = False, rest
-                return self._said(self._space + self._start + inner + self._end)
-            self._is_within, self._is_after_call, self._held = False, True, rest
-            return list(calls)
-        return None
+    def _read_arguments(self) -> Found:
+        end = self._object.find(self._held)
+        arguments, self._held = self._held[:end], "" if end is None else self._held[end:]
+        if end is not None:
+            self._state, self._is_after_call = _State.AFTER, True
+        return [Arguments(arguments)]
 
-    def _said(self, text: str) -> list[Found]:
+    def _read_after(self) -> Found:
+        if self._form.end:
+            _, mark, rest = self._held.partition(self._form.end)
+            if mark:
+                self._state, self._held = _State.TEXT, rest
+            return []
+        rest = self._held.lstrip(_BETWEEN)
+        if rest.startswith((self._form.start, "{")):
+            self._begin_head(rest.removeprefix(self._form.start))
+        elif not self._form.start.startswith(rest):
+            self._state, self._held = _State.TEXT, rest
+        return []
+
+    def _said(self, text: str) -> Found:
         text = text.lstrip() if self._is_after_call else text
         self._is_after_call = self._is_after_call and not text
-        return [text] if text else []
-
-    def _certain(self, text: str) -> str:
-        for length in range(min(len(self._start) - 1, len(text)), 0, -1):
-            if text.endswith(self._start[:length]):
-                text = text[:-length]
-                break
-        return text.rstrip()
+        return [Content(text)] if text else []
 
 
-class LeadingCalls:
-    """Calls that are all of an output: JSON objects, one after another, perhaps behind a mark."""
+class _ObjectEnd:
+    """Finds the end of an object of JSON."""
 
-    _MARK = "<|python_tag|>"
+    _SIGNS = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
 
-    def __init__(self, functions: Functions) -> None:
-        self._functions = functions
-        self._held: str | None = ""
-        """The output so far while it may be calls; None if it is text."""
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_in_string = False
+        self._is_escaped = False
 
-    def push(self, text: str) -> list[Found]:
-        """Returns what is certain with more text."""
-        if self._held is None:
-            return [text]
-        self._held += text
-        begun = self._held.lstrip()
-        if not begun or begun.startswith(("{", self._MARK)) or self._MARK.startswith(begun):
-            return []
-        held, self._held = self._held, None
-        return [held]
-
-    def finish(self) -> list[Found]:
-        """Returns the rest at the end of the output."""
-        held, self._held = self._held, None
-        if not held:
-            return []
-        try:
-            return list(_objects_in(held.strip().removeprefix(self._MARK), self._functions))
-        except _NO_CALL:
-            return [held]
+    def find(self, text: str) -> int | None:
+        """Returns the index after the end, within the next part of the text; None if the object goes on."""
+        begin, self._is_escaped = int(self._is_escaped), False
+        for sign in self._SIGNS.finditer(text, begin):
+            if sign[0][0] == "\\":
+                self._is_escaped = len(sign[0]) == 1
+            elif sign[0] == '"':
+                self._is_in_string = not self._is_in_string
+            elif not self._is_in_string:
+                self._depth += 1 if sign[0] in "{[" else -1
+                if not self._depth:
+                    return sign.end()
+        return None
 
 
-def _objects_in(text: str, functions: Functions) -> list[tuple[str, str]]:
-    calls, place = [], 0
-    while place < len(text):
-        value, place = _DECODER.raw_decode(text, place + len(text[place:]) - len(text[place:].lstrip("; \n\t")))
-        calls.append(_call(value, functions))
-        place += len(text[place:]) - len(text[place:].lstrip("; \n\t"))
+def held_back(text: str, mark: str) -> str:
+    """The text without an end that may be the beginning of a mark."""
+    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((text[:-length] for length in lengths if text.endswith(mark[:length])), text)
+
+
+def _objects(text: str, functions: Functions) -> list[tuple[str, str]]:
+    calls, rest = [], text.strip()
+    while rest:
+        value, end = _DECODER.raw_decode(rest)
+        calls += [_call(one, functions) for one in (value if isinstance(value, list) else [value])]
+        rest = rest[end:].lstrip(_BETWEEN)
     if not calls:
         raise ValueError("no call")
     return calls
@@ -153,35 +245,6 @@ def _call(value: Any, functions: Functions) -> tuple[str, str]:
     if not isinstance(arguments, dict):
         raise ValueError("arguments are an object")
     return value["name"], json.dumps(arguments, ensure_ascii=False)
-
-
-def _hermes(text: str, functions: Functions) -> list[tuple[str, str]]:
-    try:
-        return [_call(json.loads(text), functions)]
-    except json.JSONDecodeError as error:
-        if error.msg.startswith("Unterminated string"):
-            raise UnfinishedError from error
-        raise
-
-
-def _mistral(text: str, functions: Functions) -> list[tuple[str, str]]:
-    calls = []
-    for part in text.split("[TOOL_CALLS]"):
-        named = re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)", part)
-        if named:
-            value, end = _DECODER.raw_decode(part, named.end())
-            values: Any = [{"name": named[1], "arguments": value}]
-        else:
-            stripped = part.lstrip()
-            values, end = _DECODER.raw_decode(stripped)
-            part = stripped
-            values = values if isinstance(values, list) else [values]
-        if part[end:].strip():
-            raise ValueError("text follows the calls")
-        calls += [_call(value, functions) for value in values]
-    if not calls:
-        raise ValueError("no call")
-    return calls
 
 
 def _qwen3_coder(text: str, functions: Functions) -> list[tuple[str, str]]:
@@ -209,10 +272,12 @@ def _typed(value: str, schema: Any) -> Any:
         return {"true": True, "false": False, "none": None}.get(value.strip().lower(), value)
 
 
-CALL_FORMS: dict[str, Callable[[Functions], MarkedCalls | LeadingCalls]] = {
-    "hermes": lambda functions: MarkedCalls(functions, "<tool_call>", "</tool_call>", _hermes),
-    "qwen3_coder": lambda functions: MarkedCalls(functions, "<tool_call>", "</tool_call>", _qwen3_coder),
-    "mistral": lambda functions: MarkedCalls(functions, "[TOOL_CALLS]", None, _mistral),
-    "llama3_json": LeadingCalls,
+_HEAD = r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+_NAMED = r"\s*(?P<named>[\w.-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)"
+CALL_FORMS = {
+    "hermes": CallForm("<tool_call>", "</tool_call>", re.compile(_HEAD), _objects),
+    "qwen3_coder": CallForm("<tool_call>", "</tool_call>", None, _qwen3_coder),
+    "mistral": CallForm("[TOOL_CALLS]", "", re.compile(rf"\s*\[?{_HEAD}|{_NAMED}"), _objects, has_short_ids=True),
+    "llama3_json": CallForm("<|python_tag|>", "", re.compile(_HEAD), _objects, is_first=True),
 }
-"""Makes a reader of calls for the functions that may be called, by the form's name."""
+"""By name, the forms that are found by a `CallParser`."""

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.door.parsers import Call, Content, Forms, Reasoning, make_parser
+from slipstream.door.parsers import Forms, Reasoning, make_parser
+from slipstream.door.tools import Arguments, Call, Content
 from tests.harness.chat_templates import TOOL
 from tests.harness.sampling import examples
 
@@ -39,6 +40,9 @@ CODER = (
     "<parameter=is_hot>\nTrue\n</parameter>\n<parameter=tags>\n[1, 2]\n</parameter>\n</function>\n</tool_call>"
 )
 CODER_ARGUMENTS = {"city": "Paris\n 2", "days": 3, "is_hot": True, "tags": [1, 2]}
+SWAPPED = '<tool_call>{"arguments": {"city": "Paris"}, "name": "get_weather"}</tool_call>'
+AS_TEXT = '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"Paris\\"}"}</tool_call>'
+ESCAPED = '<tool_call>{"name": "get_weather", "arguments": {"city": "\\\\\\"}</tool_call>"}}</tool_call>'
 LLAMA = '{"name": "get_weather", "parameters": {"city": "Paris"}}'
 MISTRAL = (
     '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "add", "arguments": {"a": 1}}]'
@@ -68,7 +72,15 @@ CASES: list[tuple[str, str, str, tuple[str, str, list[Any]]]] = [
     ("llama3_json", "", f"<|python_tag|>{LLAMA}; {LLAMA}", ("", "", [W, W])),
     ("llama3_json", "", f"Hi {LLAMA}", (f"Hi {LLAMA}", "", [])),
     ("llama3_json", "", '{"a": 1}', ('{"a": 1}', "", [])),
-    ("llama3_json", "", LLAMA + " done", (LLAMA + " done", "", [])),
+    ("llama3_json", "", LLAMA + " done", ("done", "", [W])),
+    ("llama3_json", "", f"Hi <|python_tag|>{LLAMA}", ("Hi", "", [W])),
+    ("hermes", "", HERMES.removesuffix(' "Paris"}}\n</tool_call>'), ("", "", [("get_weather", '{"city":')])),
+    ("hermes", "", SWAPPED, ("", "", [W])),
+    ("hermes", "", AS_TEXT + " x", ("x", "", [W])),
+    ("hermes", "", ESCAPED, ("", "", [("get_weather", {"city": '\\"}</tool_call>'})])),
+    ("hermes", "", HERMES.removesuffix("\n</tool_call>") + " after", ("after", "", [W])),
+    ("mistral", "", MISTRAL + " after", ("after", "", [W, A])),
+    ("mistral", "", '[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{"a": 1}[TOOL_CALLS]add{"a": 1}', ("", "", [A, A])),
     ("mistral", "", MISTRAL, ("", "", [W, A])),
     ("mistral", "", f'[TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]add{{"a": 1}}', ("", "", [W, A])),
     ("mistral", "", "[TOOL_CALLS] no", ("[TOOL_CALLS] no", "", [])),
@@ -95,7 +107,21 @@ def read(forms: Forms, parts: list[str]) -> tuple[str, str, list[tuple[str, Any]
     deltas += parser.finish()
     said = "".join(delta.text for delta in deltas if isinstance(delta, Content))
     thought = "".join(delta.text for delta in deltas if isinstance(delta, Reasoning))
-    return said, thought, [(one.name, json.loads(one.arguments)) for one in deltas if isinstance(one, Call)]
+    calls: list[list[str]] = []
+    for delta in deltas:
+        if isinstance(delta, Call):
+            calls.append([delta.name, ""])
+        elif isinstance(delta, Arguments):
+            calls[-1][1] += delta.text
+    return said, thought, [(name, json_or_text(arguments)) for name, arguments in calls]
+
+
+def json_or_text(text: str) -> Any:
+    """The value of a text; the text itself if it was cut."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 @pytest.mark.parametrize(("tools", "reasoning", "text", "expected"), CASES, ids=[repr(case[2])[:60] for case in CASES])

@@ -63,9 +63,10 @@ async def test_a_call_is_found_with_a_stream_and_without(form: str) -> None:
         assert whole.message.content == ("Sure." if "Sure" in text else None)
         assert whole.finish_reason == "tool_calls"
         async with door.openai.chat.completions.stream(**request) as stream:
-            async for _ in stream:
-                pass
-            final = (await stream.get_final_completion()).choices[0].message
+            events = [event async for event in stream]
+        deltas = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+        assert len([event for event in deltas if event.index == 0 and event.arguments_delta]) > 1
+        final = (await stream.get_final_completion()).choices[0].message
         streamed = final.tool_calls or []
         assert [(one.function.name, one.function.arguments) for one in streamed] == [
             (one.function.name, one.function.arguments)  # type: ignore[union-attr]
