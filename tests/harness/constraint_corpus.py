@@ -1,0 +1,84 @@
+"""The corpus of constraints: schemas, regular expressions and grammars, each with a check of outputs of its own."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jsonschema.validators import validator_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FOLDER = Path(__file__).parent / "corpus"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A constraint, by the field of a request and its value."""
+
+    name: str
+    field: str
+    value: Any
+    check: Callable[[str], None]
+    """Raises for an output that does not keep to it."""
+
+
+def cases() -> list[Case]:
+    """Returns all of the corpus."""
+    schemas = [json.loads(line) for line in (FOLDER / "schemas.jsonl").read_text(encoding="utf-8").splitlines()]
+    regexes = json.loads((FOLDER / "regexes.json").read_text(encoding="utf-8"))
+    grammars = json.loads((FOLDER / "grammars.json").read_text(encoding="utf-8"))
+    return [
+        *(Case(f"{one['kind']}: {one['name']}", "json_schema", one["schema"], _by(one["schema"])) for one in schemas),
+        *(Case(f"regex: {regex}", "regex", regex, _matching(regex)) for regex in regexes),
+        *(
+            Case(
+                f"grammar: {one['name']}",
+                "grammar",
+                one["grammar"],
+                _CHECKS.get(one["check"]) or _matching(one["check"]),
+            )
+            for one in grammars
+        ),
+    ]
+
+
+def _by(schema: Any) -> Callable[[str], None]:
+    kind = validator_for(schema)
+    kind.check_schema(schema)
+    validator = kind(schema, format_checker=kind.FORMAT_CHECKER)
+    return lambda text: validator.validate(json.loads(text))
+
+
+def _matching(regex: str) -> Callable[[str], None]:
+    def check(text: str) -> None:
+        assert re.fullmatch(regex, text), f"{text!r} does not match {regex}"
+
+    return check
+
+
+def _check_json(text: str) -> None:
+    json.loads(text)
+
+
+def _check_python(text: str) -> None:
+    ast.parse(text, mode="eval")
+
+
+def _check_balanced(text: str) -> None:
+    while text:
+        shorter = text.replace("()", "").replace("[]", "")
+        assert shorter != text
+        text = shorter
+
+
+_CHECKS: dict[str, Callable[[str], None]] = {
+    "json": _check_json,
+    "python": _check_python,
+    "balanced": _check_balanced,
+}
