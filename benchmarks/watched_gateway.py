@@ -62,7 +62,7 @@ def main(stalls: Annotated[Path, typer.Option(help="Takes the longest stalls.")]
 
         async def watched() -> int:
             watch_loop(stalls)
-            return await run_gateway(config, listener, options.metrics_port)
+            return await run_gateway(config, listener, options.metrics_port, options.metrics_host)
 
         return uvloop.run(watched())
 

@@ -45,6 +45,13 @@ CATALOGUE = (
         metrics.STEP_SPECS,
     ),
     Section("Requests", "What clients get. On the gateway's endpoint.", gateway_metrics.SPECS, GATEWAY),
+    Section(
+        "For routers",
+        "As routers of vLLM's servers read them, with `--compat-metrics`. On the gateway's endpoint; each of several "
+        "gateways has its own requests.",
+        gateway_metrics.COMPAT_SPECS,
+        GATEWAY,
+    ),
     Section("Server", "What it is and how full it is. On the scheduler's endpoint.", metrics.SERVER_SPECS),
     Section(
         "Drafts that come and go",

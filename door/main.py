@@ -38,7 +38,7 @@ def _run(config: DoorConfig, listener: Listener, options: ServiceOptions) -> int
 
     from slipstream.door.server import run_door
 
-    return uvloop.run(run_door(config, listener, options.metrics_port))
+    return uvloop.run(run_door(config, listener, options.metrics_port, options.metrics_host))
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ class DoorServer(uvicorn.Server):
         self.started = True
 
 
-async def run_door(config: DoorConfig, listener: Listener, metrics_port: int) -> int:
+async def run_door(config: DoorConfig, listener: Listener, metrics_port: int, metrics_host: str) -> int:
     """Serves until the first signal, and gives what runs `grace_s` to end; returns the exit status."""
     # The callers have keys of their own; this process has none.
     os.environ.pop(API_KEY_VARIABLE, None)
@@ -187,7 +187,7 @@ async def run_door(config: DoorConfig, listener: Listener, metrics_port: int) ->
         private = config.private_listen and held.enter_context(
             Listener.claim(config.private_listen, field="private_listen")
         )
-        held.enter_context(serve_metrics(registry, metrics_port))
+        held.enter_context(serve_metrics(registry, metrics_port, metrics_host))
         async with AsyncClient(config.gateway) as client:
             app = make_app(Door(client, config, RpcMetrics(registry)), registry)
             listeners = [(one, tls_context(config)) for one in bound_sockets(listener)]

@@ -137,6 +137,9 @@ class GatewaySettings(AccessSettings, heading="Requests and jobs"):
         accepted="names with commas between",
         unset="the name of its directory",
     )
+    compat_metrics: bool = setting(
+        False, help="Have the metrics that routers read on the gateways' pages, under vLLM's names."
+    )
     vllm_engine: bool = setting(False, help="Serve the vllm.grpc.engine.VllmEngine service, too: for the SMG gateway.")
 
     def __post_init__(self) -> None:

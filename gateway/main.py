@@ -39,7 +39,7 @@ def _run(config: GatewayConfig, listener: Listener, options: ServiceOptions) -> 
 
     # Where the workers' streams are threads of this host's CPU, clients can wait for them.
     yield_to_streams()
-    return uvloop.run(run_gateway(config, listener, options.metrics_port))
+    return uvloop.run(run_gateway(config, listener, options.metrics_port, options.metrics_host))
 
 
 if __name__ == "__main__":

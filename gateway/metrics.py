@@ -94,6 +94,18 @@ WAITING = gauge("slipstream_num_requests_waiting", "Outputs, n of a request, tha
 QUEUE_CAPACITY = gauge(
     "slipstream_queue_capacity", "Outputs that can wait for their first slot; requests that bring more are refused."
 )
+ROUTER_WAITING = gauge("vllm:num_requests_waiting", "As `slipstream_num_requests_waiting`.")
+ROUTER_RUNNING = gauge("vllm:num_requests_running", "As `slipstream_num_requests_running`.")
+ROUTER_KV_USAGE = gauge(
+    "vllm:kv_cache_usage_perc",
+    "Share of the KV pages that cannot be taken, 0 to 1; pages that only the prefix cache has can be.",
+)
+ROUTER_CACHE = gauge(
+    "vllm:cache_config_info",
+    "Always 1: tokens in a KV page, and the number of pages, are in the labels.",
+    *("block_size", "num_gpu_blocks"),
+)
+COMPAT_SPECS = (ROUTER_WAITING, ROUTER_RUNNING, ROUTER_KV_USAGE, ROUTER_CACHE)
 SPECS = (
     *(FIRST_TOKEN, INTER_TOKEN, END_TO_END, QUEUE_TIME),
     *(
@@ -221,3 +233,36 @@ class ServerInfo(Collector):
             mps = "on" if state.under_mps else "off"
             family.add_metric(("gateway", state.version, state.model, "", state.fence, mps, state.algorithm), 1)
         return [family]
+
+
+class CompatMetrics(Collector):
+    """The metrics that routers read, under vLLM's names, read at each scrape. Has none before a scheduler served."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        num_running: Callable[[], int],
+        num_waiting: Callable[[], int],
+        state: Callable[[], ServerState | None],
+    ) -> None:
+        """`state` asks the scheduler for its state of now. All are called on the scraper's thread."""
+        self._num_running, self._num_waiting, self._state = num_running, num_waiting, state
+        registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        return [spec.family() for spec in COMPAT_SPECS]
+
+    def collect(self) -> Iterable[Metric]:
+        state = self._state()
+        if state is None:
+            return
+        usage = 1 - state.num_free_pages / max(1, state.num_pages)
+        values = {ROUTER_WAITING: self._num_waiting(), ROUTER_RUNNING: self._num_running(), ROUTER_KV_USAGE: usage}
+        for spec, value in values.items():
+            family = spec.family()
+            family.add_metric((), value)
+            yield family
+        family = ROUTER_CACHE.family()
+        family.add_metric((str(state.page_tokens), str(state.num_pages)), 1)
+        yield family

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from slipstream.common.rpc.address import ChannelOption
+    from slipstream.common.wire.server import ServerState
     from slipstream.gateway.model import ServedModel
     from slipstream.gateway.sample import Sample
 
@@ -157,6 +158,16 @@ class SchedulerLink:
                 logger.debug("the scheduler does not describe itself", exc_info=True)
         assert self.description is not None, "a model has a description"
         return self.description
+
+    def read_state(self) -> ServerState | None:
+        """As `describe`, on any thread but the event loop's; None before the first scheduler."""
+        connection, last = self._connection, self.description
+        if connection is not None and self._absence is None:
+            try:
+                return SchedulerDescription.from_pb(connection.describe()).server
+            except grpc.RpcError:
+                logger.debug("the scheduler does not describe itself", exc_info=True)
+        return None if last is None else last.server
 
     def add(self, *samples: Sample) -> None:
         """Adds samples that may have output already, without a look at the queue's bound."""

@@ -15,7 +15,7 @@ from slipstream.common.errors import RETRY_AFTER_MS, CheckpointError, Unavailabl
 from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.rpc.access import MAX_CALLS, AccessSettings
 from slipstream.common.rpc.listener import Listener
-from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
+from slipstream.common.rpc.metrics import LOOPBACK, RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.service_options import report
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
@@ -26,7 +26,7 @@ from slipstream.gateway.job import JobStore
 from slipstream.gateway.jobs import JobManager
 from slipstream.gateway.journal_file import JournalFile, JournalMode
 from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota, key_or_client_of
-from slipstream.gateway.metrics import RequestMetrics, ServerInfo
+from slipstream.gateway.metrics import CompatMetrics, RequestMetrics, ServerInfo
 from slipstream.gateway.model import load_model
 from slipstream.gateway.peers import SERVICE_NAME as PEERS_NAME
 from slipstream.gateway.peers import Forwarding, FromPeers, GatewayState, Peers, PeersServicer
@@ -47,13 +47,15 @@ logger = logging.getLogger(__name__)
 STOP_GRACE_S = 2.0
 
 
-async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: int | None) -> int:
+async def run_gateway(
+    config: GatewayConfig, listener: Listener, metrics_port: int | None, metrics_host: str = LOOPBACK
+) -> int:
     """Serves until a signal, or until the model's tokenizer cannot be loaded; returns the exit status."""
     registry = make_registry()
     servers: list[GrpcServer] = []
     async with AsyncExitStack() as held:
         signals = held.enter_context(ShutdownSignals())
-        port = held.enter_context(serve_metrics(registry, metrics_port))
+        port = held.enter_context(serve_metrics(registry, metrics_port, metrics_host))
         executor = held.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer"))
         compiling = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="grammars"))
         private: Listener | None = None
@@ -67,6 +69,13 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
             queue_capacity=config.own_queue,
             state=lambda: None if link.description is None else link.description.server,
         )
+        if config.compat_metrics:
+            CompatMetrics(
+                registry,
+                num_running=lambda: link.num_running,
+                num_waiting=lambda: link.num_waiting,
+                state=link.read_state,
+            )
         jobs = _make_jobs(config, metrics, link, health)
         own_state = partial(_own_state, config, listener.address, port, link)
         peers = await held.enter_async_context(Peers(config.shard, config.private_addresses, jobs, own_state))

@@ -6,12 +6,19 @@ field that is not taken here is refused by its name, whatever it says.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import io
 import time
+import zipfile
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2
 
 from slipstream.common.errors import (
     FailedPreconditionError,
@@ -42,6 +49,10 @@ add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
 
 MAX_ABORTED = 4096
 """Requests that one call may abort: a few milliseconds of the event loop's time."""
+
+TOKENIZER_FILES = ("config.json", "*token*.json", "vocab.json", "merges.txt", "*.model", "*.jinja", "*.tiktoken")
+"""The files of a model's directory that a tokenizer is made of, as patterns; none of them has weights."""
+TOKENIZER_CHUNK_BYTES = 2**20
 
 _PARAMS = "sampling_params"
 
@@ -181,6 +192,28 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         )
         now = datetime.now(UTC).isoformat()
         return vllm_engine_pb2.GetLoadsResponse(timestamp=now, version=state.version, dp_rank_count=1, loads=[load])
+
+    async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: Any) -> None:
+        """Sends the files of the model's tokenizer as a zip archive, in chunks; the last has its SHA-256."""
+        reject_unknown_fields(request)
+        archive = await asyncio.to_thread(tokenizer_archive, Path(self._model().tokenizer_path))
+        for start in range(0, len(archive), TOKENIZER_CHUNK_BYTES):
+            data = archive[start : start + TOKENIZER_CHUNK_BYTES]
+            is_last = start + len(data) == len(archive)
+            digest = hashlib.sha256(archive).hexdigest() if is_last else ""
+            await context.write(common_pb2.GetTokenizerChunk(data=data, sha256=digest))
+
+
+@lru_cache(maxsize=1)
+def tokenizer_archive(directory: Path) -> bytes:
+    """Returns a zip archive of a model's tokenizer, the same for the same files."""
+    paths = sorted({path for pattern in TOKENIZER_FILES for path in directory.glob(pattern)})
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in paths:
+            # A fixed time, for a digest that depends only on the content.
+            archive.writestr(zipfile.ZipInfo(path.name), path.read_bytes(), zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
 
 
 def request_from_vllm(request: vllm_engine_pb2.GenerateRequest) -> generation_pb2.GenerateRequest:

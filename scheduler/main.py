@@ -28,7 +28,7 @@ def _run(config: SchedulerConfig, listener: Listener, options: ServiceOptions) -
 
     from slipstream.scheduler.server import run_scheduler
 
-    return uvloop.run(run_scheduler(config, listener, options.metrics_port))
+    return uvloop.run(run_scheduler(config, listener, options.metrics_port, options.metrics_host))
 
 
 if __name__ == "__main__":

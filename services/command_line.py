@@ -31,7 +31,7 @@ def serve(role: Role, values: Mapping[str, Any], *, make_role: MakeRole | None =
         from slipstream.services.worker.server import run_worker
 
         make = make_role or (make_draft if role is Role.DRAFT else make_verify)
-        return uvloop.run(run_worker(role, config, listener, options.metrics_port, make))
+        return uvloop.run(run_worker(role, config, listener, options.metrics_port, options.metrics_host, make))
 
     service_options.serve(role.value, WorkerConfig, values, run)
 

@@ -154,21 +154,23 @@ class RpcMetrics:
 
 
 @contextmanager
-def serve_metrics(registry: CollectorRegistry, port: int | None) -> Iterator[int]:
-    """Serves `registry` over HTTP on loopback until the context ends, and yields the port.
+def serve_metrics(registry: CollectorRegistry, port: int | None, host: str = LOOPBACK) -> Iterator[int]:
+    """Serves `registry` over HTTP at an IPv4 address until the context ends, and yields the port.
 
     Port 0 takes any free one; None serves nothing and yields 0. Raises AddressInUseError or ConfigError naming
-    `metrics_port`.
+    `metrics_port`, and ConfigError naming `metrics_host`.
     """
     if port is None:
         yield 0
         return
-    address = f"{LOOPBACK}:{port}"
+    address = f"{host}:{port}"
     try:
-        server = make_server(LOOPBACK, port, make_wsgi_app(PageInTurns(registry)), _MetricsServer, _Handler)
+        server = make_server(host, port, make_wsgi_app(PageInTurns(registry)), _MetricsServer, _Handler)
     except (OSError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise AddressInUseError("metrics_port", address) from error
+        if host != LOOPBACK and isinstance(error, OSError) and error.errno != errno.EACCES:
+            raise ConfigError("metrics_host", host, f"an IPv4 address of this host ({error})") from error
         raise ConfigError("metrics_port", address, f"a port that this user may listen at ({error})") from error
     thread = threading.Thread(target=server.serve_forever, args=(LONGEST_WAIT_S,), name="metrics")
     thread.start()

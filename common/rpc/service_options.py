@@ -44,8 +44,11 @@ class ServiceOptions(LogSettings, heading="Service"):
     """The address and the metrics port of a service, and its log settings."""
 
     listen: str = setting(help="unix:PATH, in a directory that only this user opens.", unit="ADDRESS")
-    metrics_port: int = setting(
-        0, help="Prometheus port on loopback; 0 is any free one.", unit="PORT", low=0, high=65535
+    metrics_port: int = setting(0, help="Prometheus port; 0 is any free one.", unit="PORT", low=0, high=65535)
+    metrics_host: str = setting(
+        "127.0.0.1",
+        help="Address of the metrics, for everyone who reaches it: 0.0.0.0 in a pod, whose network is its own.",
+        unit="HOST",
     )
     log_file: Path | None = setting(
         None, help="Takes the log, and all other output.", unit="FILE", unset="standard error"

@@ -90,7 +90,12 @@ T = TypeVar("T")
 
 
 async def run_worker(
-    role: Role, config: WorkerConfig, listener: Listener, metrics_port: int | None, make_role: MakeRole
+    role: Role,
+    config: WorkerConfig,
+    listener: Listener,
+    metrics_port: int | None,
+    metrics_host: str,
+    make_role: MakeRole,
 ) -> int:
     """Serves until a signal; returns the exit status. `make_role` loads the model, on the device thread."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -102,7 +107,7 @@ async def run_worker(
     broken: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
     with ExitStack() as held:
         signals = held.enter_context(ShutdownSignals())
-        port = held.enter_context(serve_metrics(registry, metrics_port))
+        port = held.enter_context(serve_metrics(registry, metrics_port, metrics_host))
         # Closed in the opposite order: the thread releases what the stream waits for, and the stream writes the log.
         make_log_directory(config.access_log_dir)
         log = open_event_log(config.access_log_dir, StreamName(role.value), os.getpid())

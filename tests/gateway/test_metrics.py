@@ -20,7 +20,15 @@ from slipstream.common.rpc.metrics import RpcMetrics, make_registry
 from slipstream.common.wire.events import Event, Site
 from slipstream.common.wire.trace import HostRecords
 from slipstream.gateway.keys import KeyFile, KeyInterceptor
-from slipstream.gateway.metrics import OUTCOMES, RequestMetrics, RequestTimes, ServerInfo, TimesOfRequests
+from slipstream.gateway.metrics import (
+    COMPAT_SPECS,
+    OUTCOMES,
+    CompatMetrics,
+    RequestMetrics,
+    RequestTimes,
+    ServerInfo,
+    TimesOfRequests,
+)
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from tests.harness.example_states import STATE, TOKENS_PER_STEP
 from tests.harness.generation_server import collect, generation_server
@@ -180,3 +188,41 @@ async def test_a_key_sees_its_own_requests(tmp_path: Path) -> None:
         assert await read(server.address, BOB) == ()
         with pytest.raises(grpc.aio.AioRpcError, match="authorization: Bearer TOKEN"):
             await read(server.address)
+
+
+async def test_routers_read_the_load_of_now_under_vllm_s_names() -> None:
+    """The scheduler is asked at each scrape; before the first one there is nothing to read, and a page nevertheless."""
+    registry = CollectorRegistry()
+    async with generation_server(slots=2) as server:
+        link = server.link
+        CompatMetrics(
+            registry,
+            num_running=lambda: link.num_running,
+            num_waiting=lambda: link.num_waiting,
+            state=link.read_state,
+        )
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        async with AsyncClient(server.address) as client:
+            for number in range(5):
+                await client.create_job([5], job_id=str(number), max_new_tokens=9)
+            await until(lambda: link.num_running == 2)
+            page = (await asyncio.to_thread(generate_latest, registry)).decode()
+            server.loop.pause_tokens = None
+        samples = {
+            sample.name: (sample.value, sample.labels)
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+        }
+        assert samples == {
+            "vllm:num_requests_running": (2.0, {}),
+            "vllm:num_requests_waiting": (3.0, {}),
+            "vllm:kv_cache_usage_perc": (pytest.approx(1 / STATE.num_pages), {}),
+            "vllm:cache_config_info": (
+                1.0,
+                {"block_size": str(STATE.page_tokens), "num_gpu_blocks": str(STATE.num_pages)},
+            ),
+        }
+        assert set(samples) == {spec.name for spec in COMPAT_SPECS}
+    absent = CollectorRegistry()
+    CompatMetrics(absent, num_running=lambda: 0, num_waiting=lambda: 0, state=lambda: None)
+    assert generate_latest(absent) == b""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import random
+import zipfile
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +13,7 @@ import grpc.aio
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2
 
 from slipstream.client import AsyncClient
 from slipstream.common.errors import UnavailableError
@@ -21,6 +26,7 @@ from tests.harness.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from slipstream.common.wire.sequence import SequenceSpec
     from tests.harness.generation_server import GenerationServer
@@ -317,6 +323,21 @@ async def test_loads_are_those_of_the_server(stub: Any) -> None:
     assert (load.num_used_tokens, load.max_total_num_tokens, load.token_usage) == (16, 1600, 0.01)
     with pytest.raises(grpc.aio.AioRpcError, match="dp_rank: got 3"):
         await stub.GetLoads(pb.GetLoadsRequest(dp_rank=3))
+
+
+async def test_the_tokenizer_is_sent_as_an_archive(tmp_path: Path) -> None:
+    """Without weights, and equal each time; the digest of all chunks together is in the last."""
+    files = {"config.json": b"{}", "tokenizer.json": random.Random(0).randbytes(3 * 2**20), "chat_template.jinja": b"x"}
+    for name, content in {**files, "model.safetensors": b"weights", "notes.txt": b"no"}.items():
+        (tmp_path / name).write_bytes(content)
+    async with generation_server(tokenizer_path=str(tmp_path)) as server, engine(server) as stub:
+        chunks = [chunk async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
+    assert len(chunks) > 3
+    assert not any(chunk.sha256 for chunk in chunks[:-1])
+    whole = b"".join(chunk.data for chunk in chunks)
+    assert chunks[-1].sha256 == hashlib.sha256(whole).hexdigest()
+    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+        assert {name: archive.read(name) for name in archive.namelist()} == files
 
 
 async def test_calls_that_are_not_served_are_unimplemented(stub: Any) -> None:

@@ -65,6 +65,16 @@ def test_it_is_not_served_to_other_hosts() -> None:
         other.bind(("127.0.0.2", port))
 
 
+def test_it_is_served_at_the_address_that_is_asked_for() -> None:
+    with serve_metrics(make_registry(), 0, "0.0.0.0") as port, socket.create_connection(("127.0.0.2", port)):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"metrics_host: got 'nowhere\.invalid'"),
+        serve_metrics(make_registry(), 0, "nowhere.invalid"),
+    ):
+        pass
+
+
 def test_a_port_in_use_is_refused() -> None:
     with serve_metrics(make_registry(), 0) as port, pytest.raises(AddressInUseError) as caught:
         serve_metrics(make_registry(), port).__enter__()
