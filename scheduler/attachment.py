@@ -67,7 +67,8 @@ class DraftAttachment:
         self.shape = shape
         self.num_draft_tokens = shape.num_draft_tokens
         """K."""
-        self.traits = DraftTraits(is_present=True, reads_hidden=shape.hidden_width > 0)
+        is_ragged = description.takes_ragged_steps
+        self.traits = DraftTraits(is_present=True, reads_hidden=shape.hidden_width > 0, takes_ragged_steps=is_ragged)
         self.kv = DraftKV(
             number,
             is_paged=description.has_paged_kv,

@@ -13,7 +13,7 @@ import numpy as np
 
 from slipstream.common.errors import DeadlineExceededError, InternalError
 from slipstream.scheduler.pages import PageLists, PrefixCache
-from slipstream.scheduler.records import NO_DRAFT, NO_LIMIT, NO_SLOT, NO_SLOTS, Prefix, Step, StepSlots
+from slipstream.scheduler.records import NO_DRAFT, NO_LIMIT, NO_SLOT, NO_SLOTS, Prefix, Step, StepSlots, most_tokens
 from slipstream.scheduler.results import Outbox
 from slipstream.scheduler.sizes import LEAST_PROMPTS, MOST_WITHOUT, SMALL_STEPS, BatchCounts, BatchSizes
 from slipstream.scheduler.slots import CommittedTokens, SlotAccounts, SlotAllocator
@@ -23,9 +23,19 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from slipstream.scheduler.records import Bools, Counts, DraftKV, Ints, Sequence, StepOutcome, StepResult
+    from slipstream.scheduler.records import (
+        Bools,
+        ChooseDraftTokens,
+        Counts,
+        DraftKV,
+        Ints,
+        Sequence,
+        StepOutcome,
+        StepResult,
+    )
     from slipstream.scheduler.sizes import BatchSizes
     from slipstream.scheduler.waiting_queue import WaitingQueue
+
 
 _NOT_FINITE = "the model's logits for this sequence are NaN or infinite, so it has no next token"
 _MANY = 1 << 30
@@ -58,6 +68,8 @@ class Batch:
         one comes, goes or is sure to end. None if one came or went since it was made."""
         self._decoding_for = 0
         """The K that it was made for."""
+        self._chosen: tuple[Step | None, Step] = None, Step(0, NO_SLOTS, NO_SLOTS, np.ones(0, np.int32))
+        """`_decoding` when draft tokens were chosen last, and the step with these."""
         self._room = 0
         """No sequence of `_decoding` is sure to end before so many more tokens are sure."""
         self._num_covered = 0
@@ -112,12 +124,20 @@ class Batch:
                 self.outbox.add_admitted(sequence)
 
     def next_step(
-        self, num_draft_tokens: int, *, decodes_first: bool = False, mixes: bool = True, draft: DraftKV = NO_DRAFT
+        self,
+        num_draft_tokens: int,
+        *,
+        decodes_first: bool = False,
+        mixes: bool = True,
+        is_ragged: bool = False,
+        draft: DraftKV = NO_DRAFT,
+        choose: ChooseDraftTokens = most_tokens,
     ) -> Step | None:
         """The next step, or None if there is nothing to do: decodes all that can, and takes in prompts beside.
 
         `num_draft_tokens`: K of the draft that takes part; 0 decodes plainly. `decodes_first`: what can decode does so
-        alone. `mixes`: False if this draft cannot take part in steps that do both. `draft`: takes part, and drafts.
+        alone. `mixes`: False if this draft cannot take part in steps that do both. `is_ragged`: True if each sequence
+        may have its own number of draft tokens. `draft`: takes part, and drafts. `choose`: see `ChooseDraftTokens`.
         """
         if draft != self._prompts.draft:
             self._prompts.draft, self._decoding = draft, None
@@ -127,6 +147,7 @@ class Batch:
         decoding = self._decoding_with(num_draft_tokens)
         if not self._prompts.sequences and not decoding.decoded.slots:
             return None
+        decoding = self._with_draft_tokens(decoding, choose, is_ragged=is_ragged)
         step = self._make_step(decoding, decodes_first=decodes_first, mixes=mixes and self.sizes.mixes)
         if step.yielding.slots:
             self.accounts.lengths.begin(step.yielding.rows, step.most_more)
@@ -134,7 +155,7 @@ class Batch:
 
     def _make_step(self, decoding: Step, *, decodes_first: bool, mixes: bool) -> Step:
         num_rows = len(decoding.decoded.slots)
-        num_decoded = num_rows * (decoding.most_draft_tokens + 1)
+        num_decoded = decoding.num_decoded_tokens
         self.last_step += 1
         has_turn = decodes_first or (self._is_decodes_turn and not mixes)
         if not self._prompts.sequences or (num_decoded and has_turn):
@@ -146,7 +167,7 @@ class Batch:
             num_waiting = len(self._prompts.sequences)
             skips_drafting = mixes and self.sizes.skips_drafting(decoding.most_draft_tokens, num_rows, num_waiting)
             if skips_drafting and self._num_without < MOST_WITHOUT:
-                decoding, num_decoded = _without_draft_tokens(decoding), num_rows
+                decoding, num_decoded = decoding.with_draft_tokens(np.zeros_like(decoding.most_more)), num_rows
                 self._num_without += 1
             room = self.sizes.room_for_prompts(num_decoded)
         else:
@@ -215,7 +236,7 @@ class Batch:
         self._room -= step.most_draft_tokens
         self.committed.append(outcome)
         published_ns = published_ns or time.monotonic_ns()
-        self.outbox.add_step(outcome, step.most_draft_tokens, published_ns, takes_prompts=bool(step.chunks))
+        self.outbox.add_step(outcome, published_ns)
         ended = outcome.reasons.nonzero()[0]
         if len(ended):
             for slot in outcome.rows[ended].tolist():
@@ -285,6 +306,16 @@ class Batch:
         while self._num_covered <= 0 and not self._has_pages(decoding):
             decoding = self._find_decoding(num_draft_tokens)
         return decoding
+
+    def _with_draft_tokens(self, decoding: Step, choose: ChooseDraftTokens, *, is_ragged: bool) -> Step:
+        """The same step with as many draft tokens for each sequence as are chosen, at most those that it may have."""
+        if not decoding.most_draft_tokens:
+            return decoding
+        counts, last, found = choose(decoding.decoded, decoding.most_more - 1, is_ragged=is_ragged), *self._chosen
+        if last is not decoding or not np.array_equal(counts + 1, found.most_more):
+            found = decoding.with_draft_tokens(counts, is_ragged=is_ragged)
+            self._chosen = decoding, found
+        return found
 
     def _has_pages(self, decoding: Step) -> bool:
         """Gives its sequences the pages that the next step may write to. Returns False if it took slots for that.
@@ -432,12 +463,6 @@ class ContextLimit:
         has_room = left >= 0
         num_steps = left[has_room] // self._sizes.most_step_tokens + 1
         return rows[~has_room].tolist(), int(num_steps.min(initial=NO_LIMIT))
-
-
-def _without_draft_tokens(decoding: Step) -> Step:
-    """The same step, but that draft only takes in the stash of its rows."""
-    ones = np.ones_like(decoding.most_more)
-    return decoding._replace(num_draft_tokens=(), most_draft_tokens=0, most_more=ones, is_bounded=False)
 
 
 def _mask(rows: Bools) -> int:

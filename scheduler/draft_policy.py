@@ -28,6 +28,8 @@ from slipstream.scheduler.records import RestCause
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from slipstream.scheduler.records import Counts, StepSlots
+
 MARGIN = 0.03
 """The other kind of step has to be faster by so much."""
 PATIENCE = 16
@@ -143,6 +145,10 @@ class DraftPolicy:
             yield
         finally:
             self.is_held = False
+
+    def choose(self, slots: StepSlots, most: Counts, *, is_ragged: bool) -> Counts:
+        """Implements `ChooseDraftTokens`."""
+        return most
 
     def decodes_alone(self) -> bool:
         """Whether the next step is to take in no prompts if it can decode, so that it can be measured."""

@@ -344,8 +344,8 @@ class Pace:
         self._ended_ns = ended_ns
         self._lead_s = lead_s
         self._sizes: dict[tuple[int, ...], SizePace] = {}
-        self._last_found: tuple[StepSlots, int, SizePace] | None = None
-        """Slots, K and size of the last step without prompts: as a rule the next one's, too."""
+        self._last_found: tuple[StepSlots, tuple[int, ...], SizePace] | None = None
+        """Slots, draft tokens and size of the last step without prompts: as a rule the next one's, too."""
         self._under_way: deque[SizePace] = deque()
         """Sizes of the steps that were sent, oldest first."""
         self._last: tuple[SentStep, SizePace, bool] | None = None
@@ -368,11 +368,11 @@ class Pace:
 
     def _of(self, step: Step) -> SizePace:
         """The steps that do about as much as this one."""
-        decoded, num_draft_tokens, last = step.decoded, step.most_draft_tokens, self._last_found
+        decoded, num_draft_tokens, last = step.decoded, step.num_draft_tokens, self._last_found
         if last is not None and last[0] is decoded and last[1] == num_draft_tokens and not step.chunks:
             return last[2]
-        num_slots = len(decoded.slots) or len(step.chunks)
-        key = (num_draft_tokens, _about(num_slots), _about(step.num_prompt_tokens))
+        num_tokens = step.num_decoded_tokens or len(step.chunks)
+        key = (step.most_draft_tokens, _about(num_tokens), _about(step.num_prompt_tokens))
         found = self._sizes.get(key)
         if found is None:
             found = self._sizes[key] = SizePace(self._lead_s, varies=bool(step.chunks))

@@ -11,8 +11,7 @@ import threading
 import time
 from collections import Counter as Counts
 from collections import defaultdict, deque
-from itertools import groupby, product
-from operator import itemgetter
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -247,7 +246,7 @@ class StepMetrics(Collector):
         # The loop's thread appends to these without the lock.
         self._timings: deque[tuple[float, Callable[[], StepTiming]]] = deque()
         """Each with the time when it was observed."""
-        self._decoded: deque[tuple[str, NDArray[np.uint32], NDArray[np.bool_], int]] = deque()
+        self._decoded: deque[tuple[str, NDArray[np.uint32], NDArray[np.int32]]] = deque()
         self._batch: Batch | None = None
         self._log = EventLog()
         # What was counted of both by now.
@@ -281,14 +280,12 @@ class StepMetrics(Collector):
         """Counts a step and its times, which `take_apart` returns when they are counted."""
         self._timings.append((time.monotonic(), take_apart))
 
-    def decoded(
-        self, mode: str, num_accepted: NDArray[np.uint32], is_speculating: NDArray[np.bool_], num_draft_tokens: int
-    ) -> None:
-        """Counts the drafts of a step: of those sequences that speculate, the accepted tokens of each, and K.
+    def decoded(self, mode: str, num_accepted: NDArray[np.uint32], num_drafted: NDArray[np.int32]) -> None:
+        """Counts the drafts of a step: the accepted tokens of each sequence, and those that were drafted for it.
 
         `mode`: one of MODES; empty for a step that counts as no decode step.
         """
-        self._decoded.append((mode, num_accepted, is_speculating, num_draft_tokens))
+        self._decoded.append((mode, num_accepted, num_drafted))
 
     def tidy(self) -> None:
         """Counts the steps so far. Skipped while metrics are collected, which does so, too."""
@@ -314,9 +311,9 @@ class StepMetrics(Collector):
         """Counts everything that was appended since the last time. Called under the lock."""
         self._count_times(_taken(self._timings))
         decoded = list(_taken(self._decoded))
-        for num_draft_tokens, drafts in groupby(decoded, itemgetter(3)):
-            found = [num_accepted[is_speculating] for _, num_accepted, is_speculating, _ in drafts]
-            self._count_drafts(np.concatenate(found), num_draft_tokens)
+        if decoded:
+            _, accepted, drafted = zip(*decoded, strict=True)
+            self._count_drafts(np.concatenate(accepted), np.concatenate(drafted))
         for mode, num_steps in Counts(mode for mode, *_ in decoded if mode).items():
             self._decode_steps[mode,].inc(num_steps)
         for site, name in SITES.items():
@@ -347,15 +344,16 @@ class StepMetrics(Collector):
             for key, nanoseconds in sums_ns.items():
                 counters[key].inc(nanoseconds * NS)
 
-    def _count_drafts(self, num_accepted: NDArray[np.uint32], num_draft_tokens: int) -> None:
+    def _count_drafts(self, num_accepted: NDArray[np.uint32], num_drafted: NDArray[np.int32]) -> None:
+        num_accepted = num_accepted[num_drafted > 0]
         if not len(num_accepted):
             return
         # Drafts with at least 0, 1, … accepted tokens.
-        at_least = np.bincount(num_accepted, minlength=num_draft_tokens + 1)[::-1].cumsum()[::-1].tolist()
-        counts = at_least[0], at_least[0] * num_draft_tokens, sum(at_least[1:])
+        at_least = np.bincount(num_accepted, minlength=num_drafted.max() + 1)[::-1].cumsum()[::-1].tolist()
+        counts = at_least[0], int(num_drafted.sum()), sum(at_least[1:])
         for child, count in zip(self._drafts, counts, strict=True):
             child.inc(count)
-        for position, count in enumerate(at_least[1 : num_draft_tokens + 1], start=1):
+        for position, count in enumerate(at_least[1:], start=1):
             self._accepted_per_position.labels(self.labels[-1], str(position)).inc(count)
 
 

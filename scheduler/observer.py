@@ -126,7 +126,7 @@ class StepObserver:
         skips_drafting = step.is_kept and not step.most_draft_tokens
         plain_mode = DRAFTED_NONE if skips_drafting else RESTING if sent.is_resting else PLAIN
         mode = "" if decoded is None else DRAFTED if is_drafted else plain_mode
-        self._metrics.decoded(mode, outcome.num_accepted, outcome.is_speculating, step.most_draft_tokens)
+        self._metrics.decoded(mode, outcome.num_accepted, outcome.num_drafted)
         if decoded is None:
             return
         if policy is not None and (is_drafted or skips_drafting or sent.draft is None):
@@ -360,8 +360,8 @@ class DecodedStep(NamedTuple):
     num_sequences: int
     num_accepted: NDArray[np.uint32]
     """[num_sequences] draft tokens."""
-    is_speculating: NDArray[np.bool_]
-    """[num_sequences] True where they were drafted for the sequence."""
+    num_drafted: NDArray[np.int32]
+    """[num_sequences] draft tokens that verify could accept."""
     num_new: NDArray[np.int32]
     """[num_sequences] tokens."""
     has_prompts: bool = False
@@ -403,7 +403,7 @@ class DecodeRecord:
         if not num_sequences or not gap_ns:
             return None
         number = sent.draft.number if sent.draft is not None and step.most_draft_tokens else 0
-        columns = outcome.num_accepted, outcome.is_speculating, outcome.num_tokens
+        columns = outcome.num_accepted, outcome.num_drafted, outcome.num_tokens
         if step.chunks:
             columns = columns[0][:num_sequences], columns[1][:num_sequences], columns[2][:num_sequences]
         decoded = DecodedStep(number, gap_ns, num_sequences, *columns, has_prompts)
@@ -446,10 +446,19 @@ class DecodeRecord:
 
 
 def accepted_of_first(num_draft_tokens: int, steps: Iterable[DecodedStep]) -> float:
-    """Mean of the accepted ones among the first draft tokens of each sequence in each step."""
-    # A token is accepted only behind all before it.
-    accepted = [np.minimum(step.num_accepted[step.is_speculating], num_draft_tokens) for step in steps]
-    return int(sum(each.sum() for each in accepted)) / max(1, sum(map(len, accepted)))
+    """Mean of the accepted ones among the first draft tokens of each sequence in each step, as if all had so many.
+
+    That is the sum of the shares of chains that survive each position. What was drafted only says how many go on from
+    one position to the next (Kaplan and Meier, 1958).
+    """
+    counted = [(step.num_accepted, step.num_drafted) for step in steps]
+    mean, survival = 0.0, 1.0
+    for position in range(num_draft_tokens):
+        reached = sum(np.count_nonzero((accepted >= position) & (drafted > position)) for accepted, drafted in counted)
+        survived = sum(np.count_nonzero((accepted > position) & (drafted > position)) for accepted, drafted in counted)
+        survival *= survived / max(1, reached)
+        mean += survival
+    return mean
 
 
 def figures(algorithm: str, num_draft_tokens: int, steps: Iterable[DecodedStep]) -> DraftFigures:

@@ -73,11 +73,13 @@ class DraftTarget(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftTraits:
-    """The properties of the attached draft that the order of the steps depends on."""
+    """The properties of the attached draft that its steps and their order depend on."""
 
     is_present: bool
     reads_hidden: bool = False
     """True if it reads the target's hidden states."""
+    takes_ragged_steps: bool = False
+    """True if the rows of a step may have different numbers of its draft tokens."""
 
 
 class DraftKV(NamedTuple):
@@ -337,9 +339,30 @@ class Step(NamedTuple):
         return mask_of(chunk.slot for chunk in self.chunks)
 
     @property
+    def num_decoded_tokens(self) -> int:
+        """Tokens of the rows that decode, with their draft tokens."""
+        return len(self.decoded.slots) + sum(self.num_draft_tokens)
+
+    @property
     def kept(self) -> int:
         """Mask of the slots of draft's decode part."""
         return self.decoded.mask if self.is_kept else 0
+
+    def with_draft_tokens(self, counts: Counts, *, is_ragged: bool = True) -> Step:
+        """The same step with so many draft tokens for each that decodes. Without any, draft only takes in the stash.
+
+        Where it cannot be ragged, K are drafted for all if for any, and as many as are its own may be accepted.
+        """
+        most = int(counts.max(initial=0))
+        if most and not is_ragged:
+            most = self.most_draft_tokens
+        drafted = counts.tolist() if is_ragged else [most] * len(counts)
+        return self._replace(
+            num_draft_tokens=tuple(drafted) if most else (),
+            most_draft_tokens=most,
+            most_more=counts + 1,
+            is_bounded=bool((counts < most).any()),
+        )
 
     def command(self, ops: FenceOps, epoch: int, attachment: int = 0) -> StepCommand:
         """Makes the command for verify. `attachment`: the number of the draft's that takes part; 0 for none."""
@@ -366,6 +389,22 @@ class Step(NamedTuple):
             chunks=self.chunks,
             updates=self.updates,
         )
+
+
+class ChooseDraftTokens(Protocol):
+    """Chooses the numbers of draft tokens of a step that a draft takes part in."""
+
+    def __call__(self, slots: StepSlots, most: Counts, *, is_ragged: bool) -> Counts:
+        """Returns the number for each of `slots`, from 0 to its `most`: [slots] each; an array that does not change.
+
+        `is_ragged`: False if it is to be 0 for all or `most` for all, as all rows of the step have K then.
+        """
+        ...
+
+
+def most_tokens(slots: StepSlots, most: Counts, *, is_ragged: bool) -> Counts:
+    """Implements `ChooseDraftTokens`: as many as there may be."""
+    return most
 
 
 class StepResult(NamedTuple):
@@ -401,12 +440,18 @@ class StepOutcome(NamedTuple):
     """GOES_ON, STOP or LENGTH."""
     tokens: Ints
     """[rows, K + 1], of which the first `num_tokens` count."""
-    is_speculating: Bools
-    """True if a draft was checked for the sequence."""
+    num_drafted: Counts
+    """Draft tokens that verify could accept."""
     is_beyond_draft: Bools
     """True if none was because the sequence is too long for it."""
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
     """By sequence's place in these arrays, as many as it has new tokens."""
+
+    @property
+    def is_speculating(self) -> Bools:
+        """[rows]: True if a draft was checked for the sequence."""
+        is_speculating: Bools = self.num_drafted > 0
+        return is_speculating
 
     @property
     def is_new(self) -> Bools:
@@ -423,7 +468,7 @@ NO_OUTCOME = StepOutcome(
     num_accepted=np.zeros(0, np.uint32),
     reasons=np.zeros(0, np.int8),
     tokens=np.zeros((0, 1), np.int64),
-    is_speculating=np.zeros(0, np.bool_),
+    num_drafted=np.zeros(0, np.int32),
     is_beyond_draft=np.zeros(0, np.bool_),
     logprobs=NO_LOGPROBS,
 )

@@ -164,7 +164,7 @@ class Outgoing:
         self.outcomes: tuple[tuple[StepOutcome, int, int], ...] = ()
         """The outcome of a step, with what was drafted for each sequence and the time of its publication.
 
-        In two parts if the step has drafted for some of them and not for others.
+        In parts if the step has drafted more for some of them than for others.
         """
         # By stream.
         self.admitted: dict[int, list[tuple[int, int]]] = {}
@@ -212,23 +212,19 @@ class Outbox:
     def __init__(self) -> None:
         self._outgoing = Outgoing()
 
-    def add_step(
-        self, outcome: StepOutcome, num_draft_tokens: int, published_ns: int, *, takes_prompts: bool = False
-    ) -> None:
-        """Adds the outcome of a step; one at a time. `num_draft_tokens`: drafted in the step for each sequence.
-
-        `takes_prompts`: True if for some nothing was drafted, as their prompts ended in it.
-        """
+    def add_step(self, outcome: StepOutcome, published_ns: int) -> None:
+        """Adds the outcome of a step; one at a time."""
         assert not self._outgoing.outcomes, "the outcome of a step goes out before the next one's comes in"
         if not len(outcome.rows):
             return
-        is_drafted = outcome.is_speculating
-        if not (takes_prompts and num_draft_tokens) or is_drafted.all():
-            self._outgoing.outcomes = ((outcome, num_draft_tokens, published_ns),)
+        num_drafted = outcome.num_drafted
+        most = int(num_drafted[0])
+        if not np.count_nonzero(num_drafted != most):
+            self._outgoing.outcomes = ((outcome, most, published_ns),)
             return
-        parts = [(is_drafted.nonzero()[0], num_draft_tokens), ((~is_drafted).nonzero()[0], 0)]
         self._outgoing.outcomes = tuple(
-            (_part(outcome, places), drafted, published_ns) for places, drafted in parts if len(places)
+            (_part(outcome, (num_drafted == drafted).nonzero()[0]), drafted, published_ns)
+            for drafted in sorted(set(num_drafted.tolist()), reverse=True)
         )
 
     def add_admitted(self, sequence: Sequence) -> None:

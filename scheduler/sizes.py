@@ -47,6 +47,8 @@ class BatchSizes:
     doubling_context: int | None = None
     """Behind so many tokens, a prompt's token counts for two in such a step: verify's measurement; None if each counts
     for one."""
+    is_ragged: bool = False
+    """Whether verify takes steps whose rows have different numbers of draft tokens."""
     mixes: bool = True
     """Whether a step may both decode and take in prompts; if not, they take turns."""
 
@@ -196,6 +198,7 @@ class EpochSizes:
             num_draft_tokens=config.most_draft_tokens,
             run_ahead=config.run_ahead,
             has_prefix_cache=not config.no_prefix_cache,
+            is_ragged=workers.verify.takes_ragged_steps,
             mixes=workers.verify.takes_mixed_steps,
         )
         needed = sizes.pages_for(context) + 1

@@ -173,6 +173,8 @@ class SlotAccounts:
         self._places = np.arange(num_draft_tokens + 1)
         # Of the last step: steps have the same `StepSlots` while no sequence comes or goes.
         self._last_slots: StepSlots | None = None
+        self._last_more: Counts | None = None
+        """Its `most_more`, also the same while each sequence has as many draft tokens."""
         self._last: StepOutcome = NO_OUTCOME
         """The columns of its outcome that no step changes, with the reasons of a step in which no sequence ends."""
         self._ends: tuple[Counts, tuple[Ints, ...]] = (np.zeros(0, np.int32), ())
@@ -227,9 +229,10 @@ class SlotAccounts:
             accepted, found, tokens = accepted[is_current], found[is_current], tokens[is_current]
             places = is_current.cumsum() - 1
             logprobs = {int(places[at]): likely for at, likely in logprobs.items() if is_current[at]}
-        if self._last_slots is not step.yielding or is_current is not None:
+        is_same = self._last_slots is step.yielding and self._last_more is step.most_more
+        if not is_same or is_current is not None:
             self._last = self._columns_of(step, is_current)
-            self._last_slots, self._room = step.yielding, 0
+            self._last_slots, self._last_more, self._room = step.yielding, step.most_more, 0
             if is_current is not None:
                 self._last_slots = None
         rows = self._last.rows
@@ -260,7 +263,7 @@ class SlotAccounts:
             streams=self._streams[rows],
             ids=self._ids[rows],
             reasons=goes_on,
-            is_speculating=most_more > 1,
+            num_drafted=most_more - 1,
             is_beyond_draft=is_beyond,
         )
 

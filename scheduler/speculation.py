@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
 from slipstream.common.wire.step import FencePoint
 from slipstream.scheduler.draft import CatchUp, DraftState
-from slipstream.scheduler.records import NO_DRAFT, LossCause
+from slipstream.scheduler.records import NO_DRAFT, LossCause, most_tokens
 
 if TYPE_CHECKING:
     from slipstream.scheduler.batch import Batch
@@ -264,14 +264,23 @@ class Speculation:
 
     def _made(self, draft: Draft | None, *, decodes_first: bool) -> tuple[Step | None, Draft | None]:
         """Makes a step that this draft takes part in: drafted if the draft is active, else plain and stashed for it."""
-        num_draft_tokens, kv, mixes, policy = 0, NO_DRAFT, True, self._policy
+        num_draft_tokens, kv, mixes, is_ragged, policy = 0, NO_DRAFT, True, False, self._policy
         if draft is not None:
-            mixes = self._mixes_heads or not draft.attachment.traits.reads_hidden
+            traits = draft.attachment.traits
+            mixes = self._mixes_heads or not traits.reads_hidden
+            is_ragged = self._batch.sizes.is_ragged and traits.takes_ragged_steps
             if draft is self.active:
                 num_draft_tokens, kv = draft.num_draft_tokens, draft.attachment.kv
         if policy is not None and (draft is not None or self.resting is not None):
             decodes_first |= policy.decodes_alone()
-        step = self._batch.next_step(num_draft_tokens, decodes_first=decodes_first, mixes=mixes, draft=kv)
+        step = self._batch.next_step(
+            num_draft_tokens,
+            decodes_first=decodes_first,
+            mixes=mixes,
+            is_ragged=is_ragged,
+            draft=kv,
+            choose=most_tokens if policy is None else policy.choose,
+        )
         if policy is not None and step is not None:
             policy.sending(decodes=not step.is_prefill, takes_prompts=bool(step.chunks))
         return step, draft

@@ -213,6 +213,7 @@ def _describe(
         kv_bytes_per_token=model.kv_bytes_per_token(dtype),
         has_paged_kv=True,
         takes_mixed_steps=role is Role.VERIFY and config.deterministic_width is None,
+        takes_ragged_steps=device.has_stream_threads,
         model=_name(config, model),
         memory=needed_for_work(model, dtype),
         pid=os.getpid(),

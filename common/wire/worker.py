@@ -92,6 +92,8 @@ class WorkerDescription:
     """Tokens after a position that a draft's keys and values there depend on; 0 is 1 if it reads hidden states."""
     takes_mixed_steps: bool = False
     """True if a step of this verify may decode and take in prompts."""
+    takes_ragged_steps: bool = False
+    """True if the rows of a step may have different numbers of draft tokens; else all have 0, or all have K."""
     has_scheduler: bool = False
     """True if a scheduler has its stream of commands."""
     shared_weight_bytes: int = 0

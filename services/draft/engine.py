@@ -81,7 +81,8 @@ class DraftEngine:
         if command.catches_up and reads_hidden and command.chunks:
             accepted = "none to catch up with, for a draft that reads hidden states"
             raise InvalidArgumentError("chunks", len(command.chunks), accepted)
-        check_draft_tokens(command, state.attachment.shape.num_draft_tokens)
+        num_draft_tokens, is_ragged = state.attachment.shape.num_draft_tokens, self.description.takes_ragged_steps
+        check_draft_tokens(command, num_draft_tokens, is_ragged=is_ragged)
         signals = {point.fence for point in command.ops.signals}
         phases = []
         if command.slots or FenceName.DRAFT_PROPOSED in signals:
@@ -100,7 +101,7 @@ class DraftEngine:
 
         def work() -> None:
             mode = state.slots.sampling_mode(command.slots)
-            propose(self._drafter, state, command.step, rows, mode, takes_in_only=not command.most_draft_tokens)
+            propose(self._drafter, state, command.step, rows, mode, command.most_draft_tokens)
 
         return Phase(work, fences, place, DECODE_PART)
 
@@ -140,14 +141,14 @@ class DraftGraphs:
             mode: at_once(capture_buckets(f"draft, {mode.name.lower()}", sizes, partial(self._make, mode)))
             for mode in GRAPHED_MODES
         }
-        make = partial(self._make, SamplingMode.NOISE, takes_in_only=True)
+        make = partial(self._make, SamplingMode.NOISE, num_draft_tokens=0)
         self._taking_in = at_once(capture_buckets("draft, taking in the stash", sizes, make))
 
     def propose(self, command: StepCommand) -> None:
         """Stream work: a decode part, its stamps included."""
         mode, num_rows = self._state.slots.sampling_mode(command.slots), len(command.slots)
-        takes_in_only, graphs = not command.most_draft_tokens, self._made.get(mode)
-        if graphs is not None and takes_in_only:
+        graphs = self._made.get(mode)
+        if graphs is not None and not command.most_draft_tokens:
             graphs = self._taking_in
         made = None if graphs is None else graphs.get(num_rows)
         if made is not None:
@@ -155,12 +156,15 @@ class DraftGraphs:
             return
         self._graphed.stamp_start()
         rows = self._graphed.slots[:num_rows]
-        propose(self._drafter, self._state, command.step, rows, mode, takes_in_only=takes_in_only)
+        propose(self._drafter, self._state, command.step, rows, mode, command.most_draft_tokens)
         self._graphed.stamp_end()
 
-    def _make(self, mode: SamplingMode, size: int, *, takes_in_only: bool = False) -> GraphedPart:
+    def _make(self, mode: SamplingMode, size: int, *, num_draft_tokens: int | None = None) -> GraphedPart:
+        """`num_draft_tokens`: None is K."""
         graphed, rows = self._graphed, self._graphed.slots[:size]
-        work = partial(propose, self._drafter, self._state, graphed.step, rows, mode, takes_in_only=takes_in_only)
+        if num_draft_tokens is None:
+            num_draft_tokens = self._state.attachment.shape.num_draft_tokens
+        work = partial(propose, self._drafter, self._state, graphed.step, rows, mode, num_draft_tokens)
         return graphed.capture_part(work)
 
 
@@ -170,14 +174,12 @@ def propose(
     step: StepNumber,
     rows: torch.Tensor,
     mode: SamplingMode,
-    *,
-    takes_in_only: bool = False,
+    num_draft_tokens: int,
 ) -> None:
     """Stream work: drafts for B slots, from the stash to the arena. `rows`: [B] int64.
 
-    `takes_in_only`: True if no guess is used.
+    `num_draft_tokens`: the most that a row has in this step; 0 if no guess is used.
     """
     stash = state.region.gather(step, rows, state.slots.limits)
     # Modules that follow one another take in with their guesses; for other drafts a single one costs little.
-    num_tokens = 1 if takes_in_only else state.attachment.shape.num_draft_tokens
-    state.region.propose(step, rows, drafter.propose(rows, stash, num_tokens, mode))
+    state.region.propose(step, rows, drafter.propose(rows, stash, max(1, num_draft_tokens), mode))

@@ -17,6 +17,7 @@ less than a tenth of a step, and small steps are dear.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -133,7 +134,7 @@ class VerifyEngine:
         if command.catches_up:
             raise InvalidArgumentError("catches_up", command.catches_up, "false: it is for drafts")
         most = 0 if region is None else region.sizes.num_draft_tokens
-        check_draft_tokens(command, most)
+        check_draft_tokens(command, most, is_ragged=self.description.takes_ragged_steps)
         if command.chunks and command.slots and self._deterministic_width is not None:
             raise InvalidArgumentError("chunks", len(command.chunks), "none in a step that decodes: all have one size")
         layers = () if region is None else self._layers_of(region.sizes)
@@ -145,6 +146,7 @@ class VerifyEngine:
         self, command: StepCommand, state: EpochState, target: Target, region: Region | None, layers: tuple[int, ...]
     ) -> list[Phase]:
         """The phases of a step without graphs of decode steps."""
+        command = _in_order_of_draft_tokens(command)
         ending = tuple(chunk.slot for chunk in command.chunks if chunk.is_last)
         slots = (*command.slots, *ending)
         rows = state.staging.put_integers(slots)
@@ -266,6 +268,14 @@ def _phases(
         phases.append(Phase(step.leave_states, place=WaitPlace.PREFILL_HIDDEN))
     phases.append(Phase(publish, (FenceName.VERIFY_PUBLISH,), WaitPlace.SAMPLING))
     return [*phases, Phase(stash, (FenceName.VERIFY_STASH,))]
+
+
+def _in_order_of_draft_tokens(command: StepCommand) -> StepCommand:
+    """The same step with its rows in the order of their numbers of draft tokens: those of one number are a batch."""
+    if len(set(command.num_draft_tokens)) < 2:
+        return command
+    counts, slots = zip(*sorted(zip(command.num_draft_tokens, command.slots, strict=True)), strict=True)
+    return replace(command, slots=slots, num_draft_tokens=counts)
 
 
 def _nothing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -121,11 +121,18 @@ class Target:
         return self._model.decoder.logits(forward.hidden)[:, : forward.tokens.shape[1]].contiguous()
 
     def sample(
-        self, forward: TargetForward, logits: torch.Tensor, mode: SamplingMode, top_logprobs: int | None = None
+        self,
+        forward: TargetForward,
+        logits: torch.Tensor,
+        mode: SamplingMode,
+        top_logprobs: int | None = None,
+        *,
+        num_draft_tokens: int | None = None,
     ) -> VerifyResult:
         """Samples the target's own token at each place, and accepts the draft's as far as they agree.
 
-        `logits`: [B, W, vocab_size], after each token of the forward.
+        `logits`: [B, W, vocab_size], after each token of the forward. `num_draft_tokens`: K of the draft, where these
+        rows may have fewer draft tokens.
         """
         chain = forward.tokens[:, 1:]
         positions = _positions(forward.seq_lens, forward.tokens) + 1
@@ -133,7 +140,8 @@ class Target:
         slots = self._model.slots.take(forward.rows)
         tokens = self._model.slots.sample(slots, logits, positions, mode, chain)
         scores = _scores(logits, tokens)
-        seq_lens, num_accepted = self._accept(forward, tokens, scores)
+        most = chain.shape[1] if num_draft_tokens is None else num_draft_tokens
+        seq_lens, num_accepted = self._accept(forward, tokens, scores, self._simulated(most) if most else None)
         return VerifyResult(
             seq_lens=seq_lens,
             num_accepted=num_accepted,
@@ -169,7 +177,11 @@ class Target:
         self._model.slots.record_output(rows, result.tokens, result.num_accepted + 1)
 
     def _accept(
-        self, forward: TargetForward, tokens: torch.Tensor, scores: torch.Tensor
+        self,
+        forward: TargetForward,
+        tokens: torch.Tensor,
+        scores: torch.Tensor,
+        simulated: SimulatedAcceptance | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the new lengths and the numbers of draft tokens that are accepted, each [B] int64.
 
@@ -177,7 +189,6 @@ class Target:
         sequence is the next step's, as without a draft.
         """
         table, rows, num_draft_tokens = self._state.slots, forward.rows, tokens.shape[1] - 1
-        simulated = self._simulated(num_draft_tokens) if num_draft_tokens else None
         if rows.is_cuda:
             # Imported here, as there is no triton where there is no GPU.
             from slipstream.services.models.kernels import step_ops
@@ -191,6 +202,7 @@ class Target:
             num_accepted = accept(forward.tokens[:, 1:], tokens)
         else:
             num_accepted = simulated(table.sampling.seed.index_select(0, rows), forward.seq_lens)
+            num_accepted = num_accepted.clamp_max(num_draft_tokens)
         # The tokens are the target's own, however many of a chain are accepted.
         num_accepted = torch.minimum(num_accepted, table.max_draft_tokens.index_select(0, rows))
         num_accepted = torch.minimum(num_accepted, scores[:, 1:].isfinite().to(torch.int64).cumprod(dim=1).sum(dim=1))
@@ -226,26 +238,42 @@ class TargetStep:
         self._ends = ends
         self._region = region
         self._aux_layers = aux_layers
-        self._decoded: TargetForward | None = None
+        self._decoded: list[TargetForward] = []
+        """Of the rows that decode, those of each number of draft tokens together."""
         self._taken_in: DecoderOutput | None = None
 
     def forward(self) -> None:
         """Runs the rows that decode and the chunks: where the step has both, in one forward."""
         target, command, layers = self._target, self._command, self._aux_layers
         target.forget(command, self._region)
-        draft_tokens, step = self._copy_in(), command.step
-        if self._chunks is None:
-            self._decoded = target.forward(step, self._rows, draft_tokens, layers)
+        draft_tokens, step, chunks = self._copy_in(), command.step, self._chunks
+        if chunks is not None and not command.slots:
+            self._taken_in = self._model.prefill(chunks, _places(self._ends, chunks), aux_layers=layers)
             return
-        places = _places(self._ends, self._chunks)
-        if not command.slots:
-            self._taken_in = self._model.prefill(self._chunks, places, aux_layers=layers)
+        parts = self._parts(draft_tokens)
+        if chunks is None and len(parts) == 1:
+            self._decoded = [target.forward(step, *parts[0], layers)]
             return
-        rows = self._rows
-        _, seq_lens, tokens = target.inputs(step, rows, draft_tokens)
-        positions = _positions(seq_lens, tokens)
-        decoded, self._taken_in = self._model.mixed(rows, tokens, positions, self._chunks, places, aux_layers=layers)
-        self._decoded = TargetForward(rows, seq_lens, tokens, decoded.hidden, decoded.aux)
+        inputs = [(rows, *target.inputs(step, rows, drafted)[1:]) for rows, drafted in parts]
+        rows_and_tokens = [(rows, tokens, _positions(seq_lens, tokens)) for rows, seq_lens, tokens in inputs]
+        if chunks is None:
+            outputs, _ = self._model.joined(rows_and_tokens, aux_layers=layers)
+        else:
+            places = _places(self._ends, chunks)
+            outputs, self._taken_in = self._model.mixed(rows_and_tokens, chunks, places, aux_layers=layers)
+        pairs = zip(inputs, outputs, strict=True)
+        self._decoded = [TargetForward(*part, output.hidden, output.aux) for part, output in pairs]
+
+    def _parts(self, draft_tokens: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Rows that have as many draft tokens, with these: they follow one another."""
+        if draft_tokens is None:
+            return [(self._rows, None)]
+        parts, begin = [], 0
+        for num_tokens, together in groupby(self._command.num_draft_tokens):
+            rows = slice(begin, begin + len(list(together)))
+            parts.append((self._rows[rows], draft_tokens[rows, :num_tokens] if num_tokens else None))
+            begin = rows.stop
+        return parts
 
     def leave_states(self) -> None:
         """Leaves the states of the chunks' tokens for the draft, if it reads them."""
@@ -255,8 +283,8 @@ class TargetStep:
 
     def sample(self) -> VerifyResult | None:
         """Samples for the rows that decode, then the first token of each prompt that ends, in this order."""
-        target, decoded, asked = self._target, self._decoded, self._command.top_logprobs
-        if decoded is None:
+        target, asked = self._target, self._command.top_logprobs
+        if not self._decoded:
             first = [
                 self._first_tokens(together, self._logits_of(hidden)[0])
                 for together, hidden in zip(self._ends, self._hidden_of_ends(), strict=True)
@@ -265,17 +293,21 @@ class TargetStep:
                 return merged(torch.cat, *first)
             return first[0] if first else None
         mode = self._state.slots.sampling_mode(self._command.slots)
-        if self._taken_in is None:
-            return target.sample(decoded, target.logits(decoded), mode, asked)
+        most = self._region.sizes.num_draft_tokens if self._region is not None and self._command.num_draft_tokens else 0
+        if self._taken_in is None and len(self._decoded) == 1:
+            (decoded,) = self._decoded
+            return target.sample(decoded, target.logits(decoded), mode, asked, num_draft_tokens=most)
         # By one product: another would read all the weights again.
-        logits = self._logits_of(decoded.hidden.flatten(0, 1), *self._hidden_of_ends())
-        width = decoded.tokens.shape[1]
-        widened = (
-            _widened(self._first_tokens(together, of_ends), width)
-            for together, of_ends in zip(self._ends, logits[1:], strict=True)
-        )
-        result = target.sample(decoded, logits[0].view(*decoded.tokens.shape, -1), mode, asked)
-        return merged(torch.cat, result, *widened)
+        of_ends = () if self._taken_in is None else self._hidden_of_ends()
+        logits = self._logits_of(*(part.hidden.flatten(0, 1) for part in self._decoded), *of_ends)
+        results = [
+            target.sample(part, of_part.view(*part.tokens.shape, -1), mode, asked, num_draft_tokens=most)
+            for part, of_part in zip(self._decoded, logits, strict=False)
+        ]
+        ends = zip(self._ends, logits[len(results) :], strict=True)
+        results += [self._first_tokens(together, of_end) for together, of_end in ends]
+        width = max(part.tokens.shape[1] for part in self._decoded)
+        return merged(torch.cat, *(_widened(result, width) for result in results))
 
     def _copy_in(self) -> torch.Tensor | None:
         """[B, K] int64; None where the step has no draft tokens."""

@@ -19,7 +19,7 @@ from slipstream.services.worker.graphs import capture_buckets, forward_size, sho
 from slipstream.services.worker.slots import FlatChunks, SamplingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from slipstream.common.wire.worker import Attachment
     from slipstream.services.models.config import ModelConfig
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from slipstream.services.worker.graphs import Buckets, Capture
     from slipstream.services.worker.slots import SlotTable
 
+    DecodedRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """[B] int64 slots; their tokens and positions, [B, W] int64."""
     Forward = Callable[[FlatChunks, torch.Tensor, tuple[int, ...]], DecoderOutput]
     """Runs chunks; takes which of their tokens are valid ([N] bool), and the layers whose inputs are wanted, too."""
 
@@ -371,25 +373,32 @@ class LanguageModel:
             output = self._run(chunks, None, aux_layers, outputs)
         return _at(ends, output, is_whole=outputs is None)
 
+    def joined(
+        self, parts: Sequence[DecodedRows], prompts: ForwardBatch | None = None, *, aux_layers: tuple[int, ...] = ()
+    ) -> tuple[list[DecoderOutput], DecoderOutput]:
+        """Runs rows of different numbers of tokens in one forward; returns the output of each part and of `prompts`."""
+        batches = [self.slots.batch(self.slots.take(rows), tokens, positions) for rows, tokens, positions in parts]
+        batch = JoinedBatch.of(*batches, *(() if prompts is None else (prompts,)))
+        return _taken_apart(self.decoder.forward(batch, self.slots.cache, aux_layers=aux_layers), parts)
+
     def mixed(
         self,
-        rows: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
+        parts: Sequence[DecodedRows],
         chunks: FlatChunks,
         ends: torch.Tensor,
         *,
         aux_layers: tuple[int, ...] = (),
-    ) -> tuple[DecoderOutput, DecoderOutput]:
-        """Runs B rows of W tokens and chunks of prompts in one forward. Returns the output of [B, W], and as `prefill`.
+    ) -> tuple[list[DecoderOutput], DecoderOutput]:
+        """Runs rows that decode and chunks of prompts in one forward; returns each part's output, and as `prefill`.
 
-        `rows`: [B] int64 slots; `tokens`, `positions`: [B, W] int64. The output is good until the next call.
+        With graphs there is one part. The output is good until the next call.
         """
         self.slots.record_prompt(chunks)
-        (num_rows, width), num_decoded = tokens.shape, tokens.numel()
-        output = outputs = None
+        num_decoded, outputs = sum(tokens.numel() for _, tokens, _ in parts), None
+        found: tuple[list[DecoderOutput], DecoderOutput] | None = None
         if self._graphs is not None:
-            begins = torch.arange(0, num_decoded, width, device=self.device)
+            ((rows, tokens, positions),) = parts
+            begins = torch.arange(0, num_decoded, tokens.shape[1], device=self.device)
             begins = torch.cat((begins, chunks.ragged.begins + num_decoded))
             joined = FlatChunks(
                 torch.cat((rows, chunks.slots)),
@@ -398,13 +407,13 @@ class LanguageModel:
                 replace(chunks.ragged, lengths=None, num_keys=None, begins=begins),
             )
             output = self._graphs.run(joined, aux_layers)
-        if output is None:
+            found = None if output is None else _taken_apart(output, parts)
+        if found is None:
             slots, outputs = self.slots.take(chunks.slots), self._outputs(ends, num_decoded, aux_layers)
             prompts = self.slots.batch(slots, chunks.tokens, chunks.positions, None, chunks.ragged, outputs)
-            batch = JoinedBatch.of(self.slots.batch(self.slots.take(rows), tokens, positions), prompts)
-            output = self.decoder.forward(batch, self.slots.cache, aux_layers=aux_layers)
-        taken_in = _at(ends, output.part(slice(num_decoded, None)), is_whole=outputs is None)
-        return output.part(slice(num_decoded), (num_rows, width)), taken_in
+            found = self.joined(parts, prompts, aux_layers=aux_layers)
+        decoded, of_chunks = found
+        return decoded, _at(ends, of_chunks, is_whole=outputs is None)
 
     def _run(
         self,
@@ -429,6 +438,15 @@ class LanguageModel:
             return ends
         # Products of few rows have kernels of their own, which nothing has made ready in this combination.
         return F.pad(ends, (0, max(forward_size(num_read), _LEAST_OUTPUTS) - num_read), value=-1)
+
+
+def _taken_apart(output: DecoderOutput, parts: Sequence[DecodedRows]) -> tuple[list[DecoderOutput], DecoderOutput]:
+    """Returns the output of each part in its shape, and that of the tokens after them, if there are any."""
+    found, begin = [], 0
+    for _, tokens, _ in parts:
+        found.append(output.part(slice(begin, begin + tokens.numel()), (tokens.shape[0], tokens.shape[1])))
+        begin += tokens.numel()
+    return found, output.part(slice(begin, None))
 
 
 def _at(ends: torch.Tensor, output: DecoderOutput, *, is_whole: bool) -> DecoderOutput:

@@ -390,16 +390,17 @@ class SlotTable:
             update.sampling.check_token_ids(self.vocab_size)
 
 
-def check_draft_tokens(command: StepCommand, num_draft_tokens: int) -> None:
+def check_draft_tokens(command: StepCommand, num_draft_tokens: int, *, is_ragged: bool) -> None:
     """Raises InvalidArgumentError unless all rows of a step have no draft tokens, or all have `num_draft_tokens`.
 
-    What runs a step has graphs and kernels for these.
+    Graphs and kernels exist for these. `is_ragged`: where there are none, each row may have any number up to that.
     """
     given = command.num_draft_tokens
-    if given and (len(given) != len(command.slots) or set(given) not in ({0}, {num_draft_tokens})):
+    is_accepted = max(given, default=0) <= num_draft_tokens if is_ragged else set(given) in ({0}, {num_draft_tokens})
+    if given and (len(given) != len(command.slots) or not is_accepted):
         accepted = f"for each of {len(command.slots)} slots 0"
         if num_draft_tokens:
-            accepted += f", or for each {num_draft_tokens}"
+            accepted += f" to {num_draft_tokens}" if is_ragged else f", or for each {num_draft_tokens}"
         raise InvalidArgumentError("num_draft_tokens", given, accepted)
 
 

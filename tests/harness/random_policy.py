@@ -1,13 +1,17 @@
-"""A policy that has the draft rest and come back at random."""
+"""A policy that has the draft rest and come back, and chooses numbers of draft tokens, at random."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from slipstream.scheduler.draft_policy import DraftPolicy
 
 if TYPE_CHECKING:
     from random import Random
+
+    from slipstream.scheduler.records import Counts, StepSlots
 
 
 class RandomPolicy(DraftPolicy):
@@ -19,6 +23,15 @@ class RandomPolicy(DraftPolicy):
         self._rng = rng
         self._changes = changes
         self.num_rests = 0
+        self.counts: set[int] = set()
+        """Numbers of draft tokens that were chosen."""
+
+    def choose(self, slots: StepSlots, most: Counts, *, is_ragged: bool) -> Counts:
+        """See `ChooseDraftTokens`."""
+        part = np.array([self._rng.random() for _ in most])
+        chosen = (most * self._rng.randrange(2) if not is_ragged else np.rint(part * most)).astype(np.int32)
+        self.counts |= set(chosen.tolist())
+        return chosen
 
     def decodes_alone(self) -> bool:
         """See `DraftPolicy.decodes_alone`."""

@@ -109,9 +109,9 @@ class Device:
         decoding, most = step.decoded.slots, step.most_draft_tokens
         for slot in decoding:
             self._check_room(self.slots[slot], most)
-        bounds = {slot: self._most_accepted(slot, most) for slot in decoding}
+        drafted = step.num_draft_tokens or (0,) * len(decoding)
+        bounds = {slot: self._most_accepted(slot, count) for slot, count in zip(decoding, drafted, strict=True)}
         assert any(bounds.values()) == bool(most), "a step drafts for somebody, or it is plain"
-        assert step.chunks or most or not step.is_kept, "where no prompts wait all draft tokens have room"
         outputs = [self._output(slot, self.random.randint(0, bound) + 1) for slot, bound in bounds.items()]
         if step.chunks:
             outputs += self._prefill(step)
@@ -124,7 +124,10 @@ class Device:
         assert step.is_bounded == any(most <= step.most_draft_tokens for most in step.most_more.tolist())
         assert step.num_prompt_tokens == sum(len(chunk.tokens) for chunk in step.chunks)
         most = step.most_draft_tokens
-        assert step.num_draft_tokens == ((most,) * len(step.decoded.slots) if most else ())
+        assert len(step.num_draft_tokens) == (len(step.decoded.slots) if most else 0)
+        assert max(step.num_draft_tokens, default=0) == most
+        rows = zip(step.most_more.tolist(), step.num_draft_tokens, strict=False)
+        assert all(bound <= drafted + 1 for bound, drafted in rows), "no more is accepted than is drafted"
 
     def _update(self, update: SlotUpdate) -> None:
         if update.sampling is not None:
@@ -143,7 +146,7 @@ class Device:
         slot.max_draft_tokens = update.max_draft_tokens
 
     def _prefill(self, step: Step) -> list[list[int]]:
-        num_decoded = len(step.decoded.slots) * (step.most_draft_tokens + 1)
+        num_decoded = len(step.decoded.slots) + sum(step.num_draft_tokens)
         assert 0 < step.num_prompt_tokens <= self.sizes.room_for_prompts(num_decoded)
         slots = [chunk.slot for chunk in step.chunks]
         assert self.sizes.mixes or not step.decoded.slots

@@ -109,7 +109,7 @@ def test_speculation_that_is_bounded_or_off_changes_no_token(
     for job in jobs:
         bound = num_draft_tokens if job.spec.max_draft_tokens is None else job.spec.max_draft_tokens
         counts = job.stats
-        assert counts.total_draft_tokens == counts.num_verify_steps * num_draft_tokens
+        assert counts.total_draft_tokens == counts.num_verify_steps * bound
         assert counts.num_verify_steps == (-(-(job.spec.max_new_tokens - 1) // (bound + 1)) if bound else 0)
         assert counts.num_verify_steps * bound - counts.total_accepted_tokens <= bound
         assert not any(counts.accepted_per_position[bound:])

@@ -82,9 +82,9 @@ class Measured:
         }
 
 
-def drafts(*num_accepted: int) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
+def drafts(*num_accepted: int, most: int = 3) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
     """The rows of a step, of which the last one does not speculate."""
-    return np.array([*num_accepted, 0], np.uint32), np.array([True] * len(num_accepted) + [False])
+    return np.array([*num_accepted, 0], np.uint32), np.array([most] * len(num_accepted) + [0], np.int32)
 
 
 @pytest.fixture
@@ -117,15 +117,16 @@ def test_phases_are_apart(measured: Measured) -> None:
 
 
 def test_drafts_by_position(measured: Measured) -> None:
-    measured.metrics.decoded(DRAFTED, *drafts(), 3)
+    measured.metrics.decoded(DRAFTED, *drafts())
     assert measured.drafting("accepted_tokens_per_position_total", position="1") is None
-    measured.metrics.decoded(DRAFTED, *drafts(2, 0, 1), 3)
-    assert measured.drafting("drafts_total") == 3
-    assert measured.drafting("draft_tokens_total") == 9
-    assert measured.drafting("accepted_tokens_total") == 3
+    measured.metrics.decoded(DRAFTED, *drafts(2, 0, 1))
+    measured.metrics.decoded(DRAFTED, *drafts(1, most=2))
+    assert measured.drafting("drafts_total") == 4
+    assert measured.drafting("draft_tokens_total") == 11
+    assert measured.drafting("accepted_tokens_total") == 4
     at = [measured.drafting("accepted_tokens_per_position_total", position=str(place)) for place in range(1, 5)]
     # No draft had a fourth token.
-    assert at == [2, 1, 0, None]
+    assert at == [3, 1, 0, None]
 
 
 @pytest.mark.parametrize(("num_steps", "tidied_after"), [(1, 0), (1, 1), (5, 3)])
@@ -133,7 +134,7 @@ def test_a_scrape_has_every_step_whenever_it_comes(measured: Measured, num_steps
     timing = StepTiming(phase=DECODE, draft_ns=0, verify_ns=MS, wall_ns=MS, bubbles_ns={})
     for step in range(1, num_steps + 1):
         measured.metrics.observe(lambda: timing)
-        measured.metrics.decoded(DRAFTED, *drafts(2, 0, 1), 3)
+        measured.metrics.decoded(DRAFTED, *drafts(2, 0, 1))
         measured.log.stall(Site.WAIT, step, 1, 1 + NS // 2)
         if step == tidied_after:
             measured.metrics.tidy()
@@ -144,11 +145,11 @@ def test_a_scrape_has_every_step_whenever_it_comes(measured: Measured, num_steps
 
 
 def test_the_next_epoch_goes_on_from_all_steps_of_the_last_one(measured: Measured) -> None:
-    measured.metrics.decoded(DRAFTED, *drafts(1), 2)
+    measured.metrics.decoded(DRAFTED, *drafts(1, most=2))
     measured.metrics.measure(fence="host", mps="off", algorithm="lookup")
-    measured.metrics.decoded(DRAFTED, *drafts(1), 2)
+    measured.metrics.decoded(DRAFTED, *drafts(1, most=2))
     measured.metrics.measure(**LABELS)
-    measured.metrics.decoded(DRAFTED, *drafts(1), 2)
+    measured.metrics.decoded(DRAFTED, *drafts(1, most=2))
     assert measured.drafting("drafts_total") == 2
     assert measured.drafting("drafts_total", algorithm="lookup") == 1
 

@@ -68,7 +68,7 @@ class FakeDrafts:
                 rows=np.arange(len(accepted)),
                 num_accepted=np.array(accepted),
                 num_tokens=np.array(accepted) + 1,
-                is_speculating=np.full(len(accepted), fill_value=True),
+                num_drafted=np.full(len(accepted), most, np.int32),
             )
             draft = SimpleNamespace(number=number)
             sent: Any = SimpleNamespace(step=step, outcome=outcome, draft=draft, arrived_ns=self._now_ns)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.gateway.journal import JobJournal, rows_of
 from slipstream.gateway.sample import Sample
 from slipstream.scheduler.attachment import DraftAttachment
-from slipstream.scheduler.batch import ContextLimit
+from slipstream.scheduler.batch import Batch, ContextLimit
 from slipstream.scheduler.link import DispatchAcknowledged
 from slipstream.scheduler.records import Sequence
 from slipstream.scheduler.slots import SlotAllocator
@@ -19,6 +19,8 @@ from tests.simulator.world import SimulationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from slipstream.scheduler.records import Step
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,14 @@ def _change_the_last_token(go_on: Any) -> Any:
     return lambda self, output: go_on(self, (*output[:-1], output[-1] ^ 1))
 
 
+def _draft_for_another(with_draft_tokens: Any) -> Any:
+    def wrong(self: Batch, *arguments: Any, **options: Any) -> Step:
+        step: Step = with_draft_tokens(self, *arguments, **options)
+        return step._replace(num_draft_tokens=step.num_draft_tokens[::-1])
+
+    return wrong
+
+
 BUGS = (
     PlantedBug("a release that is not repeated", DraftAttachment, "release", _release_once),
     PlantedBug("a region used again too early", DraftAttachment, "is_gone", lambda _: property(lambda _: True)),
@@ -110,4 +120,5 @@ BUGS = (
     PlantedBug("a token forgotten when preempted", Sequence, "preempt", _forget_the_last_token),
     PlantedBug("a token changed when continued", Sample, "_continue", _change_the_last_token),
     PlantedBug("a draft beyond its context", ContextLimit, "ends", lambda _: lambda *_: ([], 1)),
+    PlantedBug("draft tokens of another sequence", Batch, "_with_draft_tokens", _draft_for_another),
 )

@@ -97,6 +97,7 @@ class Schedule:
         )
         self._shorten_contexts(Random(f"contexts {seed}"))
         self.mixes = Random(f"mixed steps {seed}").random() < 0.8
+        self.is_ragged = Random(f"ragged steps {seed}").random() < 0.7
         if random.random() < 0.4:
             # Drafts rest and come back at random, see `substitutes`.
             self.config = replace(self.config, num_draft_tokens=None)
@@ -192,6 +193,7 @@ class Schedule:
                 pid=pid,
                 has_paged_kv=role is Role.VERIFY or skill.is_paged,
                 takes_mixed_steps=self.mixes,
+                takes_ragged_steps=self.is_ragged,
                 max_context_tokens=512 if role is Role.VERIFY else skill.context_tokens,
             )
             return SimulatedWorker(world, name, host, description, skill, self.fence_kind)

@@ -248,7 +248,7 @@ class SimulatedWorker(Process):
                 assert piece is not None, "a step with a draft names it"
                 piece.check(self)
                 copied = epoch.map.copy_in(command.step, piece.region, command.slots, torch.tensor(command.slots))
-                drafts[:] = copied.tolist()
+                drafts[:] = [row[:count] for row, count in zip(copied.tolist(), command.num_draft_tokens, strict=True)]
 
         def leave_states() -> None:
             if piece is not None and piece.region.shape.hidden_width and command.chunks:
@@ -337,8 +337,9 @@ class SimulatedWorker(Process):
                 states.append(state)
                 said.append(token_of(state))
             accepted.append(self._accept(epoch, piece, slot, length, draft, said))
-            tokens.append(said)
-            hidden.append(states)
+            missing = [0] * (command.most_draft_tokens - len(draft))
+            tokens.append(said + missing)
+            hidden.append(states + missing)
         num_accepted = torch.tensor(accepted)
         return rows, VerifyResult(
             seq_lens=lengths + num_accepted + 1,

@@ -1,0 +1,174 @@
+"""Steps in which each sequence has its own number of draft tokens, drawn anew each time: no token changes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.wire.step import StepCommand
+from slipstream.scheduler.observer import DecodedStep, accepted_of_first
+from slipstream.services.factory import make_draft
+from slipstream.services.models.sampler import SimulatedAcceptance
+from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.slots import check_draft_tokens
+from tests.harness.local_epoch import LocalEpoch, Models, Served, Way
+from tests.harness.random_policy import RandomPolicy
+from tests.harness.seeded_jobs import make_jobs
+from tests.harness.workers import local_workers
+from tests.ordering.replay import Replay
+from tests.scheduler.test_graphed_steps import DRAFTS, Checkpoints, checkpoints, make_config, roles
+from tests.scheduler.test_graphed_steps import make_jobs as jobs_of_all_kinds
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slipstream.scheduler.draft_policy import DraftPolicy
+    from tests.harness.counted_jobs import Job, OutputRow
+
+__all__ = ["checkpoints"]
+
+
+def chosen_at_random(monkeypatch: pytest.MonkeyPatch, *, rests: float = 0.0) -> list[RandomPolicy]:
+    """Has epochs choose numbers of draft tokens at random; returns what chooses in each. `rests`: see RandomPolicy."""
+    seed, made = random.randrange(2**32), list[RandomPolicy]()
+    print(f"seed {seed}")
+
+    def make(_: object) -> DraftPolicy:
+        made.append(RandomPolicy(random.Random(seed + len(made)), changes=rests))
+        return made[-1]
+
+    monkeypatch.setattr("slipstream.scheduler.epoch.DraftPolicy", make)
+    return made
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("draft", DRAFTS[1:])
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_tokens_are_those_of_plain_decoding_with_every_drafter(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, draft: str, run_ahead: int
+) -> None:
+    """Twice, so that prefixes are shared, or in so few pages that sequences are preempted; and all is in order.
+
+    Requests have every way to sample, and logprobs.
+    """
+    device, outputs, num_pages = HostDevice(), [], 30 if run_ahead else None
+    for name in ("none", draft):
+        chosen = chosen_at_random(monkeypatch, rests=0.05)
+        waves, log_dir = [jobs_of_all_kinds() for _ in range(2)], tmp_path / name
+        for job in (job for wave in waves for job in wave if num_pages is not None):
+            job.spec = replace(job.spec, max_new_tokens=45)
+        config = make_config(run_ahead=run_ahead, num_draft_tokens=None, access_log_dir=log_dir)
+        log_dir.mkdir()
+        with local_workers(*roles(checkpoints, name, device, None), log_dir=log_dir, device=device) as workers:
+            epoch = LocalEpoch(1, config, workers, num_pages=num_pages)
+            found = epoch.run(*waves)
+        outputs.append([found[job] for wave in waves for job in wave])
+    assert outputs[0] == outputs[1]
+    assert chosen[0].counts == {0, 1, 2, 3, 4}
+    counts = epoch.epoch.batch.counts
+    assert counts.prefix_hit_tokens if num_pages is None else counts.preemptions
+    report = Replay(log_dir).report()
+    assert not report.races
+    assert not report.stuck
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_a_draft_that_is_always_right_stays_right_and_gives_each_sequence_its_number(
+    models: Models, reference: list[list[int]], monkeypatch: pytest.MonkeyPatch, run_ahead: int
+) -> None:
+    """A draft whose keys and values lacked a token, or held a wrong one, would guess wrong after it."""
+    chosen_at_random(monkeypatch)
+    jobs = make_jobs(max_draft_tokens=(None, 2, 0))
+    served = _served(Models(models.verify, models.twin, models.twin), run_ahead=run_ahead)
+    assert served.run(jobs) == reference
+    for job in jobs:
+        # In a job's last step tokens past its end are drafted.
+        assert job.stats.total_draft_tokens - job.stats.total_accepted_tokens <= 4
+        assert len(job.stats.accepted_per_position) <= (4, 2, 0)[jobs.index(job) % 3]
+
+
+def _served(models: Models, **settings: Any) -> Served:
+    served = Served(models, Way(num_draft_tokens=4, **settings))
+    config = replace(Way(num_draft_tokens=4, **settings).config(None), num_draft_tokens=None)
+    served.epoch = LocalEpoch(1, config, list(served.epoch._links.values()))  # type: ignore[arg-type]
+    return served
+
+
+def test_a_swap_between_drafts_of_other_numbers_changes_no_token(
+    models: Models, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second drafts up to two tokens, the third up to four, as the first did."""
+    another = make_draft(WorkerConfig(model=target), HostDevice(), 0)
+    expected = Served(models, Way(run_ahead=0, slots=1)).run(*([job] for job in make_jobs(12)))
+    chosen_at_random(monkeypatch, rests=0.05)
+    jobs = make_jobs(12)
+    with local_workers(models.verify, models.draft, models.twin, another) as (verify, first, second, third):
+        swaps = [(first, 4), (second, 2), (third, 4)]
+        config = replace(Way(num_draft_tokens=4).config(None), num_draft_tokens=None)
+        epoch = LocalEpoch(1, config, [verify, first])
+
+        def swap(job: Job, _: OutputRow) -> None:
+            num_joined = [event for event, _ in epoch.events].count("joined")
+            if job.stats.total_accepted_tokens and num_joined == len(epoch.attachments) < len(swaps):
+                epoch.epoch.speculation.offer(epoch.attach(*swaps[num_joined]))
+
+        epoch.on_progress = swap
+        outputs = epoch.run(jobs)
+    assert [outputs[job] for job in jobs] == expected
+    assert [event for event, _ in epoch.events].count("joined") == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "is_ragged", "is_good"),
+    [
+        ((0, 2, 3), True, True),
+        ((0, 2, 4), True, False),
+        ((1, 2), True, False),
+        ((0, 3, 3), False, False),
+        ((3, 3, 3), False, True),
+    ],
+)
+def test_workers_refuse_numbers_that_they_cannot_run(given: tuple[int, ...], is_ragged: bool, is_good: bool) -> None:
+    command = StepCommand(epoch=1, step=1, slots=(1, 2, 3), num_draft_tokens=given)
+    if is_good:
+        check_draft_tokens(command, 3, is_ragged=is_ragged)
+        return
+    accepted = "for each of 3 slots 0 to 3" if is_ragged else "for each of 3 slots 0, or for each 3"
+    with pytest.raises(InvalidArgumentError, match=accepted):
+        check_draft_tokens(command, 3, is_ragged=is_ragged)
+
+
+def test_what_is_accepted_of_the_first_tokens_is_told_from_chains_of_any_length() -> None:
+    """As by chains of four, of which each token is accepted with another probability."""
+    rng, by_position = np.random.default_rng(7), np.array([0.9, 0.7, 0.5, 0.3])
+    accepted = (rng.random((40_000, 4)) < by_position).cumprod(axis=1).sum(axis=1)
+    drafted = rng.integers(0, 5, len(accepted)).astype(np.int32)
+    found = np.minimum(accepted, drafted).astype(np.uint32)
+    step = DecodedStep(1, 1, len(found), found, drafted, (found + 1).astype(np.int32))
+    assert accepted_of_first(4, [step]) == pytest.approx(by_position.cumprod().sum(), rel=0.02)
+    assert accepted_of_first(1, [step]) == pytest.approx(0.9, rel=0.02)
+
+
+def test_simulated_acceptance_is_that_of_the_draft_cut_at_each_sequences_number(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An accept length that short chains could never have is no error."""
+    chosen_at_random(monkeypatch)
+    simulated = SimulatedAcceptance(4.5, 4)
+    monkeypatch.setattr(models.verify, "_acceptance", lambda most: simulated if most == 4 else pytest.fail(f"{most}"))
+    jobs = make_jobs()
+    _served(models).run(jobs)
+    assert sum(job.stats.total_accepted_tokens for job in jobs) > 0.8 * sum(
+        job.stats.total_draft_tokens for job in jobs
+    )
+
+
+def test_drafts_say_that_they_take_such_steps_on_a_cpu(tmp_path: Path, target: Path) -> None:
+    assert make_draft(WorkerConfig(model=target), HostDevice(), 0).description.takes_ragged_steps
