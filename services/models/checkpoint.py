@@ -31,9 +31,10 @@ from slipstream.services.models.head_config import (
 )
 from slipstream.services.models.heads import DraftHead, make_head
 from slipstream.services.models.linear import FP8, dequantised
+from slipstream.services.models.packed import mxfp4, unpacked
+from slipstream.services.models.quantization import FLOATS
 from slipstream.services.models.slots import (
     EMBEDDING_TENSOR,
-    FLOATS,
     MODULE_OUTPUT,
     TARGET_EMBEDDING,
     Slot,
@@ -89,8 +90,8 @@ def load_decoder(
         decoder = decoder_class(config, device=device, dtype=dtype)
         fill_with_noise(decoder)
     else:
-        slots = decoder_slots(config)
         with weight_files(path, config) as files:
+            slots = decoder_slots(config, files.tensors)
             _check_tensors(files, slots, config.architecture, partial(_is_ignored, config))
             decoder = decoder_class(config, device=device, dtype=dtype)
             _fill(decoder, slots, files)
@@ -173,8 +174,13 @@ def _fill(module: nn.Module, slots: Slots, files: WeightFiles) -> None:
         if name not in slots:
             continue
         slot = slots[name]
-        if slot.is_stacked:
+        if slot.is_part:
+            pass  # read with the numbers
+        elif slot.is_stacked:
             _fill_stacked(module, slot, files, name)
+        elif slot.packed is not None:
+            values = unpacked(slot.packed, files, name, slot.num_rows)
+            _copy_finite(_place(module.get_parameter(slot.parameter), slot), files, name, values)
         elif slot.fp8 is None:
             _copy_finite(_place(module.get_parameter(slot.parameter), slot), files, name)
         else:
@@ -185,16 +191,20 @@ def _fill(module: nn.Module, slots: Slots, files: WeightFiles) -> None:
 
 def _place(parameter: torch.Tensor, slot: Slot) -> torch.Tensor:
     """The rows of a tensor that the slot is for."""
-    return (parameter if slot.expert is None else parameter[slot.expert])[slot.start : slot.start + slot.shape[0]]
+    num_rows = slot.num_rows or slot.shape[0]
+    return (parameter if slot.expert is None else parameter[slot.expert])[slot.start : slot.start + num_rows]
 
 
 def _fill_stacked(module: nn.Module, slot: Slot, files: WeightFiles, name: str) -> None:
     """Copies a tensor of all experts, or of their biases; raises as `_copy_finite`."""
     parameter, values = module.get_parameter(slot.parameter), files.read(name)
-    values = values.transpose(1, 2) if values.dim() == 3 else values
     num_parts = 2 if "gate_up" in slot.parameter else 1
-    for part, place in enumerate(parameter.chunk(num_parts, dim=1)):
-        _copy_finite(place, files, name, values[:, part::num_parts])
+    scales = None if slot.packed is None else files.read(f"{name.removesuffix(slot.packed.name)}_scales")
+    for expert, place in enumerate(parameter):
+        own = values[expert] if scales is None else mxfp4(values[expert], scales[expert])
+        own = own.T if scales is None and own.dim() == 2 else own
+        for part, rows in enumerate(place.chunk(num_parts)):
+            _copy_finite(rows, files, name, own[part::num_parts])
 
 
 def _fill_fp8(module: nn.Module, slot: Slot, files: WeightFiles, name: str) -> None:

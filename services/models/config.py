@@ -23,7 +23,14 @@ from slipstream.services.models.families import (
     Windows,
 )
 from slipstream.services.models.json_files import ConfigFields, is_integer
-from slipstream.services.models.quantization import BLOCK, Fp8Weights, Scaling
+from slipstream.services.models.quantization import (
+    BLOCK,
+    Fp8Weights,
+    PackedWeights,
+    Packing,
+    Scaling,
+    read_quantization,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -252,6 +259,8 @@ class ModelConfig:
     """Modules for multi-token prediction after the layers, which only a draft runs."""
     fp8: Fp8Weights | None = None
     """Set if the checkpoint's projections are FP8."""
+    packed: PackedWeights | None = None
+    """Set if they are packed."""
     layer_ropes: tuple[RopeConfig | None, ...] = ()
     """The RoPE of each layer, None for a layer without; empty where all layers have `rope`."""
     norms: tuple[str, ...] = tuple(LLAMA_NORMS)
@@ -326,9 +335,6 @@ class ModelConfig:
             max_positions = min(max_positions, dual.count("original_max_position_embeddings", high=MAX_CONTEXT_TOKENS))
         full = _FULL if family.local_theta is not None else None
         rope = RopeConfig.from_fields(fields, family, head_dim=head_dim, layer_type=full)
-        fp8 = Fp8Weights.from_fields(given)
-        if fp8 is not None and rope.reorders(head_dim):
-            raise given.error("quantization_config", "none where a part of a head's dimensions is rotated")
         unrotated = _unrotated_layers(fields) if family.has_unrotated_layers else ()
         windows = _sliding_windows(fields, family.windows, unrotated)
         scalar = head_dim if family.score_scalar is None else fields.factor(family.score_scalar)
@@ -355,7 +361,6 @@ class ModelConfig:
             sliding_windows=windows,
             eos_token_ids=_eos_token_ids(fields, vocab_size),
             num_nextn_layers=fields.count(_NEXTN, high=MAX_LAYERS) if fields.get(_NEXTN) else 0,
-            fp8=fp8,
             layer_ropes=_layer_ropes(fields, family, rope, windows, unrotated, head_dim=head_dim),
             norms=tuple(family.norms),
             has_offset_norms=family.has_offset_norms,
@@ -369,6 +374,7 @@ class ModelConfig:
             else ExpertsConfig.from_fields(given, family.defaults, mixture, num_layers=num_layers),
             has_sinks=family.has_sinks,
         )
+        config = config._with_quantization(given)
         if not family.has_multipliers:
             return config
         return replace(
@@ -378,6 +384,23 @@ class ModelConfig:
             score_scale=fields.factor("attention_multiplier"),
             logits_scale=fields.factor("logits_scaling"),
         )
+
+    def _with_quantization(self, given: ConfigFields) -> ModelConfig:
+        experts, columns = self.experts, {self.hidden_size, self.q_size}
+        if experts is None or not all(experts.layers):
+            columns.add(self.intermediate_size)
+        if experts is not None:
+            columns |= {experts.width, experts.shared_width} - {0}
+        weights = read_quantization(given, columns, {*columns, self.kv_size})
+        if weights is None:
+            return self
+        if isinstance(weights, PackedWeights):
+            if weights.packing is Packing.MXFP4 and (experts is None or not experts.mixture.is_stacked):
+                raise given.sub("quantization_config").error("quant_method", "mxfp4 of stacked experts only")
+            return replace(self, packed=weights)
+        if self.rope.reorders(self.head_dim):
+            raise given.error("quantization_config", "no FP8 where a part of a head's dimensions is rotated")
+        return replace(self, fp8=weights)
 
     @property
     def has_llama_layers(self) -> bool:

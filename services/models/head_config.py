@@ -136,7 +136,7 @@ class MtpConfig(EagleConfig):
         num_modules = fields.count("num_nextn_predict_layers", high=MAX_LAYERS)
         config = ModelConfig.from_directory(path)
         for name, is_supported, accepted in (
-            ("quantization_config", config.fp8 is None, "none"),
+            ("quantization_config", config.fp8 is None and config.packed is None, "none"),
             ("architectures", config.has_llama_layers and not config.layer_ropes, "layers as Llama's"),
             ("partial_rotary_factor", not config.rope.reorders(config.head_dim), "1"),
             ("layer_types", len(set(config.sliding_windows)) <= 1, "the same for all layers"),
@@ -182,7 +182,7 @@ def _layer(fields: ConfigFields) -> ModelConfig:
     """The one layer; `num_hidden_layers` is the target's in some heads, and another layer's tensors are refused."""
     layer = ModelConfig.from_fields(fields, _LAYER_ARCHITECTURE)
     layer = replace(layer, num_layers=1, sliding_windows=layer.sliding_windows[:1])
-    if layer.fp8 is not None:
+    if layer.fp8 is not None or layer.packed is not None:
         raise fields.error("quantization_config", "none, with a draft head")
     return layer
 

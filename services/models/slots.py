@@ -17,13 +17,15 @@ from slipstream.services.models.head_config import (
     HeadConfig,
     MtpConfig,
 )
+from slipstream.services.models.quantization import FLOATS, Packing
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.experts_config import ExpertsConfig
-    from slipstream.services.models.quantization import Fp8Weights
+    from slipstream.services.models.quantization import Fp8Weights, PackedWeights
 
-FLOATS = ("F32", "F16", "BF16")
 _FP8_DTYPES = ("F8_E4M3",)
 EMBEDDING_TENSOR = "embed_tokens.weight"
 TARGET_EMBEDDING = f"model.{EMBEDDING_TENSOR}"
@@ -40,7 +42,10 @@ class Slot:
     fp8: Fp8Weights | None = None
     """Set for a weight of FP8 numbers, and for its scales."""
     num_rows: int = 0
-    """Rows that the tensor has scales for; 0 if it has no scales."""
+    """Rows that the tensor has FP8 scales for, or packed numbers; 0 if it has neither."""
+    packed: PackedWeights | None = None
+    """Set for a tensor of a packed weight; `is_part`: one that is read with the numbers."""
+    is_part: bool = False
     expert: int | None = None
     """The expert of a stacked parameter."""
     is_stacked: bool = False
@@ -55,17 +60,17 @@ _Projections = tuple[tuple[str, str, int, int, int, bool], ...]
 """Name in the checkpoint, ours, first row, rows, columns, whether there is a bias."""
 
 
-def decoder_slots(config: ModelConfig) -> Slots:
-    """The tensors of a decoder."""
+def decoder_slots(config: ModelConfig, names: Collection[str]) -> Slots:
+    """The tensors of a decoder. `names`: of those that there are, as some of packed weights may be plain."""
     vocab = (config.vocab_size, config.hidden_size)
     slots = {TARGET_EMBEDDING: Slot("embedding", vocab), "model.norm.weight": Slot("norm.weight", vocab[1:])}
     if not config.tie_word_embeddings:
         slots[OUTPUT_TENSOR] = Slot("head.weight", vocab)
     for index in range(config.num_layers):
         theirs, ours, experts = f"model.layers.{index}", f"layers.{index}", config.experts_of(index)
-        slots |= _layer_slots(config, theirs, ours, experts)
+        slots |= _layer_slots(config, theirs, ours, experts, names=names)
         if experts is not None:
-            slots |= _expert_slots(config, experts, theirs, ours)
+            slots |= _expert_slots(config, experts, theirs, ours, names)
     return slots
 
 
@@ -121,6 +126,7 @@ def _layer_slots(
     ours: str,
     experts: ExpertsConfig | None = None,
     *,
+    names: Collection[str] = (),
     input_size: int | None = None,
     has_input_norm: bool = True,
 ) -> Slots:
@@ -161,13 +167,13 @@ def _layer_slots(
     output = ("self_attn.o_proj", "output", 0, hidden, q, config.has_output_bias)
     for name, parameter, start, rows, columns, has_bias in (*qkv, output, *(gated if mlp else ())):
         weight = Slot(f"{ours}.{parameter}.weight", (rows, columns), start)
-        slots |= _weight_slots(config, f"{theirs}.{name}", weight)
+        slots |= _weight_slots(config, f"{theirs}.{name}", weight, names)
         if has_bias:
             slots[f"{theirs}.{name}.bias"] = Slot(f"{ours}.{parameter}.bias", (rows,), start)
     return slots
 
 
-def _expert_slots(config: ModelConfig, experts: ExpertsConfig, theirs: str, ours: str) -> Slots:
+def _expert_slots(config: ModelConfig, experts: ExpertsConfig, theirs: str, ours: str, names: Collection[str]) -> Slots:
     """The tensors of a layer's experts and its router."""
     mixture, hidden, width, number = experts.mixture, config.hidden_size, experts.width, experts.num_experts
     block, ours_all = f"{theirs}.{mixture.block}", f"{ours}.experts"
@@ -184,7 +190,11 @@ def _expert_slots(config: ModelConfig, experts: ExpertsConfig, theirs: str, ours
             ("down_proj", "down", width, hidden),
             ("down_proj_bias", "down_bias", hidden),
         ):
-            slots[f"{block}.experts.{name}"] = Slot(f"{ours_all}.{ours_name}", (number, *shape), is_stacked=True)
+            slot, full = Slot(f"{ours_all}.{ours_name}", (number, *shape), is_stacked=True), f"{block}.experts.{name}"
+            if len(shape) == 1 or config.packed is None or full in names:
+                slots[full] = slot
+            else:
+                slots |= _packed_slots(config.packed, full, slot, (shape[1], shape[0]))
         return slots
     gate, up, down = mixture.projections
     for expert in range(number):
@@ -194,13 +204,15 @@ def _expert_slots(config: ModelConfig, experts: ExpertsConfig, theirs: str, ours
             (down, "down", 0, hidden, width),
         ):
             weight = Slot(f"{ours_all}.{ours_name}", (rows, columns), start, expert=expert)
-            slots |= _weight_slots(config, f"{block}.experts.{expert}.{name}", weight)
+            slots |= _weight_slots(config, f"{block}.experts.{expert}.{name}", weight, names)
     return slots
 
 
-def _weight_slots(config: ModelConfig, name: str, weight: Slot) -> Slots:
-    """The tensors of a weight, one without `quantization_config`."""
-    fp8, (rows, columns) = config.fp8, weight.shape
+def _weight_slots(config: ModelConfig, name: str, weight: Slot, names: Collection[str]) -> Slots:
+    """The tensors of a weight: one, or those of a quantised one."""
+    fp8, packed, (rows, columns) = config.fp8, config.packed, weight.shape
+    if packed is not None and packed.packing is not Packing.MXFP4 and f"{name}.weight" not in names:
+        return _packed_slots(packed, f"{name}.", weight, (rows, columns))
     if fp8 is None:
         return {f"{name}.weight": weight}
     scales = replace(
@@ -212,3 +224,20 @@ def _weight_slots(config: ModelConfig, name: str, weight: Slot) -> Slots:
         num_rows=rows,
     )
     return {f"{name}.weight": replace(weight, fp8=fp8, dtypes=_FP8_DTYPES), f"{name}.{fp8.scale_name}": scales}
+
+
+def _packed_slots(packed: PackedWeights, name: str, weight: Slot, size: tuple[int, int]) -> Slots:
+    """The tensors of a packed weight, [rows, columns]; of all experts where these are stacked."""
+    rows, columns = size
+    before = weight.shape[:-2]
+    return {
+        f"{name}{end}": replace(
+            weight,
+            shape=(*before, *shape),
+            dtypes=dtypes,
+            num_rows=rows,
+            packed=packed,
+            is_part=end != packed.name,
+        )
+        for end, (shape, dtypes) in packed.parts(rows, columns).items()
+    }

@@ -110,10 +110,10 @@ GROUP = "config_groups.group_0."
     ("given", "expected"),
     [
         (
-            {"quant_method": "awq", "bits": 4},
-            "quant_method: got 'awq', supported: compressed-tensors, fp8, of FP8 weights",
+            {"quant_method": "aqlm", "bits": 4},
+            "quant_method: got 'aqlm', supported: compressed-tensors, awq, fp8, gptq, mxfp4",
         ),
-        ({}, "quant_method: got None, supported: compressed-tensors, fp8, of FP8 weights"),
+        ({}, "quant_method: got None, supported: compressed-tensors, awq, fp8, gptq, mxfp4"),
         (FP8_LAYOUTS["fp8"] | {"fmt": "e5m2"}, "fmt: got 'e5m2', supported: e4m3, None"),
         (
             FP8_LAYOUTS["fp8"] | {"weight_block_size": [64, 128]},
@@ -121,8 +121,8 @@ GROUP = "config_groups.group_0."
         ),
         ({"quant_method": "fp8"}, "weight_block_size: got None, supported: [128, 128]"),
         (
-            FP8_LAYOUTS["tensor"] | {"format": "pack-quantized"},
-            "format: got 'pack-quantized', supported: float-quantized",
+            FP8_LAYOUTS["tensor"] | {"format": "int-quantized"},
+            "format: got 'int-quantized', supported: float-quantized, pack-quantized",
         ),
         (
             FP8_LAYOUTS["tensor"] | {"kv_cache_scheme": {"num_bits": 8}},
@@ -155,7 +155,7 @@ def test_a_part_of_a_head_is_rotated(tmp_path: Path) -> None:
     changes = {"partial_rotary_factor": 0.75, "head_dim": 24, "quantization_config": FP8_LAYOUTS["fp8"]}
     path = write_checkpoint(tmp_path, family="phi3", **changes)
     assert "quantization_config: got {" in refusal(path)
-    assert refusal(path).endswith("supported: none where a part of a head's dimensions is rotated")
+    assert refusal(path).endswith("supported: no FP8 where a part of a head's dimensions is rotated")
 
 
 class TestTensors:
