@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from slipstream.common.errors import InvalidArgumentError
 from slipstream.door.answers import Answer, token_text
 from slipstream.door.fields import CompletionRequest
 
@@ -21,6 +22,12 @@ async def completions(call: Call) -> None:
     """Answers a request, with a stream or without."""
     request, state = await call.read(CompletionRequest)
     prompts, options = request.prompts, request.options()
+    for num_tokens in [len(prompt) for prompt in prompts if isinstance(prompt, list)]:
+        if num_tokens >= state.context_tokens:
+            # Before a message is made of them, which takes long for a million.
+            raise InvalidArgumentError(
+                "prompt", f"{num_tokens} tokens", f"at most {state.context_tokens - 1}: the context"
+            )
     echoes = [await _text_of(prompt, call) if request.echo else "" for prompt in prompts for _ in range(request.n or 1)]
     outputs = await call.aside(lambda: [call.generate(prompt, options) for prompt in prompts])
     choices = _Completions(echoes, has_logprobs=request.logprobs is not None)

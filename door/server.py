@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import socket
 import ssl
+import sys
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 MAX_HEAD_BYTES = 64 * 2**10
 """Of a request's line and headers."""
 BACKLOG = 2048
+SPARE_FILES = 256
+"""Open files beside the connections of clients."""
+SWITCH_INTERVAL_S = 0.0005
+"""Time for which the thread that reads a large body keeps the interpreter from the event loop."""
 KEEP_ALIVE_S = 65
 """Time for which a connection may wait for its next request."""
 
@@ -181,6 +187,7 @@ async def run_door(config: DoorConfig, listener: Listener, metrics_port: int, me
     os.environ.pop(API_KEY_VARIABLE, None)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     registry = make_registry()
     with ExitStack() as held:
         signals = held.enter_context(ShutdownSignals())
@@ -192,7 +199,7 @@ async def run_door(config: DoorConfig, listener: Listener, metrics_port: int, me
             app = make_app(Door(client, config, RpcMetrics(registry)), registry)
             listeners = [(one, tls_context(config)) for one in bound_sockets(listener)]
             listeners += [(one, None) for one in (bound_sockets(private) if private else ())]
-            bounds = Bounds(config.max_connections, config.read_timeout_s)
+            bounds = Bounds(most_connections(config.max_connections), config.read_timeout_s)
             server = DoorServer(uvicorn_config(app, config), bounds, listeners)
             ending = asyncio.create_task(_end_with(signals, server))
             collection = IdleCollection(keeps_young=True)
@@ -203,6 +210,17 @@ async def run_door(config: DoorConfig, listener: Listener, metrics_port: int, me
             collecting.cancel()
             ending.cancel()
     return 0
+
+
+def most_connections(wanted: int) -> int:
+    """Raises the limit of open files as far as it goes. Returns the connections that there is room for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + SPARE_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, soft - SPARE_FILES)
 
 
 async def _end_with(signals: ShutdownSignals, server: uvicorn.Server) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import ssl
+import sys
 import threading
 import time
 from contextlib import asynccontextmanager, suppress
@@ -20,7 +22,7 @@ from slipstream.door.fields import parse
 from slipstream.door.server import MAX_HEAD_BYTES
 from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota
 from tests.harness.certificates import Certificates
-from tests.harness.doors import RunningDoor, running_door
+from tests.harness.doors import RunningDoor, is_listening, running_door
 from tests.harness.generation_server import generation_server
 from tests.harness.waiting import until
 
@@ -148,6 +150,34 @@ async def test_slow_connections_leave_room_for_others(sent: bytes) -> None:
         assert len(door.server.server_state.connections) <= 64
         for writer in writers:
             writer.close()
+
+
+async def test_health_is_served_beside_1500_slow_connections(tmp_path: Path) -> None:
+    """By a door whose process begins with room for few files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+    path, sent = str(tmp_path / "door"), b"POST /v1/completions HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"
+    transport = httpx.AsyncHTTPTransport(uds=path, limits=httpx.Limits(max_keepalive_connections=0))
+    async with generation_server() as server, httpx.AsyncClient(base_url="http://a", transport=transport) as http:
+        options = f"--listen unix:{path} --gateway {server.address}"
+        command = f"ulimit -S -n 256 && exec {sys.executable} -m slipstream.door.main {options}"
+        process = await asyncio.create_subprocess_shell(command, stderr=asyncio.subprocess.DEVNULL)
+        try:
+            await until(lambda: is_listening(path))
+            writers = []
+            for number in range(1500):
+                _, writer = await asyncio.open_unix_connection(path)
+                writer.write(sent[: number % len(sent)])
+                writers.append(writer)
+                if number % 100 == 0:
+                    assert (await http.get("/health")).status_code == 200
+            answer = await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+            assert answer.status_code == 200
+            for writer in writers:
+                writer.close()
+        finally:
+            process.kill()
+            await process.wait()
 
 
 async def test_a_request_must_arrive_in_time() -> None:

@@ -74,6 +74,7 @@ TOOLS = {"tools": [TOOL]}
         ({"prompt": ["a", 5]}, "prompt"),
         ({"prompt": [5, "a"]}, "prompt"),
         ({"prompt": [[5], []]}, "prompt"),
+        ({"prompt": [5] * 5000}, "prompt"),
         ({"prompt": [99_999]}, "prompt[0]"),
         ({"max_draft_tokens": 100}, "max_draft_tokens"),
     ],
