@@ -61,6 +61,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 499  # of a client that went away, as nginx has it
+        names = dict(self._names)
 
         async def send_counted(message: Any) -> None:
             nonlocal status
@@ -69,13 +70,13 @@ class Endpoint:
             await send(message)
 
         try:
-            await self._answer(scope, receive, send_counted)
+            await self._answer(scope, receive, send_counted, names)
         except (TimeoutError, ConnectionError) as error:
             logger.debug("a client was too slow, or went away: %r", error)
         except ApiError as error:
             await send_error(send_counted, error)
         except SlipstreamError as error:
-            await send_error(send_counted, api_error(error, self._names))
+            await send_error(send_counted, api_error(error, names))
         except Exception:
             logger.exception("%s failed", scope["path"])
             if status == 499:
@@ -83,14 +84,14 @@ class Endpoint:
         finally:
             self._door.metrics.count(self._name, str(status))
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, names: dict[str, str]) -> None:
         client = self._door.client
         if not self._is_open:
             given = [value for name, value in scope["headers"] if name == b"authorization"]
             client = self._door.client_for(given[0].decode("latin-1") if len(given) == 1 else "")
         try:
             async with self._door.receiving(receive) as body:
-                call = Call(self._door, client, body, send, self._names, scope["path_params"])
+                call = Call(self._door, client, body, send, names, scope["path_params"])
                 await _while_connected(self._handle(call), receive)
         except ApiError:
             if not self._is_open and self._door.config.asks_for_keys:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from slipstream.common.wire.server import ServerState
     from slipstream.door.answers import Answer
     from slipstream.door.config import DoorConfig
+    from slipstream.door.constraints import Constraint
     from slipstream.door.fields import RequestT
 
 T = TypeVar("T")
@@ -123,7 +124,7 @@ class Call:
         names: dict[str, str],
         path_params: dict[str, str],
     ) -> None:
-        """`names`: fields that the call has other names for."""
+        """`names`: fields that the call has other names for; it may add to them."""
         self.path_params = path_params
         self.door = door
         self.client = client
@@ -141,6 +142,12 @@ class Call:
         """Reads the request, and says what serves it. Raises ApiError for a wrong field, and for another model."""
         request = await self.aside(partial(parse, self.body, kind))
         return request, await self.served(request.model)
+
+    def constrain(self, options: RequestOptions, constraint: Constraint | None) -> None:
+        """Has the output keep to a constraint. Errors about it name the field of this call that says it."""
+        if constraint is not None:
+            options[constraint.field] = constraint.value  # type: ignore[literal-required]
+            self._names[constraint.field] = self._names.get(constraint.param, constraint.param)
 
     def generate(self, prompt: Prompt, options: RequestOptions) -> AsyncGenerator[OutputChunk, None]:
         """Makes a job, with the first chunk that is asked for, which lives as long as the call."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.common.wire.job import FinishReason
 from slipstream.door.answers import Answer, logprob_items
+from slipstream.door.constraints import constraint_of_chat
 from slipstream.door.errors import refused
 from slipstream.door.fields import ChatRequest, conversation_of
 from slipstream.door.parsers import Parser, Reasoning, make_parser
@@ -28,7 +29,7 @@ async def chat_completions(call: Call) -> None:
     """Answers a request, with a stream or without."""
     request, state = await call.read(ChatRequest)
     options, forms = request.options(), call.forms(state)
-    prepare_parsing(options, forms)
+    prepare(call, request, options, forms)
     output = await call.aside(lambda: call.generate(conversation_of(request.messages), options))
     has_one_call = request.parallel_tool_calls is False
     samples = [Sample(options, forms, has_one_call=has_one_call) for _ in range(request.n or 1)]
@@ -37,13 +38,14 @@ async def chat_completions(call: Call) -> None:
     await call.send(Answer("chatcmpl", kind, request, state, choices), [output], stream=request.stream)
 
 
-def prepare_parsing(options: RequestOptions, forms: Forms) -> None:
-    """Asks for the text that parsers need. Raises ApiError for tools whose calls cannot be found in it."""
+def prepare(call: Call, request: ChatRequest, options: RequestOptions, forms: Forms) -> None:
+    """Asks for the text that parsers need, and for what it keeps to. Raises ApiError for what cannot be honoured."""
     if options.get("tools") and not forms.tools:
         accepted = "none: no form of calls is found in the chat template, and --tool-call-parser names none"
         raise refused("tools", f"{len(options['tools'] or ())} tools", accepted)
     if forms.needs_special_tokens(has_tools=bool(options.get("tools"))):
         options["skip_special_tokens"] = False
+    call.constrain(options, constraint_of_chat(request, options.get("template_kwargs") or {}, forms))
 
 
 class Sample:

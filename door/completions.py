@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.door.answers import Answer, token_text
+from slipstream.door.constraints import constraint_of
 from slipstream.door.fields import CompletionRequest
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ async def completions(call: Call) -> None:
                 "prompt", f"{num_tokens} tokens", f"at most {state.context_tokens - 1}: the context"
             )
     echoes = [await _text_of(prompt, call) if request.echo else "" for prompt in prompts for _ in range(request.n or 1)]
+    call.constrain(options, constraint_of(request))
     outputs = await call.aside(lambda: [call.generate(prompt, options) for prompt in prompts])
     choices = _Completions(echoes, has_logprobs=request.logprobs is not None)
     await call.send(Answer("cmpl", "text_completion", request, state, choices), outputs, stream=request.stream)

@@ -48,6 +48,7 @@ _NAMES = (
     (r"^messages\.template_kwargs\.reasoning_effort$", "reasoning_effort"),
     (r"^messages\.template_kwargs", "chat_template_kwargs"),
     (r"^messages\.items", "messages"),
+    (r"^choice\.items", "choice"),
     (r"(tool_calls\[\d+\])\.(name|arguments)", r"\1.function.\2"),
     (r"\.content_parts", ".content"),
 )

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 RequestT = TypeVar("RequestT", bound="Request")
 
-ON_CONSTRAINTS = "none: outputs cannot be constrained here"
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids", "frequency_penalty"),
     *("presence_penalty", "repetition_penalty", "logit_bias", "priority", "cache_salt", "max_draft_tokens"),
@@ -24,7 +23,6 @@ _SAME = (
 _RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 _HONOURED: dict[str, tuple[tuple[Any, ...], str]] = {
     "service_tier": (("auto", "default"), "auto, default"),
-    "response_format": (({"type": "text"},), ON_CONSTRAINTS),
     "store": ((False,), "false: answers are not kept"),
     "background": ((False,), "false: answers are not kept"),
     "previous_response_id": ((), "none: answers are not kept"),
@@ -34,7 +32,7 @@ _HONOURED: dict[str, tuple[tuple[Any, ...], str]] = {
     "add_special_tokens": ((True,), "true, or a prompt of token ids"),
 }
 """Values that are honoured of fields with few, and how an error says so; null is honoured, too."""
-_FREE = ("tools", "chat_template_kwargs")
+_FREE = ("tools", "chat_template_kwargs", "response_format", "structured_outputs", "guided_json", "text")
 """Fields in which null is a value."""
 DEFAULT_MAX_TOKENS = 16
 """Of a completion, as OpenAI has it."""
@@ -96,6 +94,11 @@ class Sampling(Generation, kw_only=True):
     presence_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # Those that OpenAI does not have.
     min_tokens: int | None = None
     repetition_penalty: float | None = None
@@ -246,7 +249,7 @@ class ChatRequest(Sampling, kw_only=True):
             raise refused("max_tokens", self.max_tokens, "none beside max_completion_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise refused("top_logprobs", self.top_logprobs, "none without logprobs")
-        check_tools(self.tools, self.tool_choice)
+        check_tools(self.tools)
 
     def options(self) -> RequestOptions:
         found = super().options()
@@ -289,18 +292,14 @@ class DetokenizeRequest(Request, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-def check_tools(tools: list[dict[str, Any]] | None, tool_choice: Any) -> None:
-    """Raises ApiError for tools that are no functions, and for a choice that needs a constrained output."""
+def check_tools(tools: list[dict[str, Any]] | None) -> None:
+    """Raises ApiError for tools that are no functions."""
     for index, tool in enumerate(tools or ()):
         field, function = f"tools[{index}]", tool.get("function")
         if tool.get("type") != "function":
             raise refused(f"{field}.type", tool.get("type"), "function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise refused(f"{field}.function", function, "an object with a name")
-        if function.get("strict"):
-            raise refused(f"{field}.function.strict", True, "false: outputs cannot be constrained here")
-    if tool_choice not in (None, "auto", "none"):
-        raise refused("tool_choice", tool_choice, "auto, none: outputs cannot be constrained here")
 
 
 def conversation_of(messages: list[Message], field: str = "messages") -> list[dict[str, Any]]:

@@ -69,8 +69,12 @@ def make_parser(forms: Forms, tools: Sequence[Mapping[str, Any]], kwargs: Mappin
         inner = CallParser(CALL_FORMS[forms.tools], functions)
     if not forms.reasoning:
         return inner
-    is_off = any(kwargs.get(name) is False for name in ("enable_thinking", "thinking"))
-    return ThinkParser(inner, is_open=forms.reasoning == "think_open" and not is_off)
+    return ThinkParser(inner, is_open=forms.reasoning == "think_open" and thinks(kwargs))
+
+
+def thinks(kwargs: Mapping[str, Any]) -> bool:
+    """False if the template's variables turn thoughts off."""
+    return not any(kwargs.get(name) is False for name in ("enable_thinking", "thinking"))
 
 
 class ThinkParser:

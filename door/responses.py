@@ -12,11 +12,10 @@ import msgspec
 from slipstream.common.errors import SlipstreamError
 from slipstream.common.wire.job import FinishReason
 from slipstream.door.answers import Usages, logprob_items, token_by_token
-from slipstream.door.chat import Sample, prepare_parsing
+from slipstream.door.chat import Sample, prepare
 from slipstream.door.errors import ApiError, api_error, refused
 from slipstream.door.events import encode, event
 from slipstream.door.fields import (
-    ON_CONSTRAINTS,
     ChatRequest,
     Generation,
     Message,
@@ -39,6 +38,7 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
     "top_logprobs": "top_logprobs",
 }
 """Fields that this call has other names for."""
@@ -98,14 +98,23 @@ class ResponsesRequest(Generation, kw_only=True):
                 raise refused("include", name, LOGPROBS)
         if self.top_logprobs and not self.include:
             raise refused("top_logprobs", self.top_logprobs, f"none without {LOGPROBS} in include")
-        if self.text is not None and self.text.get("format") not in (None, {"type": "text"}):
-            raise refused("text.format", self.text["format"], ON_CONSTRAINTS)
+        kind = self.text_format.get("type")
+        if kind not in ("text", "json_object", "json_schema") or (
+            kind == "json_schema" and "schema" not in self.text_format
+        ):
+            raise refused("text.format", self.text_format, "text, json_object, or json_schema with a schema")
         if self.text is not None and self.text.keys() - {"format"}:
             raise refused("text", self.text, "a format")
         for index, tool in enumerate(self.tools or ()):
             if tool.get("type") != "function":
                 raise refused(f"tools[{index}].type", tool.get("type"), "function")
         self.chat().check()
+
+    @property
+    def text_format(self) -> dict[str, Any]:
+        """What the text of the answer is to be."""
+        given = (self.text or {}).get("format") or {"type": "text"}
+        return given if isinstance(given, dict) else {}
 
     def chat(self) -> ChatRequest:
         """The same as a conversation, but for its messages."""
@@ -119,6 +128,7 @@ class ResponsesRequest(Generation, kw_only=True):
                 {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
                 for tool in self.tools or ()
             ],
+            response_format={"type": self.text_format["type"], "json_schema": self.text_format},
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             **{name: getattr(self, name) for name in (*Generation.__struct_fields__, *_SAME)},
         )
@@ -164,8 +174,9 @@ def _content(content: str | list[Part] | None, field: str) -> str | list[Part]:
 async def responses(call: ApiCall) -> None:
     """Answers a request, with a stream or without."""
     request, state = await call.read(ResponsesRequest)
-    options, forms = request.chat().options(), call.forms(state)
-    prepare_parsing(options, forms)
+    chat, forms = request.chat(), call.forms(state)
+    options = chat.options()
+    prepare(call, chat, options, forms)
     output = await call.aside(lambda: call.generate(request.messages(), options))
     sample = Sample(options, forms, has_one_call=request.parallel_tool_calls is False)
     answer = _Answer(request, request.model or state.served_names[0], sample)
@@ -204,7 +215,7 @@ class _Answer:
             "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
             "store": False,
             "temperature": 1.0 if request.temperature is None else request.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": request.text_format},
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "top_p": 1.0 if request.top_p is None else request.top_p,

@@ -43,6 +43,10 @@ _OTHERS = frozenset(
 )
 KEYWORDS = _SCHEMAS | _LISTS | _BY_NAME | _NUMBERS | _OTHERS
 """The keywords of JSON schema that are supported, and those that are annotations."""
+FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
+)
+"""Values of `format` that are supported."""
 _OPTIONS: Any = {
     "lenient": False,
     "coerce_one_of": False,
@@ -63,6 +67,8 @@ def check_schema(schema: Any, path: str = "") -> None:
             raise ValueError(f"{where}: the keyword is not supported")
         if keyword in _NUMBERS and isinstance(value, bool):
             raise ValueError(f"{where}: got {value}, accepted: a number")
+        if keyword == "format" and value not in FORMATS:
+            raise ValueError(f"{where}: got {one_line(repr(value))[:80]}, accepted: {', '.join(sorted(FORMATS))}")
         if keyword in _LISTS or (keyword == "items" and isinstance(value, list)):
             for index, item in enumerate(value if isinstance(value, list) else ()):
                 check_schema(item, f"{where}[{index}]")

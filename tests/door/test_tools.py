@@ -216,7 +216,7 @@ async def test_a_response_goes_on_with_its_items() -> None:
         ({"truncation": "auto"}, "truncation"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{**FUNCTION, "strict": True}]}, "tools[0].function.strict"),
+        ({"tools": [{**FUNCTION, "strict": True}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),

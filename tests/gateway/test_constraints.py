@@ -140,7 +140,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"json_schema": {"items": [{"minLenght": 3}]}}, "json_schema", "items[0].minLenght: the keyword is not"),
     ({"json_schema": {"$defs": {"a": {"nullable": True}}}}, "json_schema", "$defs.a.nullable"),
     ({"json_schema": {"x-guidance": {"lenient": True}}}, "json_schema", "x-guidance"),
-    ({"json_schema": {"format": "colour"}}, "json_schema", "Unknown format: colour"),
+    ({"json_schema": {"format": "colour"}}, "json_schema", "format: got 'colour', accepted: date, "),
     ({"json_schema": {"exclusiveMinimum": True, "minimum": 1}}, "json_schema", "exclusiveMinimum: got True"),
     ({"json_schema": {"pattern": "(?=a)b"}}, "json_schema", "look-ahead"),
     ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 2}}, "json_schema", "greater than maximum"),

@@ -1,0 +1,246 @@
+"""What outputs keep to: the fields of OpenAI's requests and of vLLM's that say so, and the choice of tools.
+
+Calls of tools, and an output after thoughts, are structural tags of the gateway: marks of the model's form around JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from slipstream.door.errors import refused
+from slipstream.door.parsers import thinks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from slipstream.door.parsers import Forms
+
+Format: TypeAlias = dict[str, Any]
+"""A part of an output, in XGrammar's form of structural tags."""
+
+_OF_VLLM = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+"""The fields of `structured_outputs`, and ours; those that begin with `guided_` have the same names."""
+_ANY_TEXT: Format = {"type": "any_text"}
+_NOTHING: Format = {"type": "const_string", "value": ""}
+_FINAL = "<|channel|>final<|message|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an output keeps to."""
+
+    param: str
+    """The field that says it."""
+    field: str
+    """The field of our client's request."""
+    value: Any
+
+    def as_format(self) -> Format:
+        """The same as a part of an output."""
+        match self.field:
+            case "json_object":
+                return {"type": "json_schema", "json_schema": {"type": "object"}}
+            case "choice":
+                return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in self.value]}
+            case "structural_tag":
+                accepted = "a constraint of another kind beside thoughts or tools"
+                raise refused(self.param, self.value, accepted)
+        key = "pattern" if self.field == "regex" else self.field
+        return {"type": self.field, key: self.value}
+
+
+def constraint_of(request: object) -> Constraint | None:
+    """Returns what a request's output keeps to. Raises ApiError for more than one thing, and what is not supported."""
+    found = list(_constraints_of(request))
+    for more in found[1:]:
+        raise refused(more.param, more.value, f"none beside {found[0].param}")
+    return found[0] if found else None
+
+
+def _constraints_of(request: Any) -> Sequence[Constraint]:
+    found = [
+        Constraint(f"guided_{name}", field, value)
+        for name, field in _OF_VLLM.items()
+        if (value := getattr(request, f"guided_{name}", None)) is not None
+    ]
+    for name, value in (request.structured_outputs or {}).items():
+        if name not in _OF_VLLM:
+            raise refused(f"structured_outputs.{name}", value, ", ".join(_OF_VLLM))
+        if value not in (None, False) or name == "json":
+            found.append(Constraint(f"structured_outputs.{name}", _OF_VLLM[name], value))
+    given = request.response_format or {"type": "text"}
+    match given.get("type"):
+        case "json_schema":
+            inner = given.get("json_schema")
+            schema = inner.get("schema") if isinstance(inner, dict) else None
+            if schema is None:
+                raise refused("response_format.json_schema", inner, "an object with a schema")
+            found.append(Constraint("response_format", "json_schema", schema))
+        case "json_object":
+            found.append(Constraint("response_format", "json_object", True))
+        case "structural_tag":
+            found.append(Constraint("response_format", "structural_tag", given))
+        case other if other != "text":
+            raise refused("response_format.type", other, "text, json_object, json_schema, structural_tag")
+    return found
+
+
+def chosen_tool(tool_choice: Any) -> str | None:
+    """The name of the function that must be called; None if the choice names none. Raises ApiError."""
+    if tool_choice in (None, "auto", "none", "required"):
+        return None
+    if isinstance(tool_choice, dict) and tool_choice.get("type") == "function":
+        named = tool_choice.get("function", tool_choice)
+        if isinstance(named, dict) and isinstance(named.get("name"), str):
+            return str(named["name"])
+    raise refused("tool_choice", tool_choice, "auto, none, required, or a function by its name")
+
+
+def constraint_of_chat(request: Any, kwargs: Mapping[str, Any], forms: Forms) -> Constraint | None:
+    """Returns what the answer in a conversation keeps to, thoughts and calls of tools included. Raises ApiError.
+
+    `kwargs`: variables of the template, which may turn thoughts off.
+    """
+    constraint, tools, thoughts = constraint_of(request), _tools_of(request), _thoughts(forms, kwargs)
+    if request.tool_choice not in (None, "auto", "none"):
+        if constraint is not None:
+            raise refused(constraint.param, constraint.value, "none with a tool_choice that asks for a call")
+        return _structural_tag("tool_choice", thoughts, _calls(request, tools, forms, is_strict=True))
+    if tools and (constraint is not None or any(map(_is_strict, tools))):
+        if constraint is None and forms.tools in _TRIGGERS:
+            # Thoughts are text, too.
+            return _structural_tag("tools", None, _triggered(request, tools, forms))
+        if constraint is not None and forms.tools == "llama3_json":
+            # JSON that may begin with the beginning of a call cannot be told from one.
+            accepted = "none beside tools whose calls are JSON without a mark, unless tool_choice is none"
+            raise refused(constraint.param, constraint.value, accepted)
+        said = _no_call(forms) if constraint is None else constraint.as_format()
+        param = "tools" if constraint is None else constraint.param
+        calls = _calls(request, tools, forms, is_strict=False)
+        return _structural_tag(param, thoughts, _or(calls, _said(said, forms)))
+    if constraint is None or thoughts is None:
+        return constraint
+    return _structural_tag(constraint.param, thoughts, _said(constraint.as_format(), forms))
+
+
+def _structural_tag(param: str, thoughts: Format | None, answer: Format) -> Constraint:
+    whole = answer if thoughts is None else _sequence(thoughts, answer)
+    return Constraint(param, "structural_tag", json.dumps({"type": "structural_tag", "format": whole}))
+
+
+def _tools_of(request: Any) -> list[dict[str, Any]]:
+    """The functions that may be called, or must. Raises ApiError."""
+    functions = [tool["function"] for tool in request.tools or () if request.tool_choice != "none"]
+    name = chosen_tool(request.tool_choice)
+    if name is not None and name not in [function["name"] for function in functions]:
+        raise refused("tool_choice", name, "the name of one of tools")
+    if request.tool_choice == "required" and not functions:
+        raise refused("tool_choice", "required", "auto, none without tools")
+    return functions if name is None else [function for function in functions if function["name"] == name]
+
+
+def _is_strict(function: Mapping[str, Any]) -> bool:
+    return bool(function.get("strict"))
+
+
+def _thoughts(forms: Forms, kwargs: Mapping[str, Any]) -> Format | None:
+    """What may be before the answer; None: nothing may."""
+    space = {"type": "regex", "pattern": r"[ \n]{0,4}"}
+    match forms.reasoning:
+        case "think_open" if thinks(kwargs):
+            return _sequence(_tag("", _ANY_TEXT, "</think>"), space)
+        case "think" if thinks(kwargs):
+            return _or(_NOTHING, _sequence(_tag("<think>", _ANY_TEXT, "</think>"), space))
+        case "harmony":
+            return _or(_NOTHING, _tag("<|channel|>analysis<|message|>", _ANY_TEXT, "<|end|><|start|>assistant"))
+    return None
+
+
+def _said(content: Format, forms: Forms) -> Format:
+    return _tag(_FINAL, content, "") if forms.reasoning == "harmony" else content
+
+
+def _no_call(forms: Forms) -> Format:
+    """Text that begins no call."""
+    return {"type": "regex", "pattern": r"([^{](?s:.*))?"} if forms.tools == "llama3_json" else _ANY_TEXT
+
+
+_TRIGGERS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}
+"""Forms in which text may be before a call, and the mark by which one begins."""
+_CALLS = {
+    "hermes": ('<tool_call>\n{{"name": {}, "arguments": ', "}\n</tool_call>", "\n"),
+    "llama3_json": ('{{"name": {}, "parameters": ', "}", "; "),
+    "mistral": ('{{"name": {}, "arguments": ', "}", ", "),
+    "harmony": ("<|channel|>commentary to=functions.{} <|constrain|>json<|message|>", "", ""),
+}
+"""What is before the arguments of a call, what is after them, and what is between two calls."""
+
+
+def _tags(tools: Sequence[Mapping[str, Any]], forms: Forms, *, is_strict: bool) -> list[Format]:
+    """A tag for each function; its schema counts if it is strict, or all are by `is_strict`."""
+    if forms.tools not in _CALLS:
+        raise refused("tool_choice", "a call that keeps to a schema", f"auto, none: calls in {forms.tools} are no JSON")
+    begin, end, _ = _CALLS[forms.tools]
+    return [
+        _tag(
+            begin.format(tool["name"] if forms.tools == "harmony" else json.dumps(tool["name"], ensure_ascii=False)),
+            {
+                "type": "json_schema",
+                "json_schema": ((is_strict or _is_strict(tool)) and tool.get("parameters")) or {"type": "object"},
+            },
+            end,
+        )
+        for tool in tools
+    ]
+
+
+def _calls(request: Any, tools: Sequence[Mapping[str, Any]], forms: Forms, *, is_strict: bool) -> Format:
+    """One call or several, one after the other."""
+    has_one = (
+        request.parallel_tool_calls is False or forms.tools == "harmony" or chosen_tool(request.tool_choice) is not None
+    )
+    tags = {
+        "type": "tags_with_separator",
+        "tags": _tags(tools, forms, is_strict=is_strict),
+        "separator": _CALLS[forms.tools][2],
+        "at_least_one": True,
+        "stop_after_first": has_one,
+    }
+    return _in_list(tags) if forms.tools == "mistral" else tags
+
+
+def _in_list(tags: Format) -> Format:
+    space = {"type": "regex", "pattern": r" ?\["}
+    return _tag("[TOOL_CALLS]", _sequence(space, tags, {"type": "const_string", "value": "]"}), "")
+
+
+def _triggered(request: Any, tools: Sequence[Mapping[str, Any]], forms: Forms) -> Format:
+    """Text in which calls begin at a mark."""
+    is_list = forms.tools == "mistral"
+    return {
+        "type": "triggered_tags",
+        "triggers": [_TRIGGERS[forms.tools]],
+        "tags": [_calls(request, tools, forms, is_strict=False)] if is_list else _tags(tools, forms, is_strict=False),
+        "stop_after_first": is_list or request.parallel_tool_calls is False,
+    }
+
+
+def _tag(begin: str, content: Format, end: str) -> Format:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _sequence(*elements: Format) -> Format:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _or(*elements: Format) -> Format:
+    return {"type": "or", "elements": list(elements)}
