@@ -47,6 +47,8 @@ Checks and inputs
     sampling_cases           inputs of the token samplers
     trace_format             checks a trace file against the format of Perfetto
     compose_files            the compose files, merged as Docker merges them
+    kustomize                the manifests for Kubernetes, rendered as kustomize renders them
+    pods                     a pod of these manifests as processes of this host
     fake_cuda, hand_clock    a CUDA driver and a clock that tests control
     waiting                  waits until a condition is true
 """

@@ -18,17 +18,6 @@ _REPLACED = ("command", "entrypoint", "test")
 """Sequences that an override replaces; all others it extends."""
 
 
-class _Reset:
-    """A value that `!reset` removes."""
-
-
-class _Loader(yaml.SafeLoader):
-    pass
-
-
-_Loader.add_constructor("!reset", lambda loader, node: _Reset())
-
-
 def load(*names: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Files of `deploy/`, later ones laid over earlier ones."""
     merged: Any = {}
@@ -36,7 +25,7 @@ def load(*names: str, environment: Mapping[str, str] | None = None) -> dict[str,
         text = (DEPLOY / name).read_text(encoding="utf-8")
         filled = VARIABLE.sub(lambda match: (environment or {}).get(match[1]) or match[2], text)
         assert "${" not in filled, "every variable has a default"
-        merged = _merge(merged, yaml.load(filled, _Loader))
+        merged = _merge(merged, yaml.safe_load(filled))
     assert isinstance(merged, dict)
     return merged
 
@@ -44,8 +33,7 @@ def load(*names: str, environment: Mapping[str, str] | None = None) -> dict[str,
 def _merge(below: Any, above: Any, key: str = "") -> Any:
     if isinstance(above, dict):
         base = below if isinstance(below, dict) else {}
-        both = {name: _merge(base.get(name), value, name) for name, value in above.items()}
-        return {name: value for name, value in {**base, **both}.items() if not isinstance(value, _Reset)}
+        return base | {name: _merge(base.get(name), value, name) for name, value in above.items()}
     if isinstance(above, list) and isinstance(below, list) and key not in _REPLACED:
         return [*below, *(item for item in above if item not in below)]
     return above

@@ -1,0 +1,217 @@
+"""The manifests for Kubernetes: valid, of one piece with the code that they start, and run."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import typer.main
+import yaml
+
+from slipstream.bundled import target_dir
+from slipstream.client import AsyncClient
+from slipstream.common.wire.job import JobState
+from slipstream.door.config import DoorConfig
+from slipstream.door.main import door
+from slipstream.gateway.config import GatewayConfig
+from slipstream.gateway.main import gateway
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.main import scheduler
+from slipstream.services.command_line import draft, verify
+from slipstream.services.worker.config import WorkerConfig
+from tests.harness.compose_files import DEPLOY
+from tests.harness.generation_server import text_of, tokens_of
+from tests.harness.kustomize import containers, one_of, render
+from tests.harness.pods import Pod
+
+OVERLAYS = ("cpu", "gpu", "openai", "inference-pool")
+VERSION = "1.37"
+CUSTOM = {"PodMonitor", "InferencePool", "HTTPRoute"}
+"""Kinds that Kubernetes itself does not have."""
+COMMANDS: dict[str, tuple[Any, type]] = {
+    "verify": (verify, WorkerConfig),
+    "draft": (draft, WorkerConfig),
+    "scheduler": (scheduler, SchedulerConfig),
+    "gateway": (gateway, GatewayConfig),
+    "door": (door, DoorConfig),
+}
+BUNDLED_IN_IMAGE = "/opt/slipstream/bundled"
+
+each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
+
+
+def rendered(overlay: str) -> list[dict[str, Any]]:
+    """The resources of an overlay."""
+    return render(DEPLOY / "kubernetes" / overlay)
+
+
+def options(container: dict[str, Any]) -> dict[str, Any]:
+    """A container's command line, read by the code that it is for, and its settings, checked."""
+    program, *words = container["command"]
+    function, kind = COMMANDS[container["name"]]
+    assert program == f"slipstream-{container['name']}"
+    command_line = typer.Typer()
+    command_line.command()(function)
+    words = [word.replace(BUNDLED_IN_IMAGE, str(target_dir().parent)) for word in words]
+    found = dict(typer.main.get_command(command_line).make_context(program, words).params)
+    names = {field.name for field in dataclasses.fields(kind)}
+    kind(**{name: value for name, value in found.items() if name in names})
+    return found
+
+
+@each_overlay
+def test_resources_are_valid(overlay: str) -> None:
+    for resource in rendered(overlay):
+        if resource["kind"] not in CUSTOM:
+            kubernetes_validate.validate(resource, VERSION, strict=True)
+    broken = rendered(overlay)
+    one_of(broken, "StatefulSet")["spec"]["template"]["spec"]["containers"][0]["livenessProb"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(one_of(broken, "StatefulSet"), VERSION, strict=True)
+
+
+@each_overlay
+def test_containers_start_what_there_is(overlay: str) -> None:
+    """Each option exists, each service finds the other, and each port that is named is served."""
+    by_name = {one["name"]: one for one in containers(one_of(rendered(overlay), "StatefulSet"))}
+    assert set(by_name) - {"door", "mps"} == {"verify", "draft", "scheduler", "gateway"}
+    assert ("mps" in by_name, "door" in by_name) == (overlay in ("gpu", "inference-pool"), overlay in OVERLAYS[2:])
+    found = {name: options(one) for name, one in by_name.items() if name != "mps"}
+    assert found["scheduler"]["verify"] == found["verify"]["listen"]
+    assert found["scheduler"]["draft"] == found["draft"]["listen"]
+    assert found["gateway"]["scheduler"] == found["scheduler"]["listen"]
+    for name, given in found.items():
+        served = {int(given["listen"].rpartition(":")[2])} if name in ("gateway", "door") else set()
+        ports = {port["containerPort"] for port in by_name[name]["ports"]}
+        assert ports == {given["metrics_port"], *served}
+    if "door" in found:
+        assert found["door"]["gateway"] == found["gateway"]["listen"].replace("0.0.0.0", "127.0.0.1")
+    for name, one in by_name.items():
+        assert one["image"] == (
+            "slipstream:gateway" if name in ("gateway", "door") else f"slipstream:{_variant(overlay)}"
+        )
+        assert one["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+def _variant(overlay: str) -> str:
+    return "cpu" if overlay in ("cpu", "openai") else "gpu"
+
+
+@each_overlay
+def test_a_pod_ends_within_its_grace(overlay: str) -> None:
+    pod = one_of(rendered(overlay), "StatefulSet")["spec"]["template"]["spec"]
+    drains = [one["lifecycle"]["preStop"]["sleep"]["seconds"] + options(one)["grace_s"] for one in pod["containers"]]
+    (sidecar,) = (one for one in pod["initContainers"] if one["name"] == "scheduler")
+    assert max(drains) + options(sidecar)["grace_s"] + 10 <= pod["terminationGracePeriodSeconds"]
+
+
+@each_overlay
+def test_what_selects_pods_finds_them(overlay: str) -> None:
+    resources = rendered(overlay)
+    template = one_of(resources, "StatefulSet")["spec"]["template"]
+    labels, ports = template["metadata"]["labels"], {}
+    for one in containers(one_of(resources, "StatefulSet")):
+        ports |= {port["name"]: port["containerPort"] for port in one.get("ports", ())}
+    for resource in resources:
+        spec = resource.get("spec", {})
+        selector = spec.get("selector", {})
+        wanted = selector.get("matchLabels", selector)
+        assert wanted.items() <= labels.items(), resource["kind"]
+        if resource["kind"] == "Service":
+            assert {port["targetPort"] for port in spec["ports"]} <= set(ports)
+    endpoints = one_of(resources, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    jobs = {endpoint["relabelings"][0]["replacement"]: endpoint["port"] for endpoint in endpoints}
+    prometheus = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
+    asked = {
+        scrape["job_name"]: int(scrape["static_configs"][0]["targets"][0].rpartition(":")[2])
+        for scrape in prometheus["scrape_configs"]
+    }
+    assert {job: ports[port] for job, port in jobs.items()} == asked
+    if overlay == "inference-pool":
+        pool, route = one_of(resources, "InferencePool")["spec"], one_of(resources, "HTTPRoute")["spec"]
+        assert [port["number"] for port in pool["targetPorts"]] == [ports["openai"]]
+        assert route["rules"][0]["backendRefs"][0]["name"] == "slipstream"
+
+
+def test_all_that_compute_have_the_pod_s_gpu() -> None:
+    resources = rendered("gpu")
+    pod = one_of(resources, "StatefulSet")["spec"]["template"]["spec"]
+    (claim,) = pod["resourceClaims"]
+    assert one_of(resources, "ResourceClaimTemplate", claim["resourceClaimTemplateName"])
+    assert [one["name"] for one in pod["initContainers"]] == ["mps", "verify", "draft", "scheduler"]
+    pipes = {}
+    for one in pod["initContainers"]:
+        assert one["resources"]["claims"] == [{"name": claim["name"]}]
+        pipes[one["name"]] = {entry["name"]: entry["value"] for entry in one["env"]}["CUDA_MPS_PIPE_DIRECTORY"]
+    assert pipes["mps"] == pipes["verify"] == pipes["draft"] != pipes["scheduler"]
+    assert not any("claims" in one["resources"] for one in pod["containers"])
+
+
+REQUESTS: tuple[dict[str, Any], ...] = (
+    {"prompt": "class Queue:", "max_new_tokens": 120, "ignore_eos": True},
+    {"prompt": "def parse(text):", "max_new_tokens": 120, "temperature": 0.9, "seed": 3, "ignore_eos": True},
+)
+
+
+async def output_of(client: AsyncClient, request: dict[str, Any]) -> tuple[list[int], str]:
+    """The tokens and the text of a request."""
+    chunks = [chunk async for chunk in client.generate(**request)]
+    return tokens_of(chunks), text_of(chunks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_rolling_update_under_load_fails_no_request() -> None:
+    """Two pods, each ended and started again while clients with both addresses stream; jobs are back with the pod.
+
+    `tests/harness/pods.py` says what of a kubelet it does not do.
+    """
+    statefulset = one_of(rendered("openai"), "StatefulSet")
+    with TemporaryDirectory() as directory, ThreadPoolExecutor(4) as threads:
+        pods = [Pod(statefulset, ordinal, Path(directory)) for ordinal in range(statefulset["spec"]["replicas"])]
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.gather(*(loop.run_in_executor(threads, pod.start) for pod in pods))
+            for pod in pods:
+                assert all((await loop.run_in_executor(threads, pod.live)).values())
+            async with AsyncClient([pod.address for pod in pods]) as client:
+                expected = [await output_of(client, request) for request in REQUESTS]
+                outputs: list[tuple[int, tuple[list[int], str]]] = []
+                is_updated = asyncio.Event()
+
+                async def load(number: int) -> None:
+                    while not is_updated.is_set():
+                        outputs.append((number, await output_of(client, REQUESTS[number])))
+
+                clients = [asyncio.create_task(load(number)) for number in range(len(REQUESTS))]
+                for pod in reversed(pods):
+                    async with AsyncClient(pod.address) as own:
+                        await own.create_job(**REQUESTS[0], job_id="kept")
+                        assert await loop.run_in_executor(threads, pod.delete) == []
+                        await loop.run_in_executor(threads, pod.start)
+                        watched = [chunk async for chunk in own.watch_job("kept")]
+                        assert (tokens_of(watched), text_of(watched)) == expected[0]
+                        assert (await own.get_job("kept")).state is JobState.ENDED
+                is_updated.set()
+                await asyncio.gather(*clients)
+            assert len(outputs) > len(clients)
+            assert all(output == expected[number] for number, output in outputs)
+        finally:
+            for pod in pods:
+                pod.close()
+
+
+def test_the_renderer_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    (tmp_path / "kustomization.yaml").write_text("namePrefix: a-\nresources: []\n", encoding="utf-8")
+    with pytest.raises(AssertionError, match="namePrefix"):
+        render(tmp_path)
