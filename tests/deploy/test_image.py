@@ -92,7 +92,10 @@ def test_copied_files_exist(dockerfile: str, expected: set[str]) -> None:
 
 
 def test_every_variant_that_is_asked_for_can_be_built() -> None:
-    for files, variant in ((("compose.yaml",), "gpu"), (("compose.yaml", "compose.cpu.yaml"), "cpu")):
+    for files, variant in (
+        (("compose.yaml", "compose.gpu.yaml"), "gpu"),
+        (("compose.yaml", "compose.cpu.yaml"), "cpu"),
+    ):
         project = load(*files)
         build = project["services"]["anchor"]["build"]
         assert (DEPLOY / build["context"]).resolve() == ROOT.resolve()

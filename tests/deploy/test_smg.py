@@ -166,7 +166,9 @@ async def test_no_request_fails_after_smg_has_noticed_that_a_trio_is_gone(tmp_pa
         assert load.since(back_at) == [None] * len(load.since(back_at))
 
 
-@pytest.mark.parametrize("files", [["smg/compose.yaml"], ["smg/compose.yaml", "smg/compose.cpu.yaml"]], ids=len)
+@pytest.mark.parametrize(
+    "files", [["smg/compose.yaml", f"smg/compose.{kind}.yaml"] for kind in ("gpu", "cpu")], ids=str
+)
 def test_the_containers_are_started_as_they_can_be(files: list[str], tmp_path: Path) -> None:
     project = load(*files)
     (tmp_path / "compose.json").write_text(json.dumps(project))
