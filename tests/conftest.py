@@ -67,7 +67,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps `sampled`'s number of parameters of each test that has the mark, where --sampled is given."""
+    """Leaves out what is marked `sampled` or `sampled_module` and not drawn, where --sampled is given."""
     if config.option.sampled:
         left_out = sampling.left_out(items, config.option.sample_seed)
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])

@@ -34,6 +34,7 @@ NUM_DRAFT_TOKENS = 3
 ITS_OWN_DRAFT = "llama"
 
 
+@pytest.mark.slow
 async def test_a_family_drawn_at_random(tmp_path: Path) -> None:
     """A part of the others."""
     family = random.SystemRandom().choice(FAMILIES)

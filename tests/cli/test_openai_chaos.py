@@ -94,6 +94,7 @@ async def start_s(path: Path) -> float:
     return taken_s
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("service", ["gateway.main", "scheduler.main", "services.verify_main", "services.draft_main"])
 async def test_streams_go_on_when_a_process_is_killed(up: Running, service: str) -> None:

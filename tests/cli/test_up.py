@@ -218,6 +218,7 @@ def test_why_a_draft_does_not_take_part(state: str, problem: str, reason: str) -
     assert run._why_without_draft(replace(STATE, draft_state=state, draft_problem=problem)) == reason
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_it_is_ready_once_a_draft_that_loads_slowly_takes_part(tmp_path: Path) -> None:
     """The scheduler waits for it before verify plans memory and captures graphs, and says so."""

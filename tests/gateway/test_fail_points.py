@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.wire.job import OutputChunk
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.sampled_module(3)]
 
 PROMPT = [5, 6, 7, 8, 9]
 NUM_TOKENS = 90

@@ -14,6 +14,8 @@ from tests.ordering.model import Model
 from tests.ordering.plan_checker import needless_waits
 from tests.ordering.sequences import Visit, Walk
 
+pytestmark = pytest.mark.sampled_module(9)
+
 NO_DRAFT = DraftTraits(is_present=False)
 LANGUAGE_MODEL = DraftTraits(is_present=True)
 HEAD = DraftTraits(is_present=True, reads_hidden=True)

@@ -14,6 +14,8 @@ from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
 
+pytestmark = pytest.mark.sampled_module(2)
+
 
 @pytest.fixture(scope="module")
 def plain(models: Models) -> list[list[int]]:

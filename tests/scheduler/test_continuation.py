@@ -15,6 +15,8 @@ from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
 if TYPE_CHECKING:
     from slipstream.common.wire.sequence import SequenceSpec
 
+pytestmark = pytest.mark.sampled_module(2)
+
 WAYS = [
     Way(),
     Way(run_ahead=2, chunk_tokens=64, page_tokens=16),

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from slipstream.services.worker.future_map import NextStepState
     from slipstream.services.worker.slots import SamplingMode
 
+pytestmark = pytest.mark.sampled_module(2)
+
 __all__ = ["checkpoints"]
 
 Guesses = dict[tuple[int, int], set[tuple[int, ...]]]

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from slipstream.services.worker.engine import RoleEngine
 
+pytestmark = pytest.mark.sampled_module(3)
+
 
 WAYS = [
     Way(num_draft_tokens=4, run_ahead=0, chunk_tokens=3),

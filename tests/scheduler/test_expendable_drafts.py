@@ -103,6 +103,7 @@ async def test_a_draft_that_comes_late_catches_up_under_load(processes: WorkerPr
     assert client.num_epochs == 1
 
 
+@pytest.mark.slow
 async def test_a_stopped_draft_costs_the_watchdogs_time(processes: WorkerProcesses) -> None:
     with running_session(processes, **settings(draft_timeout_ms=300.0)) as client:
         await client.served()

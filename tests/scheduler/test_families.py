@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from slipstream.services.worker.engine import RoleEngine
 
+pytestmark = pytest.mark.sampled_module(2)
+
 SEED = 11
 NUM_TOKENS, NUM_LONG = 48, 200
 WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}

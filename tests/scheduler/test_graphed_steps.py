@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from slipstream.services.worker.engine import RoleEngine
     from tests.harness.counted_jobs import Job
 
+pytestmark = pytest.mark.sampled_module(5)
+
 SEED = 5
 SAMPLINGS = (
     SamplingParams(),

@@ -12,6 +12,8 @@ from tests.harness.leaks import nothing_left
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import make_jobs
 
+pytestmark = pytest.mark.sampled_module(7)
+
 WAYS = [
     *(Way(run_ahead=run_ahead) for run_ahead in (0, 1, 2)),
     *(Way(num_draft_tokens=4, run_ahead=run_ahead) for run_ahead in (0, 1, 2)),

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from slipstream.services.worker.engine import Phase
     from slipstream.services.worker.epoch import EpochState
 
+pytestmark = pytest.mark.sampled_module(4)
+
 
 def is_mixed(command: StepCommand) -> bool:
     """True if a step decodes and takes in prompts."""

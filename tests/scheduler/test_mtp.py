@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from slipstream.services.worker.slots import SamplingMode
     from tests.harness.counted_jobs import OutputRow
 
+pytestmark = pytest.mark.sampled_module(2)
+
 
 class Proposal(NamedTuple):
     """The tokens that were drafted behind a sequence of `seq_len` tokens and the bonus token."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from slipstream.services.worker.engine import RoleEngine
     from tests.harness.counted_jobs import OutputRow
 
+pytestmark = pytest.mark.sampled_module(2)
+
 BOUNDS = (1, 3)
 LETTERS = (65, 66, 67)
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from slipstream.services.worker.engine import RoleEngine
 
+pytestmark = pytest.mark.sampled_module(3)
+
 BOUNDS = (2, 4)
 NUM_DRAFT_TOKENS = 3
 

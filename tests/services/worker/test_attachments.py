@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
     from slipstream.services.worker.engine import RoleEngine
 
+pytestmark = pytest.mark.sampled_module(13)
+
 PROMPTS = {1: [5, 6, 7, 8, 9, 10, 11, 12, 13], 3: [200, 3, 77]}
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7)
 

@@ -26,7 +26,7 @@ TESTS = {
 """The modules whose kernels some files of tests launch; together all that have any."""
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("tests", TESTS, ids="-".join)
 def test_kernels_compile(tests: tuple[str, ...], tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from slipstream.services.models.config import ModelConfig
 
+pytestmark = pytest.mark.sampled_module(4)
+
 PAGE_SIZE = 8
 NUM_PAGES = 9
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}

@@ -18,6 +18,8 @@ from tests.services.models.kernels.attention_case import TOLERANCES, AttentionCa
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+pytestmark = pytest.mark.sampled_module(14)
+
 FAR = 2**62
 
 

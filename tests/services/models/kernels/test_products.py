@@ -17,6 +17,8 @@ from slipstream.services.models.kernels.products import (
 from slipstream.services.models.linear import Linear
 from tests.services.models.kernels.product_case import HAS_CUDA, Case, gated
 
+pytestmark = pytest.mark.sampled_module(10)
+
 ROUNDING = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Relative: that of the input of the second product, and of its output."""
 TILES_ROUNDING = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

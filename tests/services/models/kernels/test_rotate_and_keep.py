@@ -13,6 +13,8 @@ from slipstream.services.models.kernels.block_ops import rotation_of
 from slipstream.services.models.kernels.paged_attention import PagedAttention
 from tests.services.models.kernels.attention_case import TOLERANCES, AttentionCase, some_config
 
+pytestmark = pytest.mark.sampled_module(4)
+
 FAR = 2**62
 
 

@@ -18,7 +18,7 @@ from tests.harness.sampling import examples, is_sampled
 from tests.harness.sampling_cases import KINDS, TIED, TIES
 from tests.services.models.kernels.noise_case import gumbel_by_kernel, words_by_kernel
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.sampled_module(8)]
 """Triton's interpreter is numpy, which warns of the infinities that the kernels mean."""
 
 SIZES = [1, 272, 1100, *([128_256] if torch.cuda.is_available() else [])]

@@ -11,6 +11,8 @@ from slipstream.services.draft.fused_suffix_cache import FusedSuffixCache
 from slipstream.services.draft.ngram import look_up
 from slipstream.services.draft.suffix_cache import NewTokens, SuffixCache
 
+pytestmark = pytest.mark.sampled_module(2)
+
 SLOTS = 9
 WIDTH = 40
 
