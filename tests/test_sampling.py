@@ -35,7 +35,7 @@ def test_parameters_of_a_test_and_tests_of_a_module_are_drawn() -> None:
     items = [Item("a.py::other", {}), *(Item(f"b.py::slow{number}", slow) for number in range(5))]
     items += [Item(f"b.py::one[{number}]", {**module, "sampled": (1,)}) for number in range(9)]
     items += [Item(f"b.py::two[{number}]", module) for number in range(9)]
-    runs = [kept(items, seed) for seed in range(60)]
+    runs = [kept(items, seed) for seed in range(400)]
     for run in runs:
         assert {"a.py::other", *(f"b.py::slow{number}" for number in range(5))} <= run
         drawn = {name for name in run if name.startswith(("b.py::one", "b.py::two"))}
