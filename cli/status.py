@@ -122,7 +122,10 @@ class ServerStatus:
             if name not in self.health:
                 row = f"[yellow]{one.state}[/]", f"{one.pid or '-'}", _restarts(one), one.address or "-", "-", "-"
                 table.add_row(name, *row)
-        Console(width=None if sys.stdout.isatty() else _UNFOLDED_WIDTH).print(table)
+        console = Console(width=None if sys.stdout.isatty() else _UNFOLDED_WIDTH)
+        console.print(table)
+        if self.state.sampling_defaults is not None:
+            console.print(f"sampling parameters of requests that name none: {self.state.sampling_defaults}")
 
 
 def _restarts(report: ServiceReport | None) -> str:

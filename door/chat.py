@@ -28,7 +28,7 @@ NAMES = {"max_tokens": "max_completion_tokens"}
 async def chat_completions(call: Call) -> None:
     """Answers a request, with a stream or without."""
     request, state = await call.read(ChatRequest)
-    options, forms = request.options(), call.forms(state)
+    options, forms = request.options(state.sampling_defaults), call.forms(state)
     prepare(call, request, options, forms)
     output = await call.aside(lambda: call.generate(conversation_of(request.messages), options))
     has_one_call = request.parallel_tool_calls is False

@@ -22,7 +22,7 @@ NAMES = {"top_logprobs": "logprobs"}
 async def completions(call: Call) -> None:
     """Answers a request, with a stream or without."""
     request, state = await call.read(CompletionRequest)
-    prompts, options = request.prompts, request.options()
+    prompts, options = request.prompts, request.options(state.sampling_defaults)
     for num_tokens in [len(prompt) for prompt in prompts if isinstance(prompt, list)]:
         if num_tokens >= state.context_tokens:
             # Before a message is made of them, which takes long for a million.

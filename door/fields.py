@@ -11,6 +11,7 @@ from slipstream.door.errors import ApiError, refused
 
 if TYPE_CHECKING:
     from slipstream.client.requests import RequestOptions
+    from slipstream.common.wire.server import SamplingDefaults
 
 RequestT = TypeVar("RequestT", bound="Request")
 
@@ -122,17 +123,21 @@ class Sampling(Generation, kw_only=True):
         """Whether the stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def options(self) -> RequestOptions:
-        """The same as options of our client. Raises ApiError for a value that is not honoured."""
+    def options(self, defaults: SamplingDefaults | None) -> RequestOptions:
+        """The same as options of our client. Raises ApiError for a value that is not honoured.
+
+        `defaults`: those of the server, which go before this interface's.
+        """
         found: dict[str, Any] = {
             _RENAMED.get(name, name): value
             for name in (*_SAME, *_RENAMED)
             if (value := getattr(self, name)) is not None
         }
-        temperature = 1.0 if self.temperature is None else self.temperature
+        own = {"temperature": 1.0} | ({} if defaults is None else defaults.given)
+        temperature = own["temperature"] if self.temperature is None else self.temperature
         found["temperature"] = 0.0 if 0 <= temperature < MIN_TEMPERATURE else temperature
         if self.top_k == -1:
-            del found["top_k"]
+            found["top_k"] = 0
         if self.seed is not None:
             found["seed"] = self.seed & SEED_MASK
         return found  # type: ignore[return-value]
@@ -163,8 +168,8 @@ class CompletionRequest(Sampling, kw_only=True):
         given: Any = self.prompt
         return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
-    def options(self) -> RequestOptions:
-        found = super().options()
+    def options(self, defaults: SamplingDefaults | None) -> RequestOptions:
+        found = super().options(defaults)
         found.setdefault("max_new_tokens", DEFAULT_MAX_TOKENS)
         if self.logprobs is not None:
             found["logprobs"], found["top_logprobs"] = True, self.logprobs
@@ -251,8 +256,8 @@ class ChatRequest(Sampling, kw_only=True):
             raise refused("top_logprobs", self.top_logprobs, "none without logprobs")
         check_tools(self.tools)
 
-    def options(self) -> RequestOptions:
-        found = super().options()
+    def options(self, defaults: SamplingDefaults | None) -> RequestOptions:
+        found = super().options(defaults)
         if self.max_completion_tokens is not None:
             found["max_new_tokens"] = self.max_completion_tokens
         if "max_new_tokens" not in found:

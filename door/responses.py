@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Iterator
 
     from slipstream.common.wire.job import OutputChunk
+    from slipstream.common.wire.server import SamplingDefaults
     from slipstream.door.call import Call as ApiCall
     from slipstream.door.parsers import Delta
 
@@ -175,11 +176,11 @@ async def responses(call: ApiCall) -> None:
     """Answers a request, with a stream or without."""
     request, state = await call.read(ResponsesRequest)
     chat, forms = request.chat(), call.forms(state)
-    options = chat.options()
+    options = chat.options(state.sampling_defaults)
     prepare(call, chat, options, forms)
     output = await call.aside(lambda: call.generate(request.messages(), options))
     sample = Sample(options, forms, has_one_call=request.parallel_tool_calls is False)
-    answer = _Answer(request, request.model or state.served_names[0], sample)
+    answer = _Answer(request, request.model or state.served_names[0], sample, state.sampling_defaults)
     if request.stream:
         await call.send_stream(answer.stream(output))
         return
@@ -193,7 +194,10 @@ async def responses(call: ApiCall) -> None:
 class _Answer:
     """A response as it grows, and the events of its growth."""
 
-    def __init__(self, request: ResponsesRequest, model: str, sample: Sample) -> None:
+    def __init__(
+        self, request: ResponsesRequest, model: str, sample: Sample, defaults: SamplingDefaults | None
+    ) -> None:
+        own = {"temperature": 1.0, "top_p": 1.0} | ({} if defaults is None else defaults.given)
         self._sample = sample
         self._items: list[dict[str, Any]] = []
         self._usages = Usages()
@@ -214,11 +218,11 @@ class _Answer:
             "previous_response_id": None,
             "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
             "store": False,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "temperature": own["temperature"] if request.temperature is None else request.temperature,
             "text": {"format": request.text_format},
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
-            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "top_p": own["top_p"] if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "metadata": request.metadata or {},
             "user": request.user,

@@ -6,6 +6,7 @@ import hashlib
 import secrets
 import time
 from dataclasses import dataclass
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 LISTEN = "127.0.0.1:50051"
 _DAY_S = 86_400
 MAX_GATEWAYS = 64
+
+
+class GenerationConfig(StrEnum):
+    """The use of a model's `generation_config.json`, named as in vLLM."""
+
+    AUTO = "auto"
+    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +136,11 @@ class GatewaySettings(AccessSettings, heading="Requests and jobs"):
         accepts=Path.is_file,
         accepted="a file that this user can read",
         unset="the model's",
+    )
+    generation_config: str = setting(
+        GenerationConfig.AUTO.value,
+        help="Sampling parameters of requests that name none: the model's generation_config.json's, or no such.",
+        choices=tuple(GenerationConfig),
     )
     served_model_name: str | None = setting(
         None,

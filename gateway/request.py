@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.common.wire.sequence import MAX_LISTED_IDS, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SequenceSpec
+from slipstream.common.wire.server import SamplingDefaults
 from slipstream.gateway.chat_template import render_messages
 from slipstream.gateway.config import WHOLE, Shard
 
@@ -59,6 +60,8 @@ class RequestLimits:
     """For a request that names no number; fewer if the context has less room."""
     max_characters: int | None = None
     """A longer text has too many tokens for the context in any case; None if that is not known."""
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """For a request that names none."""
     has_constraints: bool = False
     """True if outputs may be constrained: a grammar worker takes part in the steps."""
 
@@ -193,6 +196,7 @@ def _continued(
 def _sampling(params: generation_pb2.SamplingParams, limits: RequestLimits, seed: int) -> SamplingParams:
     # Defaults are those of SamplingParams, which also checks the ranges; NaN is in none.
     given: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING_FIELDS if params.HasField(name)}
+    given = limits.sampling_defaults.given | given
     # Checked before sorting: half a million fit into a request.
     if len(params.logit_bias) > MAX_LISTED_IDS:
         given_ids = f"{len(params.logit_bias)} token ids"

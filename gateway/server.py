@@ -20,7 +20,7 @@ from slipstream.common.rpc.service_options import report
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
 from slipstream.common.wire.server import ServerState, ServiceState
-from slipstream.gateway.config import gateway_name
+from slipstream.gateway.config import GenerationConfig, gateway_name
 from slipstream.gateway.constraints import GrammarCompiler
 from slipstream.gateway.job import JobStore
 from slipstream.gateway.jobs import JobManager
@@ -138,7 +138,12 @@ class _Health:
 def _make_link(config: GatewayConfig, metrics: RequestMetrics, health: _Health) -> SchedulerLink:
     return SchedulerLink(
         config.scheduler,
-        partial(load_model, max_samples=min(MAX_SAMPLES, config.own_queue), chat_template=config.chat_template),
+        partial(
+            load_model,
+            max_samples=min(MAX_SAMPLES, config.own_queue),
+            chat_template=config.chat_template,
+            has_defaults=config.generation_config == GenerationConfig.AUTO,
+        ),
         capacity=config.own_queue,
         outage_timeout_s=config.outage_timeout_s,
         max_lost_epochs=config.max_lost_epochs,

@@ -126,9 +126,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     ) -> generation_pb2.GetServerInfoResponse:
         reject_unknown_fields(request)
         state = await self._state()
-        tools, reasoning = self._model().formats
+        model = self._model()
+        (tools, reasoning), defaults = model.formats, model.limits.sampling_defaults
         names = self._served_names or (state.model,)
-        return replace(state, served_names=names, tool_call_format=tools, reasoning_format=reasoning).to_pb()
+        state = replace(state, served_names=names, tool_call_format=tools, reasoning_format=reasoning)
+        return replace(state, sampling_defaults=defaults if defaults.given else None).to_pb()
 
     async def Tokenize(self, request: generation_pb2.TokenizeRequest, context: Any) -> generation_pb2.TokenizeResponse:
         model = self._model()

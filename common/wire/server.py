@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from slipstream.common.errors import InvalidArgumentError
@@ -27,6 +27,25 @@ class ServiceState:
     """Device that it computes on."""
     shared_weight_bytes: int = 0
     """Of the target's weights that a draft reads where verify has them, in place of copies of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """The sampling parameters of requests that do not name them; None: the interface's own default."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @property
+    def given(self) -> dict[str, float]:
+        """Those that there are, by their names."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value:g}" for name, value in self.given.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +97,19 @@ class ServerState:
     """Form in which the chat template has calls of tools; empty if it has none that is known."""
     reasoning_format: str = ""
     """Form in which it has the assistant's thoughts; empty if it has none that is known."""
+    sampling_defaults: SamplingDefaults | None = None
+    """Those of the model's `generation_config.json`; None: it has none, or they do not count."""
 
     def to_pb(self) -> generation_pb2.GetServerInfoResponse:
         return encode(generation_pb2.GetServerInfoResponse, self)
 
     @classmethod
     def from_pb(cls, message: generation_pb2.GetServerInfoResponse) -> ServerState:
-        return decode(cls, message, {"services": partial(decode, ServiceState)})
+        return decode(
+            cls,
+            message,
+            {"services": partial(decode, ServiceState), "sampling_defaults": partial(decode, SamplingDefaults)},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
