@@ -34,7 +34,7 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnauthenticatedError,
 )
-from slipstream.common.settings import HELP_WIDTH, GroupedCommand, checked, shared, with_options
+from slipstream.common.settings import HELP_WIDTH, GroupedCommand, checked, read_defaults, shared, with_options
 from slipstream.services.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -85,7 +85,21 @@ def _slipstream(
 @_command()
 @with_options(ModelOptions, UpConfig)
 def up(
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show what the services log.")] = False, **values: Any
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show what the services log.")] = False,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            callback=read_defaults,
+            is_eager=True,
+            envvar="SLIPSTREAM_CONFIG",
+            show_envvar=False,
+            help="A YAML file with a line `option: value` for each option. The command line comes before the variables "
+            "of the environment, as SLIPSTREAM_SLOTS for --slots, and these come before the file.",
+        ),
+    ] = None,
+    **values: Any,
 ) -> None:
     """Start all four services here, and stop them on Ctrl-C. One that dies or hangs is started again.
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from slipstream.common.errors import AddressInUseError
 from slipstream.common.private_files import open_new
 from slipstream.common.rpc.listener import Listener
+from slipstream.common.settings import VARIABLE_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,7 +78,9 @@ def start_bound(argv: tuple[str, ...], output: BinaryIO, environment: Mapping[st
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        env={**os.environ, **environment},
+        # Their settings are in the command line: a variable is this process's own.
+        env={name: value for name, value in os.environ.items() if not name.startswith(VARIABLE_PREFIX)}
+        | dict(environment),
         # Out of the terminal's process group: this process decides who ends on Ctrl-C, and in which order.
         start_new_session=True,
     )

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SPEC = "setting"
-HELP_WIDTH = {"max_content_width": 100}
+HELP_WIDTH = {"max_content_width": 100, "help_option_names": ["-h", "--help"]}
 """Context settings of a command: its help is as wide as the terminal, up to this."""
+VARIABLE_PREFIX = "SLIPSTREAM_"
+"""Begins the environment variable of each option: --num-slots is SLIPSTREAM_NUM_SLOTS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,33 @@ def with_options(
     return decorate
 
 
+def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
+    """Takes the values of options from a YAML file, where neither the command line nor a variable has one.
+
+    Called with the value of an option that is read before all others. Raises ConfigError for a file that is no mapping
+    of the command's options.
+    """
+    if path is None:
+        return None
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError("config", str(path), f"a file in YAML that this user can read ({error})") from error
+    names = {one.name for one in context.command.params}
+    if not isinstance(found, dict):
+        raise ConfigError("config", str(path), "a file with a line `option: value` for each option")
+    values = {str(name).replace("-", "_"): value for name, value in found.items()}
+    for name, value in values.items():
+        if name not in names:
+            raise ConfigError("config", f"{name} in {path}", "options of this command, without their --")
+        # As on the command line; parsers take text.
+        values[name] = value if isinstance(value, bool | list) else str(value)
+    context.default_map = values
+    return path
+
+
 class GroupedCommand(typer.core.TyperCommand):
     """Shows in its help the options of each kind of settings under that kind's heading."""
 
@@ -163,6 +192,8 @@ def _parameters(kind: type) -> Iterator[inspect.Parameter]:
         option = typer.Option(
             _option_name(member),
             parser=spec.parse,
+            envvar=VARIABLE_PREFIX + member.name.upper(),
+            show_envvar=False,
             metavar=None if hints[member.name] is bool else spec.unit,
             help=f"{spec.help}  [default: {spec.unset}]" if spec.unset else spec.help,
             rich_help_panel=getattr(classes[places[member.name]], "heading", None),

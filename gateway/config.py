@@ -150,6 +150,7 @@ class GatewaySettings(AccessSettings, heading="Requests and jobs"):
         accepted="names with commas between",
         unset="the name of its directory",
     )
+    log_requests: bool = setting(False, help="Log a line for each request that ends.")
     compat_metrics: bool = setting(
         False, help="Have the metrics that routers read on the gateways' pages, under vLLM's names."
     )

@@ -66,12 +66,13 @@ class JobManager:
         return_s: float = RETURN_S,
         quota: TokenQuota | None = None,
         on_writable: Callable[[bool], None] = lambda _: None,
+        logs_requests: bool = False,
     ) -> None:
         """`stream_interval_s` returns the least time between two messages of a stream; `shard` numbers the jobs.
 
         Jobs are kept in the journal's file, if there is one. Those in it are back after `begin`; a caller may then take
         `return_s` to call again. `quota` bounds each owner's tokens in flight. `on_writable`: see
-        `Journal`.
+        `Journal`. `logs_requests`: whether each request that ends is a line of the log.
         """
         self._link = link
         self._store = store
@@ -83,6 +84,9 @@ class JobManager:
             journal_file, jobs=store.jobs, metrics=metrics, on_failure=self._fail_all, on_writable=on_writable
         )
         self._return_s = return_s
+        self._level = logging.INFO if logs_requests else logging.DEBUG
+        self.num_generated = 0
+        """Tokens that were generated, of all jobs ever."""
         self._quota = quota or TokenQuota(None)
         self.turns = LoopTurns()
         self._is_complete = not self.journal.has_jobs
@@ -332,7 +336,8 @@ class JobManager:
             if job.is_over:
                 self.journal.save(job)
                 self._store.end(job)
-                _log_end(job)
+                _log_end(job, self._level)
+        self.num_generated += num_tokens
         self._metrics.generation_tokens.inc(num_tokens)
         if not self._alive:
             self._is_idle.set()
@@ -368,9 +373,14 @@ class JobManager:
             self._link.cancel(sample)
 
 
-def _log_end(job: Job) -> None:
+def _log_end(job: Job, level: int) -> None:
     if job.error is not None:
         logger.warning("failed: %s", job.error, extra={"job": job.job_id})
-    else:
+    elif logger.isEnabledFor(level) and (usage := job.usage) is not None:
         how = job.left_as or job.finish_reason
-        logger.debug("ended with %d tokens: %s", job.num_tokens, how, extra={"job": job.job_id})
+        line = (
+            "ended (%s): %d prompt tokens, %d cached, %d generated; %.3f s waiting, %.3f s to the first, %.3f s in all"
+        )
+        tokens = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        times = (usage.queue_seconds, usage.time_to_first_token_seconds, usage.end_to_end_seconds)
+        logger.log(level, line, how, *tokens, *times, extra={"job": job.job_id})

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
+LOAD_S = 10.0
+"""Time between two lines of the log about the load, while there is one."""
 
 
 async def run_gateway(
@@ -163,6 +165,7 @@ def _make_jobs(config: GatewayConfig, metrics: RequestMetrics, link: SchedulerLi
         stream_interval_s=link.stream_interval_s if interval_ms is None else lambda: interval_ms / 1000,
         quota=TokenQuota(config.key_tokens),
         on_writable=health.set_writable,
+        logs_requests=config.log_requests,
         journal_file=None if path is None or mode is JournalMode.OFF else JournalFile.open(path, mode),
     )
 
@@ -182,7 +185,10 @@ async def _serve(
     linked.add_done_callback(lambda _: signals.request())
     collecting = asyncio.create_task(_collect_when_idle(jobs, servers))
     collecting.add_done_callback(raise_failure)
+    logging_load = asyncio.create_task(log_load(jobs, link))
+    logging_load.add_done_callback(raise_failure)
     await signals.wait()
+    logging_load.cancel()
     if not linked.done():  # otherwise no job can end
         await _finish(link, jobs, forwarding, grace_s)
     await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in servers))
@@ -244,6 +250,17 @@ async def _collect_when_idle(jobs: JobManager, servers: Sequence[GrpcServer]) ->
     collection = IdleCollection(keeps_young=True)
     with collection.in_charge():
         await collection.run(lambda: bool(jobs.num_jobs) or any(server.num_calls for server in servers))
+
+
+async def log_load(jobs: JobManager, link: SchedulerLink, interval_s: float = LOAD_S) -> NoReturn:
+    """Logs the tokens in a second and the outputs that run and wait, now and then while there are any."""
+    before = jobs.num_generated
+    while True:
+        await asyncio.sleep(interval_s)
+        num_new, before = jobs.num_generated - before, jobs.num_generated
+        if num_new or link.num_running or link.num_waiting:
+            load = (num_new / interval_s, link.num_running, link.num_waiting)
+            logger.info("%.1f tokens/s generated, %d outputs running, %d waiting", *load)
 
 
 def _own_state(config: GatewayConfig, address: str, metrics_port: int, link: SchedulerLink) -> GatewayState:

@@ -93,6 +93,7 @@ WRONG = {
     "up --target {}/none": "--target: got '{}/none'",
     "up --no-such-option": "--no-such-option",
     "up --slots many": "'--slots'",
+    "up --config {}/none": "--config: got '{}/none', accepted: a file in YAML that this user can read",
     "generate x --server here": "--server: got 'here'",
     "generate x --json-schema {}/none": "--json-schema: got '{}/none', accepted: a file of text",
     "generate x --grammar {}": "--grammar: got '{}', accepted: a file of text",

@@ -254,10 +254,13 @@ async def test_hurry_ends_the_drain(fake_service: MakeCommand) -> None:
     assert time.monotonic() - start < 20
 
 
-async def test_a_service_has_its_own_environment(fake_service: MakeCommand) -> None:
+async def test_a_service_has_its_own_environment(fake_service: MakeCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Options have their values on the command line: a variable would change those that have their default there.
+    monkeypatch.setenv("SLIPSTREAM_SLOTS", "3")
     async with serving(replace(fake_service("verify"), environment={"SLIPSTREAM_TEST": "inside"})) as supervisor:
         environment = psutil.Process(supervisor.pid("verify")).environ()
     assert environment["SLIPSTREAM_TEST"] == "inside"
+    assert "SLIPSTREAM_SLOTS" not in environment
     assert environment["PATH"] == os.environ["PATH"]
 
 

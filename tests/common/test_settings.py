@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from slipstream.common.errors import ConfigError
-from slipstream.common.settings import Settings, arguments, checked, setting, shared, with_options
+from slipstream.common.settings import (
+    HELP_WIDTH,
+    Settings,
+    arguments,
+    checked,
+    read_defaults,
+    setting,
+    shared,
+    with_options,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,3 +110,36 @@ def test_some_options_only() -> None:
 def test_shared_settings_are_passed_on() -> None:
     assert shared(Full, Basic(slots=3), where=Path("/")) == Full(slots=3, where=Path("/"))
     assert shared(Basic, {"slots": 2, "other": 1}) == Basic(slots=2)
+
+
+def test_the_command_line_comes_before_variables_and_these_before_the_file(tmp_path: Path) -> None:
+    got: list[Full] = []
+    app = typer.Typer(rich_markup_mode=None, context_settings=HELP_WIDTH)
+
+    @app.command()
+    @with_options(Full)
+    def command(
+        config: Annotated[Path | None, typer.Option(callback=read_defaults, is_eager=True)] = None, **values: Any
+    ) -> None:
+        got.append(Full(**values))
+
+    file = tmp_path / "a.yaml"
+    file.write_text(f"slots: 1\nlimit-s: 2.5\nloud: true\ntexts: [a, b]\nwhere: {tmp_path}\n", encoding="utf-8")
+
+    def run(*words: str, **variables: str) -> Full:
+        CliRunner().invoke(app, ["--config", str(file), *words], env=variables, catch_exceptions=False)
+        return got[-1]
+
+    assert run() == Full(slots=1, limit_s=2.5, loud=True, texts=["a", "b"], where=tmp_path)
+    assert run(SLIPSTREAM_SLOTS="2", SLIPSTREAM_KIND="b").slots == 2
+    assert run(SLIPSTREAM_SLOTS="2", SLIPSTREAM_KIND="b").kind == "b"
+    assert run("--slots", "3", SLIPSTREAM_SLOTS="2").slots == 3
+    for text, message in (
+        ("slot: 1", f"config: got 'slot in {file}', accepted: options of this command, without their --"),
+        ("- slots", f"config: got '{file}', accepted: a file with a line `option: value` for each option"),
+        ("a: [", f"config: got '{file}', accepted: a file in YAML that this user can read"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            run()
+    assert "--slots N" in CliRunner().invoke(app, ["-h"]).output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from slipstream.gateway.job import JobStore
 from slipstream.gateway.keys import current_owner
 from slipstream.gateway.request import parse_request
 from slipstream.gateway.sample import MAX_CHUNK_TOKENS, Sample
+from slipstream.gateway.server import log_load
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.generation_server import TTL_S, collect, generation_server, state_of, text_of, tokens_of
@@ -110,10 +112,8 @@ async def test_the_log_says_which_job_ended_and_how(
     with pytest.raises(UnavailableError, match="verify is gone"):
         await collect(client.generate([5], job_id="bad", max_new_tokens=9))
     lines = [(line.levelname, vars(line)["job"], line.message) for line in caplog.records if "job" in vars(line)]
-    assert lines == [
-        ("DEBUG", "good", "ended with 9 tokens: length"),
-        ("WARNING", "bad", "failed: verify is gone"),
-    ]
+    assert lines == [("DEBUG", "good", lines[0][2]), ("WARNING", "bad", "failed: verify is gone")]
+    assert lines[0][2].startswith("ended (length): 1 prompt tokens, 0 cached, 9 generated; ")
 
 
 async def test_the_last_call_that_a_job_is_for_ends_it(server: GenerationServer, client: AsyncClient) -> None:
@@ -535,3 +535,20 @@ def test_a_job_that_goes_on_or_is_replaced_no_longer_counts() -> None:
     # The one before it has the name no more: its end is of no interest.
     kept.now = 2 * KEPT_S
     assert (kept.numbers, kept.forgotten) == ([1], [2, 3, 4])
+
+
+async def test_ended_requests_and_the_load_are_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="slipstream.gateway")
+    async with generation_server(logs_requests=True) as server, AsyncClient(server.address) as client:
+        logging_load = asyncio.create_task(log_load(server.manager, server.link, 0.01))
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        await client.create_job([5, 6], job_id="mine", max_new_tokens=9)
+        await until(lambda: "0.0 tokens/s generated, 1 outputs running, 0 waiting" in caplog.text)
+        server.loop.pause_tokens = None
+        await collect(client.watch_job("mine"))
+        logging_load.cancel()
+    (line,) = (one for one in caplog.records if "ended (" in one.message)
+    assert (line.levelname, line.job) == ("INFO", "mine")  # type: ignore[attr-defined]
+    assert line.message.startswith("ended (length): 2 prompt tokens, 1 cached, 9 generated; 0.")
+    loads = [one.message for one in caplog.records if "tokens/s" in one.message]
+    assert any(not message.startswith("0.0 ") for message in loads)

@@ -113,6 +113,7 @@ async def generation_server(
     return_s: float = 30.0,
     scheduler: ScriptedScheduler | None = None,
     waits: bool = True,
+    logs_requests: bool = False,
 ) -> AsyncIterator[GenerationServer]:
     """Serves a model with a tokenizer of `kind`. If it `waits`, it is linked to its scheduler from the beginning on."""
     description = replace(DESCRIPTION, server=replace(STATE, context_tokens=context_tokens))
@@ -146,6 +147,7 @@ async def generation_server(
             journal_file=journal and JournalFile.open(journal, JournalMode.PROCESS),
             return_s=return_s,
             quota=quota,
+            logs_requests=logs_requests,
         )
         linked = asyncio.create_task(link.run(manager))
         if waits:
