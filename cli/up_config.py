@@ -33,7 +33,7 @@ DETERMINISTIC_STEP_TOKENS = 512
 METRICS_PORT = 9401
 """The scheduler's port in deploy/prometheus."""
 _IN_ORDER_OF_PORTS = ("scheduler", "verify", "draft")
-"""Services in the order of their consecutive metrics ports; a gateway, SMG and more gateways follow."""
+"""Services in the order of their consecutive metrics ports; a gateway, the door and more gateways follow."""
 LOOPBACK = "127.0.0.1"
 """Address of the metrics ports."""
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}

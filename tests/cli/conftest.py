@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,12 +79,20 @@ def fake_service(tmp_path: Path) -> MakeCommand:
     return partial(fake_command, tmp_path)
 
 
+def is_of(process: psutil.Process, others: set[psutil.Process]) -> bool:
+    """Whether others started it, as an `up` that several tests share starts services; true if it has ended by now."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(others & set(process.parents()))
+    return True
+
+
 @pytest.fixture(autouse=True)
 def no_process_left() -> Iterator[None]:
     """Fails a test that leaves a child behind, alive or not reaped."""
     before = set(psutil.Process().children(recursive=True))
     yield
-    left = set(psutil.Process().children(recursive=True)) - before
+    found = psutil.Process().children(recursive=True)
+    left = {process for process in found if process not in before and not is_of(process, before)}
     assert not left, f"left behind: {left}"
 
 

@@ -1,4 +1,4 @@
-"""`up --openai-port` and the `openai` package: a door before the real services."""
+"""`up --openai-port` and the `openai` package: a door before the real services, which are killed, too."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import asyncio
 import json
 import re
 import signal
+import sys
+import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import openai
 import pytest
+import pytest_asyncio
 
 from slipstream.bundled import standalone_dir
 from slipstream.client import AsyncClient
 from slipstream.common.wire.job import JobState
 from slipstream.gateway.tokenizer import load_tokenizer
-from tests.harness.doors import write_chat_model
+from tests.harness.doors import is_listening, write_chat_model
 from tests.harness.running import running_up, slipstream
+from tests.harness.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -32,6 +38,9 @@ pytestmark = pytest.mark.timeout(60)
 MODEL = "tiny"
 PROMPT = "def add(a, b):"
 TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}[assistant] "
+NUM_STREAMS = 8
+BACK_S = 2.0
+"""A door that was killed is back after this time; a host that starts a door more slowly has twice its time."""
 CONVERSATION: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
 
 
@@ -50,9 +59,8 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def up(model_dir: Path, state_dir: Path) -> Iterator[Running]:
     """The model, ready, with OpenAI's interface."""
-    with running_up(
-        state_dir, "--target", str(model_dir), "--draft", str(standalone_dir()), "--openai-port", "0", "--device", "cpu"
-    ) as up:
+    options = ("--target", str(model_dir), "--draft", str(standalone_dir()), "--openai-port", "0", "--device", "cpu")
+    with running_up(state_dir, *options, "--slots", str(NUM_STREAMS)) as up:
         found = re.search(r"OpenAI's interface: (\S+)", up.output())
         assert found
         with openai.OpenAI(base_url=found[1], api_key="none", max_retries=0) as client:
@@ -63,12 +71,17 @@ def up(model_dir: Path, state_dir: Path) -> Iterator[Running]:
         assert up.end() == 0
 
 
-@pytest.fixture
-async def client(up: Running) -> AsyncIterator[openai.AsyncOpenAI]:
+def client_of(up: Running) -> openai.AsyncOpenAI:
     """OpenAI's own client, as its users make it."""
     found = re.search(r"OpenAI's interface: (\S+)", up.output())
     assert found
-    async with openai.AsyncOpenAI(base_url=found[1], api_key="none", max_retries=0) as client:
+    return openai.AsyncOpenAI(base_url=found[1], api_key="none", max_retries=0)
+
+
+@pytest.fixture
+async def client(up: Running) -> AsyncIterator[openai.AsyncOpenAI]:
+    """A client of the module's `up`."""
+    async with client_of(up) as client:
         yield client
 
 
@@ -217,3 +230,84 @@ def test_the_load_command_loads_both_interfaces(up: Running, state_dir: Path, tm
         assert f"{'Successful requests':<34}{6:>12}" in done.stdout
     assert found["total_input_tokens"] == 54
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+
+
+def process_of(up: Running, service: str) -> Any:
+    """The process of a service."""
+    (found,) = (one for one in up.children() if any(f"slipstream.{service}" == word for word in one.cmdline()))
+    return found
+
+
+async def texts_of(client: openai.AsyncOpenAI, on_text: Any = lambda: None) -> list[str]:
+    """The texts of all streams; `on_text` is called when each has begun."""
+    begun: set[int] = set()
+
+    async def text_of(index: int) -> str:
+        messages: Any = [{"role": "user", "content": f"def f{index}(a):"}]
+        stream = await client.chat.completions.create(
+            model=MODEL,
+            messages=messages,
+            max_completion_tokens=160,
+            seed=index,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        text = ""
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+            if text and index not in begun:
+                begun.add(index)
+                if len(begun) == NUM_STREAMS:
+                    on_text()
+        return text
+
+    return await asyncio.gather(*(text_of(index) for index in range(NUM_STREAMS)))
+
+
+async def start_s(path: Path) -> float:
+    """Time in which a door starts on this host."""
+    begun_at = time.monotonic()
+    command = (sys.executable, "-m", "slipstream.door.main", "--listen", f"unix:{path}")
+    door = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+    await until(lambda: is_listening(str(path)))
+    taken_s = time.monotonic() - begun_at
+    door.kill()
+    await door.wait()
+    return taken_s
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def undisturbed(up: Running) -> list[str]:
+    """The texts of streams without a fault."""
+    async with client_of(up) as client:
+        return await texts_of(client)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("service", ["gateway.main", "scheduler.main", "services.verify_main", "services.draft_main"])
+async def test_streams_go_on_when_a_process_is_killed(
+    up: Running, client: openai.AsyncOpenAI, undisturbed: list[str], service: str
+) -> None:
+    assert len(set(undisturbed)) > 1
+    assert await texts_of(client, process_of(up, service).kill) == undisturbed
+
+
+@pytest.mark.timeout(120)
+async def test_a_door_that_is_killed_comes_back_and_its_jobs_end(
+    up: Running, client: openai.AsyncOpenAI, own: AsyncClient, undisturbed: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises((httpx.HTTPError, openai.APIConnectionError)):
+        await texts_of(client, process_of(up, "door.main").kill)
+    killed_at = time.monotonic()
+    while True:
+        with suppress(openai.APIConnectionError):
+            await client.models.list()
+            break
+    back_s = time.monotonic() - killed_at
+    assert back_s < BACK_S or back_s < 2 * await start_s(tmp_path / "door")
+    async with asyncio.timeout(30):
+        while any(job.state is not JobState.ENDED for job in (await own.list_jobs()).jobs):
+            pass
+    assert {str(job.finish_reason) for job in (await own.list_jobs()).jobs[:NUM_STREAMS]} == {"abort"}
+    assert await texts_of(client) == undisturbed
