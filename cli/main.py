@@ -27,6 +27,7 @@ from slipstream.cli.state_dir import default_state_dir
 from slipstream.cli.swap_draft import SwapOptions, run_swap
 from slipstream.cli.up_config import UpConfig, first_metrics_port
 from slipstream.common.errors import (
+    CheckpointError,
     ConfigError,
     ConnectionLostError,
     FailedPreconditionError,
@@ -57,11 +58,11 @@ _HINTS: dict[type[SlipstreamError], str] = {
 
 
 def main() -> None:
-    """Runs the command line: exit status 0 when all went well, 1 after a failure, 2 for a wrong command."""
+    """Runs the command line: exit status 0 when all went well, 1 after a failure, 2 for a wrong command or model."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # what it calls INFO would stand among our own lines
     try:
         app()
-    except (ConfigError, InvalidArgumentError) as error:
+    except (CheckpointError, ConfigError, InvalidArgumentError) as error:
         _fail(error, 2)
     except (SlipstreamError, OSError) as error:
         _fail(error, 1)

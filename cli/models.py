@@ -6,8 +6,10 @@ import ctypes
 import json
 import runpy
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slipstream import bundled
 from slipstream.cli.hub import MODEL_UNIT, find_model
@@ -17,6 +19,10 @@ from slipstream.scheduler.config import AUTO, DEFAULT_DRAFT_TOKENS, parse_number
 from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP, algorithm_of_head
 from slipstream.services.worker.config import ALGORITHMS as WORKER_ALGORITHMS
 from slipstream.services.worker.config import NGRAM, STANDALONE
+
+if TYPE_CHECKING:
+    from slipstream.services.models.config import ModelConfig
+    from slipstream.services.models.head_config import HeadConfig, HeadKind
 
 CUDA = "cuda"
 NONE = "none"
@@ -153,11 +159,11 @@ def describe_target(models: ModelChoice, *, needs_weights: bool = True) -> str:
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.json_files import tokenizer_fingerprint
 
-    architecture = ModelConfig.from_directory(models.target).architecture
+    config = ModelConfig.from_directory(models.target)
     tokenizer_fingerprint(models.target)
     if needs_weights:
-        _check_weights(models.target)
-    return architecture
+        _check_decoder(models.target, config)
+    return config.architecture
 
 
 def describe_draft(models: ModelChoice, *, needs_weights: bool = True) -> str:
@@ -169,23 +175,34 @@ def describe_draft(models: ModelChoice, *, needs_weights: bool = True) -> str:
     path, head = models.draft, HEADS.get(models.algorithm)
     assert path is not None, "there is a draft model"
     if head is None:
-        name = ModelConfig.from_directory(path).architecture
+        config = ModelConfig.from_directory(path)
+        name, check = config.architecture, partial(_check_decoder, path, config)
     else:
-        name = head.name
-        check_target(path, head.config(path), models.target)
+        head_config = head.config(path)
+        check_target(path, head_config, models.target)
+        name, check = head.name, partial(_check_head, path, head_config, head)
     has_tokenizer = head is None or (path / "tokenizer.json").is_file()
     if has_tokenizer and tokenizer_fingerprint(path) != tokenizer_fingerprint(models.target):
         raise CheckpointError(f"{path}: its tokenizer is not that of the target, {models.target}")
     if needs_weights:
-        _check_weights(path)
+        check()
     return name + (", with the target's tokenizer" if has_tokenizer else "")
 
 
-def _check_weights(path: Path) -> None:
+def _check_decoder(path: Path, config: ModelConfig) -> None:
+    """Compares the headers of all tensors with `config.json`."""
+    from slipstream.services.models.slots import checked_decoder_slots, weight_files
+
+    with weight_files(path, config, framework="numpy") as files:
+        checked_decoder_slots(files, config)
+
+
+def _check_head(path: Path, config: HeadConfig, kind: HeadKind) -> None:
+    from slipstream.services.models.slots import checked_head_slots
     from slipstream.services.models.weight_files import WeightFiles
 
-    with WeightFiles(path, framework="numpy"):
-        pass
+    with WeightFiles(path, framework="numpy") as files:
+        checked_head_slots(files, config, kind)
 
 
 def check_device(device: str) -> None:

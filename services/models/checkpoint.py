@@ -9,9 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
-import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,16 +30,18 @@ from slipstream.services.models.head_config import (
 from slipstream.services.models.heads import DraftHead, make_head
 from slipstream.services.models.linear import FP8, dequantised
 from slipstream.services.models.packed import mxfp4, unpacked
-from slipstream.services.models.quantization import FLOATS
 from slipstream.services.models.slots import (
     EMBEDDING_TENSOR,
+    IDS_TENSOR,
     MODULE_OUTPUT,
     TARGET_EMBEDDING,
     Slot,
     Slots,
-    decoder_slots,
-    head_slots,
+    check_tensors,
+    checked_decoder_slots,
+    checked_head_slots,
     module_name,
+    weight_files,
 )
 from slipstream.services.models.weight_files import WeightFiles
 
@@ -53,13 +53,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROGRESS = "loading: %.0f %%"
-_SHOWN = 3
-"""Tensor names that an error lists at most."""
-_LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.", re.ASCII)
-_IDS = "d2t"
-_TABLES = (_IDS, "t2d")
-_FREQUENCIES = ".rotary_emb.inv_freq"
-"""End of the names of RoPE's frequencies, which older checkpoints hold and which are computed here."""
 
 
 class LoadFormat(enum.Enum):
@@ -91,8 +84,7 @@ def load_decoder(
         fill_with_noise(decoder)
     else:
         with weight_files(path, config) as files:
-            slots = decoder_slots(config, files.tensors)
-            _check_tensors(files, slots, config.architecture, partial(_is_ignored, config))
+            slots = checked_decoder_slots(files, config)
             decoder = decoder_class(config, device=device, dtype=dtype)
             _fill(decoder, slots, files)
             _pair_dimensions(decoder)
@@ -134,13 +126,10 @@ def load_head(
         head.token_ids.mul_(config.layer.vocab_size // config.draft_vocab_size)  # spread evenly over the target's
     else:
         with WeightFiles(path) as files:
-            slots = head_slots(config)
-            absent = [name for name, slot in slots.items() if slot.parameter in kind.optional]
-            borrowed = {name: slots.pop(name) for name in absent if name not in files.tensors}
+            slots, borrowed = checked_head_slots(files, config, kind)
             if borrows:
                 config = replace(config, borrowed=tuple(slot.parameter for slot in borrowed.values()))
                 borrowed = {}
-            _check_tensors(files, slots, kind.name, partial(_is_ignored_in_head, config))
             _check_copies(files, config)
             token_ids = _token_ids(files, config)
             head = make(config, device=device, dtype=dtype)
@@ -150,21 +139,6 @@ def load_head(
             _copy_from_target(head, slot.parameter, name, path, target)
     head.pack()
     return head.eval()
-
-
-def weight_files(path: Path, config: ModelConfig) -> WeightFiles:
-    """Opens a decoder's files; of a multimodal model's, its text part's tensors, by the names that a decoder has."""
-    if config.text_of is None:
-        return WeightFiles(path)
-    logger.info("of %s only the text part is loaded: requests have no images", config.text_of)
-    return WeightFiles(path, name_of=_name_in_text_part)
-
-
-def _name_in_text_part(name: str) -> str | None:
-    for prefix, ours in (("language_model.", ""), ("model.language_model.", "model."), ("lm_head.", "lm_head.")):
-        if name.startswith(prefix):
-            return ours + name.removeprefix(prefix)
-    return None
 
 
 def _fill(module: nn.Module, slots: Slots, files: WeightFiles) -> None:
@@ -285,47 +259,6 @@ def fill_with_noise(module: nn.Module) -> None:
             logger.debug(PROGRESS, 100 * done / total)
 
 
-def _check_tensors(files: WeightFiles, slots: Slots, what: str, is_ignored: Callable[[str], bool]) -> None:
-    """Raises `CheckpointError` unless the files hold these tensors and no others; `what` is what they make."""
-    for name, info in files.tensors.items():
-        accepted = slots[name].dtypes if name in slots else FLOATS
-        if info.dtype not in accepted and not is_ignored(name):
-            reason = "no quantised weights" if accepted == FLOATS else "quantization_config of config.json"
-            raise files.error(name, f"got dtype {info.dtype}, supported: {', '.join(accepted)} ({reason})")
-    if missing := [name for name in slots if name not in files.tensors]:
-        raise CheckpointError(f"{files.path}: missing tensors: {_some(missing)}; config.json asks for them")
-    if extra := [name for name in files.tensors if name not in slots and not is_ignored(name)]:
-        message = f"the tensors of {what} by config.json"
-        raise CheckpointError(f"{files.path}: unknown tensors: {_some(extra)}; supported: {message}")
-    for name, slot in slots.items():
-        shape = files.tensors[name].shape
-        if (shape or (1,)) != slot.shape:
-            raise files.error(name, f"got shape {list(shape)}, config.json asks for {list(slot.shape)}")
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
-def _is_ignored(config: ModelConfig, name: str) -> bool:
-    layers = range(config.num_layers, config.num_layers + config.num_nextn_layers)
-    is_of_module = name.startswith(tuple(f"model.layers.{number}." for number in layers))
-    is_tied = name == OUTPUT_TENSOR and config.tie_word_embeddings  # compared, not loaded
-    is_activations_scale = config.fp8 is not None and name.endswith(".input_scale")
-    return is_of_module or is_tied or is_activations_scale or name.endswith(_FREQUENCIES)
-
-
-def _is_ignored_in_head(config: HeadConfig, name: str) -> bool:
-    if not isinstance(config, MtpConfig):
-        return name in _TABLES or name.endswith(_FREQUENCIES)
-    # The modules may lie in the target's own checkpoint, and each may have its copy of what they share.
-    layer = _LAYER_NAME.match(name)
-    if layer is None or int(layer[1]) < config.first_layer:
-        return name.startswith("model.") or name == OUTPUT_TENSOR
-    return name.endswith((f".{EMBEDDING_TENSOR}", f".{MODULE_OUTPUT}", _FREQUENCIES))
-
-
 def _check_tied_output(files: WeightFiles) -> None:
     if OUTPUT_TENSOR in files.tensors and not torch.equal(files.read(OUTPUT_TENSOR), files.read(TARGET_EMBEDDING)):
         reason = f"got true, but {OUTPUT_TENSOR} differs from {TARGET_EMBEDDING}"
@@ -350,17 +283,17 @@ def _token_ids(files: WeightFiles, config: HeadConfig) -> torch.Tensor:
     """The target's ids of the draft's tokens: `d2t` has how far each is from the draft's own."""
     size, vocab_size = config.draft_vocab_size, config.layer.vocab_size
     own = torch.arange(size)
-    if _IDS not in files.tensors:
+    if IDS_TENSOR not in files.tensors:
         if size == vocab_size:
             return own
-        raise CheckpointError(f"{files.path}: missing tensors: {_IDS}; draft_vocab_size asks for it")
-    info = files.tensors[_IDS]
+        raise CheckpointError(f"{files.path}: missing tensors: {IDS_TENSOR}; draft_vocab_size asks for it")
+    info = files.tensors[IDS_TENSOR]
     if info.shape != (size,) or info.dtype not in ("I64", "I32"):
-        raise files.error(_IDS, f"got {info.dtype} {list(info.shape)}, supported: I64 [{size}]")
-    ids = own + files.read(_IDS)
+        raise files.error(IDS_TENSOR, f"got {info.dtype} {list(info.shape)}, supported: I64 [{size}]")
+    ids = own + files.read(IDS_TENSOR)
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(set(ids.tolist())) < size:
         accepted = "supported: target id - draft id"
-        raise files.error(_IDS, f"some of its ids are not below {vocab_size}, or there twice; {accepted}")
+        raise files.error(IDS_TENSOR, f"some of its ids are not below {vocab_size}, or there twice; {accepted}")
     return ids
 
 
@@ -373,7 +306,7 @@ def _copy_from_target(head: DraftHead, which: str, name: str, path: Path, target
     theirs = OUTPUT_TENSOR if which == OUTPUT and not config.tie_word_embeddings else TARGET_EMBEDDING
     with weight_files(target, config) as files:
         slots = {theirs: Slot("", (config.vocab_size, parameter.shape[1]))}
-        _check_tensors(files, slots, "the target", lambda name: name != theirs)
+        check_tensors(files, slots, "the target", lambda name: name != theirs)
         # The two may be padded differently.
         _copy_finite(parameter[: config.vocab_size], files, theirs)
         parameter[config.vocab_size :].zero_()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from slipstream.common.errors import CheckpointError
 from slipstream.services.models.families import FAMILIES, HeadNorms
 from slipstream.services.models.head_config import (
     EMBEDDING,
@@ -15,21 +19,33 @@ from slipstream.services.models.head_config import (
     Eagle3Config,
     EagleConfig,
     HeadConfig,
+    HeadKind,
     MtpConfig,
 )
 from slipstream.services.models.quantization import FLOATS, Packing
+from slipstream.services.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
+    from pathlib import Path
 
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.experts_config import ExpertsConfig
     from slipstream.services.models.quantization import Fp8Weights, PackedWeights
 
+logger = logging.getLogger(__name__)
+
 _FP8_DTYPES = ("F8_E4M3",)
 EMBEDDING_TENSOR = "embed_tokens.weight"
 TARGET_EMBEDDING = f"model.{EMBEDDING_TENSOR}"
 MODULE_OUTPUT = "shared_head.head.weight"
+IDS_TENSOR = "d2t"
+_TABLES = (IDS_TENSOR, "t2d")
+_LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.", re.ASCII)
+_FREQUENCIES = ".rotary_emb.inv_freq"
+"""End of the names of RoPE's frequencies, which older checkpoints hold and which are computed here."""
+_SHOWN = 3
+"""Tensor names that an error lists at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,3 +257,75 @@ def _packed_slots(packed: PackedWeights, name: str, weight: Slot, size: tuple[in
         )
         for end, (shape, dtypes) in packed.parts(rows, columns).items()
     }
+
+
+def checked_decoder_slots(files: WeightFiles, config: ModelConfig) -> Slots:
+    """Returns `decoder_slots`. Raises `CheckpointError` unless the files have these tensors and no others."""
+    slots = decoder_slots(config, files.tensors)
+    check_tensors(files, slots, config.architecture, partial(_is_ignored, config))
+    return slots
+
+
+def checked_head_slots(files: WeightFiles, config: HeadConfig, kind: HeadKind) -> tuple[Slots, Slots]:
+    """Returns the tensors that a head has, and those that the target's serve for; raises as `checked_decoder_slots`."""
+    slots = head_slots(config)
+    absent = [name for name, slot in slots.items() if slot.parameter in kind.optional]
+    borrowed = {name: slots.pop(name) for name in absent if name not in files.tensors}
+    check_tensors(files, slots, kind.name, partial(_is_ignored_in_head, config))
+    return slots, borrowed
+
+
+def weight_files(path: Path, config: ModelConfig, *, framework: str = "pt") -> WeightFiles:
+    """Opens a decoder's files; of a multimodal model's, its text part's tensors, by the names that a decoder has."""
+    if config.text_of is None:
+        return WeightFiles(path, framework=framework)
+    logger.info("of %s only the text part is loaded: requests have no images", config.text_of)
+    return WeightFiles(path, framework=framework, name_of=_name_in_text_part)
+
+
+def _name_in_text_part(name: str) -> str | None:
+    for prefix, ours in (("language_model.", ""), ("model.language_model.", "model."), ("lm_head.", "lm_head.")):
+        if name.startswith(prefix):
+            return ours + name.removeprefix(prefix)
+    return None
+
+
+def check_tensors(files: WeightFiles, slots: Slots, what: str, is_ignored: Callable[[str], bool]) -> None:
+    """Raises `CheckpointError` unless the files hold these tensors and no others; `what` is what they make."""
+    for name, info in files.tensors.items():
+        accepted = slots[name].dtypes if name in slots else FLOATS
+        if info.dtype not in accepted and not is_ignored(name):
+            reason = "no quantised weights" if accepted == FLOATS else "quantization_config of config.json"
+            raise files.error(name, f"got dtype {info.dtype}, supported: {', '.join(accepted)} ({reason})")
+    if missing := [name for name in slots if name not in files.tensors]:
+        raise CheckpointError(f"{files.path}: missing tensors: {_some(missing)}; config.json asks for them")
+    if extra := [name for name in files.tensors if name not in slots and not is_ignored(name)]:
+        message = f"the tensors of {what} by config.json"
+        raise CheckpointError(f"{files.path}: unknown tensors: {_some(extra)}; supported: {message}")
+    for name, slot in slots.items():
+        shape = files.tensors[name].shape
+        if (shape or (1,)) != slot.shape:
+            raise files.error(name, f"got shape {list(shape)}, config.json asks for {list(slot.shape)}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _is_ignored(config: ModelConfig, name: str) -> bool:
+    layers = range(config.num_layers, config.num_layers + config.num_nextn_layers)
+    is_of_module = name.startswith(tuple(f"model.layers.{number}." for number in layers))
+    is_tied = name == OUTPUT_TENSOR and config.tie_word_embeddings  # compared, not loaded
+    is_activations_scale = config.fp8 is not None and name.endswith(".input_scale")
+    return is_of_module or is_tied or is_activations_scale or name.endswith(_FREQUENCIES)
+
+
+def _is_ignored_in_head(config: HeadConfig, name: str) -> bool:
+    if not isinstance(config, MtpConfig):
+        return name in _TABLES or name.endswith(_FREQUENCIES)
+    # The modules may lie in the target's own checkpoint, and each may have its copy of what they share.
+    layer = _LAYER_NAME.match(name)
+    if layer is None or int(layer[1]) < config.first_layer:
+        return name.startswith("model.") or name == OUTPUT_TENSOR
+    return name.endswith((f".{EMBEDDING_TENSOR}", f".{MODULE_OUTPUT}", _FREQUENCIES))

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from slipstream import bundled
 from slipstream.cli import models as models_module
@@ -16,9 +18,10 @@ from slipstream.cli.models import ModelChoice, ModelOptions, check_device
 from slipstream.common.errors import CheckpointError, ConfigError
 from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP
 from slipstream.services.worker.config import STANDALONE
-from tests.harness.checkpoints import write_checkpoint
+from tests.harness.checkpoints import write_checkpoint, write_json, write_weights
 from tests.harness.eagle3_checkpoints import ALGORITHMS, LAYOUTS, SPECULATORS, write_head
 from tests.harness.running import slipstream
+from tests.harness.transformers_checkpoints import write_by_transformers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,7 +93,34 @@ def test_up_ends_before_it_starts_anything(option: str, tmp_path: Path) -> None:
     found = slipstream("up", *paths, *options)
     draft, target = (other, TARGET) if option == "--draft" else (bundled.standalone_dir(), other)
     message = f"slipstream: error: {draft}: its tokenizer is not that of the target, {target}\n"
-    assert (found.returncode, found.stdout, found.stderr) == (1, "", message)
+    assert (found.returncode, found.stdout, found.stderr) == (2, "", message)
+
+
+def test_tensors_that_do_not_fit_are_found_before_anything_starts(tmp_path: Path) -> None:
+    """Of a target with experts, of a draft and of a head: by their headers."""
+    target = write_by_transformers(tmp_path / "target", "qwen3-moe")
+    plain, head = (
+        write_checkpoint(tmp_path / "plain"),
+        write_head(tmp_path / "head", drop="midlayer.mlp.up_proj.weight"),
+    )
+    models_module.check_models(ModelChoice(target=target, draft=plain, algorithm=STANDALONE))
+    missing = "missing tensors: midlayer.mlp.up_proj.weight; config.json asks for them"
+    assert refused(ModelChoice(target=target, draft=head, algorithm=EAGLE3)) == f"{head}: {missing}"
+    name = "model.layers.3.mlp.experts.5.down_proj.weight"
+    write_weights(target, load_file(target / "model.safetensors") | {name: torch.zeros(64, 25)})
+    wrong = f"tensor {name}: got shape [64, 25], config.json asks for [64, 24]"
+    message = f"{target}: model.safetensors: {wrong}"
+    assert refused(ModelChoice(target=target, draft=None, algorithm="none")) == message
+    assert refused(ModelChoice(target=plain, draft=target, algorithm=STANDALONE)) == message
+    paths = ("--state-dir", str(tmp_path / "state"), "--listen", "127.0.0.1:0", "--algorithm", "none")
+    found = slipstream("up", *paths, "--target", str(target))
+    assert (found.returncode, found.stdout, found.stderr) == (2, "", f"slipstream: error: {message}\n")
+    (target / "model.safetensors").unlink()
+    write_json(target / "model.safetensors.index.json", {"weight_map": {name: "../plain/model.safetensors"}})
+    found = slipstream("up", *paths, "--target", str(target))
+    outside = f"weight_map: {name}: got '../plain/model.safetensors', supported: the name of a safetensors file"
+    assert found.returncode == 2
+    assert found.stderr.startswith(f"slipstream: error: {target}: model.safetensors.index.json: {outside}")
 
 
 def test_a_gpu_without_its_driver_or_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
