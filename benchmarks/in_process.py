@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Device
     from slipstream.common.wire.step import Role, StepCommand
-    from slipstream.common.wire.worker import Attachment, DraftRegion, StepTokens, WorkerDescription
+    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, StepTokens, WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.services.worker.config import WorkerConfig
     from slipstream.services.worker.engine import Engine
@@ -81,6 +81,12 @@ class LocalLink:
 
     def attach_draft(self, region: DraftRegion) -> None:
         self._device_thread.submit(lambda: list(self._engine.attach_draft(region))).result()
+
+    def attach_grammar(self, region: GrammarRegion) -> None:
+        raise NotImplementedError("measured without constraints")
+
+    def prepare(self, grammar: str) -> None:
+        raise NotImplementedError("measured without constraints")
 
     def release_draft(self, epoch: int, attachment: int) -> None:
         self._device_thread.submit(self._engine.release_draft, epoch, attachment)

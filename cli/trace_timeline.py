@@ -170,7 +170,7 @@ class Timeline:
         begin_ns = min((slice_.begin_ns for slice_ in self.slices), default=0)
         end_ns = max((slice_.end_ns for slice_ in self.slices), default=0)
         gateways = (name for name in self._records if name.startswith("gateway"))
-        for number, name in enumerate(gateways, start=len(Role) + 2):
+        for number, name in enumerate(gateways, start=len(_PARTS) + 2):
             self._add_requests(number, name, begin_ns, end_ns)
         self.slices.sort(key=lambda slice_: (slice_.lane, slice_.begin_ns, -slice_.end_ns))
 

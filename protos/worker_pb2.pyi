@@ -40,7 +40,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("role", "protocol_version", "device", "vocab_size", "tokenizer_sha256", "dtype", "max_context_tokens", "kv_bytes_per_token", "hidden_width", "algorithm", "eos_token_ids", "model", "tokenizer_path", "pid", "metrics_port", "last_epoch", "hidden_layers", "memory", "under_mps", "pid_namespace", "shm_device", "has_scheduler", "has_paged_kv", "tokens_ahead", "shared_weight_bytes", "weights", "takes_mixed_steps", "takes_ragged_steps")
+    __slots__ = ("role", "protocol_version", "device", "vocab_size", "tokenizer_sha256", "dtype", "max_context_tokens", "kv_bytes_per_token", "hidden_width", "algorithm", "eos_token_ids", "model", "tokenizer_path", "pid", "metrics_port", "last_epoch", "hidden_layers", "memory", "under_mps", "pid_namespace", "shm_device", "has_scheduler", "has_paged_kv", "tokens_ahead", "shared_weight_bytes", "weights", "takes_mixed_steps", "takes_ragged_steps", "takes_masks")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class DescribeResponse(_message.Message):
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     TAKES_MIXED_STEPS_FIELD_NUMBER: _ClassVar[int]
     TAKES_RAGGED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_MASKS_FIELD_NUMBER: _ClassVar[int]
     role: str
     protocol_version: int
     device: str
@@ -97,7 +98,8 @@ class DescribeResponse(_message.Message):
     weights: Manifest
     takes_mixed_steps: bool
     takes_ragged_steps: bool
-    def __init__(self, role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., hidden_width: _Optional[int] = ..., algorithm: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_port: _Optional[int] = ..., last_epoch: _Optional[int] = ..., hidden_layers: _Optional[_Iterable[int]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., under_mps: _Optional[bool] = ..., pid_namespace: _Optional[str] = ..., shm_device: _Optional[int] = ..., has_scheduler: _Optional[bool] = ..., has_paged_kv: _Optional[bool] = ..., tokens_ahead: _Optional[int] = ..., shared_weight_bytes: _Optional[int] = ..., weights: _Optional[_Union[Manifest, _Mapping]] = ..., takes_mixed_steps: _Optional[bool] = ..., takes_ragged_steps: _Optional[bool] = ...) -> None: ...
+    takes_masks: bool
+    def __init__(self, role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., hidden_width: _Optional[int] = ..., algorithm: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_port: _Optional[int] = ..., last_epoch: _Optional[int] = ..., hidden_layers: _Optional[_Iterable[int]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., under_mps: _Optional[bool] = ..., pid_namespace: _Optional[str] = ..., shm_device: _Optional[int] = ..., has_scheduler: _Optional[bool] = ..., has_paged_kv: _Optional[bool] = ..., tokens_ahead: _Optional[int] = ..., shared_weight_bytes: _Optional[int] = ..., weights: _Optional[_Union[Manifest, _Mapping]] = ..., takes_mixed_steps: _Optional[bool] = ..., takes_ragged_steps: _Optional[bool] = ..., takes_masks: _Optional[bool] = ...) -> None: ...
 
 class DeviceMemory(_message.Message):
     __slots__ = ("total", "free", "weights", "work", "work_per_token", "work_per_choice")
@@ -116,7 +118,7 @@ class DeviceMemory(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., weights: _Optional[int] = ..., work: _Optional[int] = ..., work_per_token: _Optional[int] = ..., work_per_choice: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("epoch", "peer", "manifest", "num_slots", "num_draft_tokens", "run_ahead", "page_tokens", "num_pages", "context_tokens", "chunk_tokens", "protocol_version", "debug", "given", "expected_draft", "slot_pages", "measures_step_tokens")
+    __slots__ = ("epoch", "peer", "manifest", "num_slots", "num_draft_tokens", "run_ahead", "page_tokens", "num_pages", "context_tokens", "chunk_tokens", "protocol_version", "debug", "given", "expected_draft", "slot_pages", "measures_step_tokens", "results")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +135,7 @@ class AttachRequest(_message.Message):
     EXPECTED_DRAFT_FIELD_NUMBER: _ClassVar[int]
     SLOT_PAGES_FIELD_NUMBER: _ClassVar[int]
     MEASURES_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     peer: DescribeResponse
     manifest: Manifest
@@ -149,7 +152,8 @@ class AttachRequest(_message.Message):
     expected_draft: DraftSizes
     slot_pages: int
     measures_step_tokens: bool
-    def __init__(self, epoch: _Optional[int] = ..., peer: _Optional[_Union[DescribeResponse, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., num_slots: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., run_ahead: _Optional[int] = ..., page_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., context_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., debug: _Optional[bool] = ..., given: _Optional[_Union[Manifest, _Mapping]] = ..., expected_draft: _Optional[_Union[DraftSizes, _Mapping]] = ..., slot_pages: _Optional[int] = ..., measures_step_tokens: _Optional[bool] = ...) -> None: ...
+    results: Manifest
+    def __init__(self, epoch: _Optional[int] = ..., peer: _Optional[_Union[DescribeResponse, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., num_slots: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., run_ahead: _Optional[int] = ..., page_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., context_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., debug: _Optional[bool] = ..., given: _Optional[_Union[Manifest, _Mapping]] = ..., expected_draft: _Optional[_Union[DraftSizes, _Mapping]] = ..., slot_pages: _Optional[int] = ..., measures_step_tokens: _Optional[bool] = ..., results: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("step_tokens", "step_doubling_context", "command_socket")
@@ -186,6 +190,32 @@ class AttachDraftRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., attachment: _Optional[int] = ..., own: _Optional[_Union[Manifest, _Mapping]] = ..., given: _Optional[_Union[Manifest, _Mapping]] = ..., draft: _Optional[_Union[DraftSizes, _Mapping]] = ...) -> None: ...
 
 class AttachDraftResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AttachGrammarRequest(_message.Message):
+    __slots__ = ("epoch", "attachment", "own", "given")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    OWN_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    attachment: int
+    own: Manifest
+    given: Manifest
+    def __init__(self, epoch: _Optional[int] = ..., attachment: _Optional[int] = ..., own: _Optional[_Union[Manifest, _Mapping]] = ..., given: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
+
+class AttachGrammarResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PrepareRequest(_message.Message):
+    __slots__ = ("grammar",)
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    grammar: str
+    def __init__(self, grammar: _Optional[str] = ...) -> None: ...
+
+class PrepareResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -274,7 +304,7 @@ class FenceWait(_message.Message):
     def __init__(self, fence: _Optional[_Union[Fence, str]] = ..., value: _Optional[int] = ..., place: _Optional[_Union[WaitPlace, str]] = ...) -> None: ...
 
 class StepCommand(_message.Message):
-    __slots__ = ("epoch", "step", "slots", "waits", "signals", "chunks", "updates", "acknowledge", "top_logprobs", "attachment", "num_draft_tokens", "catches_up")
+    __slots__ = ("epoch", "step", "slots", "waits", "signals", "chunks", "updates", "acknowledge", "top_logprobs", "attachment", "num_draft_tokens", "catches_up", "grammar", "constrained", "grammar_rows", "consumed")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -287,6 +317,10 @@ class StepCommand(_message.Message):
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CATCHES_UP_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINED_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_ROWS_FIELD_NUMBER: _ClassVar[int]
+    CONSUMED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     slots: _containers.RepeatedScalarFieldContainer[int]
@@ -299,7 +333,25 @@ class StepCommand(_message.Message):
     attachment: int
     num_draft_tokens: _containers.RepeatedScalarFieldContainer[int]
     catches_up: bool
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., waits: _Optional[_Iterable[_Union[FenceWait, _Mapping]]] = ..., signals: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[PromptChunk, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[SlotUpdate, _Mapping]]] = ..., acknowledge: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., attachment: _Optional[int] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., catches_up: _Optional[bool] = ...) -> None: ...
+    grammar: int
+    constrained: _containers.RepeatedScalarFieldContainer[int]
+    grammar_rows: _containers.RepeatedCompositeFieldContainer[GrammarRow]
+    consumed: int
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., waits: _Optional[_Iterable[_Union[FenceWait, _Mapping]]] = ..., signals: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[PromptChunk, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[SlotUpdate, _Mapping]]] = ..., acknowledge: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., attachment: _Optional[int] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., catches_up: _Optional[bool] = ..., grammar: _Optional[int] = ..., constrained: _Optional[_Iterable[int]] = ..., grammar_rows: _Optional[_Iterable[_Union[GrammarRow, _Mapping]]] = ..., consumed: _Optional[int] = ...) -> None: ...
+
+class GrammarRow(_message.Message):
+    __slots__ = ("slot", "grammar", "num_known", "tokens", "num_draft_tokens")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    NUM_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    grammar: str
+    num_known: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    num_draft_tokens: int
+    def __init__(self, slot: _Optional[int] = ..., grammar: _Optional[str] = ..., num_known: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class PromptChunk(_message.Message):
     __slots__ = ("slot", "start", "tokens", "is_last")

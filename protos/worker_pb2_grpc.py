@@ -53,6 +53,16 @@ class WorkerStub:
                 request_serializer=slipstream_dot_protos_dot_worker__pb2.AttachDraftRequest.SerializeToString,
                 response_deserializer=slipstream_dot_protos_dot_worker__pb2.AttachDraftResponse.FromString,
                 _registered_method=True)
+        self.AttachGrammar = channel.unary_unary(
+                '/slipstream.v1.Worker/AttachGrammar',
+                request_serializer=slipstream_dot_protos_dot_worker__pb2.AttachGrammarRequest.SerializeToString,
+                response_deserializer=slipstream_dot_protos_dot_worker__pb2.AttachGrammarResponse.FromString,
+                _registered_method=True)
+        self.Prepare = channel.unary_unary(
+                '/slipstream.v1.Worker/Prepare',
+                request_serializer=slipstream_dot_protos_dot_worker__pb2.PrepareRequest.SerializeToString,
+                response_deserializer=slipstream_dot_protos_dot_worker__pb2.PrepareResponse.FromString,
+                _registered_method=True)
         self.ReleaseDraft = channel.unary_unary(
                 '/slipstream.v1.Worker/ReleaseDraft',
                 request_serializer=slipstream_dot_protos_dot_worker__pb2.ReleaseDraftRequest.SerializeToString,
@@ -102,6 +112,21 @@ class WorkerServicer:
     def AttachDraft(self, request, context):
         """Verify alone: maps the memory that it shares with a draft, beside the running steps of its epoch, between two of
         them. Commands that name the attachment come after the answer. FAILED_PRECONDITION says what does not fit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AttachGrammar(self, request, context):
+        """Verify alone: as AttachDraft, the memory that it shares with a grammar worker. Release and detach are the same calls.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prepare(self, request, context):
+        """The grammar worker alone: compiles a grammar, which steps may take some time for otherwise. INVALID_ARGUMENT says
+        what is wrong with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -159,6 +184,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.AttachDraft,
                     request_deserializer=slipstream_dot_protos_dot_worker__pb2.AttachDraftRequest.FromString,
                     response_serializer=slipstream_dot_protos_dot_worker__pb2.AttachDraftResponse.SerializeToString,
+            ),
+            'AttachGrammar': grpc.unary_unary_rpc_method_handler(
+                    servicer.AttachGrammar,
+                    request_deserializer=slipstream_dot_protos_dot_worker__pb2.AttachGrammarRequest.FromString,
+                    response_serializer=slipstream_dot_protos_dot_worker__pb2.AttachGrammarResponse.SerializeToString,
+            ),
+            'Prepare': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prepare,
+                    request_deserializer=slipstream_dot_protos_dot_worker__pb2.PrepareRequest.FromString,
+                    response_serializer=slipstream_dot_protos_dot_worker__pb2.PrepareResponse.SerializeToString,
             ),
             'ReleaseDraft': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseDraft,
@@ -266,6 +301,60 @@ class Worker:
             '/slipstream.v1.Worker/AttachDraft',
             slipstream_dot_protos_dot_worker__pb2.AttachDraftRequest.SerializeToString,
             slipstream_dot_protos_dot_worker__pb2.AttachDraftResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttachGrammar(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Worker/AttachGrammar',
+            slipstream_dot_protos_dot_worker__pb2.AttachGrammarRequest.SerializeToString,
+            slipstream_dot_protos_dot_worker__pb2.AttachGrammarResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prepare(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Worker/Prepare',
+            slipstream_dot_protos_dot_worker__pb2.PrepareRequest.SerializeToString,
+            slipstream_dot_protos_dot_worker__pb2.PrepareResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import time
-from bisect import insort
 from dataclasses import replace
-from math import ceil
-from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from slipstream.common.errors import DeadlineExceededError, InternalError
 from slipstream.scheduler.pages import PageLists, PrefixCache
+from slipstream.scheduler.prompts import Prompts
 from slipstream.scheduler.records import NO_DRAFT, NO_LIMIT, NO_SLOT, NO_SLOTS, Prefix, Step, StepSlots, most_tokens
 from slipstream.scheduler.results import Outbox
-from slipstream.scheduler.sizes import LEAST_PROMPTS, MOST_WITHOUT, SMALL_STEPS, BatchCounts, BatchSizes
+from slipstream.scheduler.sizes import MOST_WITHOUT, SMALL_STEPS, BatchCounts, BatchSizes
 from slipstream.scheduler.slots import CommittedTokens, SlotAccounts, SlotAllocator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
+    from slipstream.common.errors import SlipstreamError
     from slipstream.scheduler.records import (
         Bools,
         ChooseDraftTokens,
@@ -38,8 +37,21 @@ if TYPE_CHECKING:
 
 
 _NOT_FINITE = "the model's logits for this sequence are NaN or infinite, so it has no next token"
+_UNMATCHED = "the grammar worker cannot say what may follow: the grammar exceeds its limits here"
 _MANY = 1 << 30
 """Steps of no sequence that pages last."""
+
+
+class Gate(Protocol):
+    """Decides which sequences with a constraint may start."""
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether it must not start yet."""
+        ...
+
+    def fault_of(self, sequence: Sequence) -> SlipstreamError | None:
+        """Why it cannot be run; None if it can, or may be later."""
+        ...
 
 
 class Batch:
@@ -56,6 +68,8 @@ class Batch:
         """The tokens of the running sequences."""
         self.outbox = Outbox()
         """Gets all output."""
+        self.gate: Gate | None = None
+        """None where no sequence has a constraint."""
         self.counts = BatchCounts()
         """Replaced as a whole, so that any thread may read it."""
         self._running: dict[int, Sequence] = {}
@@ -63,6 +77,8 @@ class Batch:
         self._prompts = Prompts(sizes, self.pages, self.committed, self._count_looked_up)
         self._is_prefilled = np.zeros(sizes.num_slots, np.bool_)
         """[slots]: the slot has a sequence all of whose tokens were sent."""
+        self._is_constrained = np.zeros(sizes.num_slots, np.bool_)
+        """[slots]: the last sequence of the slot has a constraint."""
         self._decoding: Step | None = None
         """What the sequences that decode do in a step, without its number and updates: the same from step to step until
         one comes, goes or is sure to end. None if one came or went since it was made."""
@@ -108,8 +124,14 @@ class Batch:
         for expired in queue.take_expired() if queue.deadlines else ():
             expired.is_over = True
             self.outbox.add_refused(expired, DeadlineExceededError("the deadline passed before a slot was free"))
-        while self.slots.num_free and (sequence := queue.take_next(self._has_room_for)) is not None:
+        holds = None if self.gate is None else self.gate.holds
+        while self.slots.num_free and (sequence := queue.take_next(self._has_room_for, holds)) is not None:
+            if self.gate is not None and (fault := self.gate.fault_of(sequence)) is not None:
+                self.outbox.add_refused(sequence, fault)
+                self._end(sequence)
+                continue
             sequence.lease = self.slots.allocate()
+            self._is_constrained[sequence.lease.slot] = bool(sequence.spec.grammar)
             self.accounts.admit(sequence)
             self.committed.begin(sequence.lease.slot, sequence.tokens, sequence.num_tokens_at_most)
             sequence.prefix = Prefix(sequence.spec.cache_salt, self.sizes.page_tokens)
@@ -181,6 +203,7 @@ class Batch:
         return prompts._replace(
             number=self.last_step,
             top_logprobs=self._top_logprobs(prompts.yielding.rows),
+            constrained=self._constrained(prompts.yielding.rows),
             updates=(*self._page_lists.take_updates(), *prompts.updates),
         )
 
@@ -201,6 +224,7 @@ class Batch:
             is_bounded=step.is_bounded or (step.most_draft_tokens > 0 and num_ending > 0),
             is_beyond_draft=None if is_beyond is None else np.pad(is_beyond, (0, num_ending)),
             top_logprobs=self._top_logprobs(yielding.rows),
+            constrained=self._constrained(yielding.rows),
             chunks=prompts.chunks,
             num_prompt_tokens=prompts.num_prompt_tokens,
             updates=(*step.updates, *prompts.updates),
@@ -229,8 +253,9 @@ class Batch:
         Raises PendingLengthError, and takes in nothing, if no step under way was to bring it.
         `published_ns`: when the result was on the host; None is now.
         """
-        for at in result.not_finite:
-            self._fail(step.yielding, at)
+        for reason, rows in ((_NOT_FINITE, result.not_finite), (_UNMATCHED, result.unmatched)):
+            for at in rows:
+                self._fail(step.yielding, at, reason)
         outcome = self.accounts.take_in(step, result, self._is_current(step.yielding))
         # A result brings one token that the lengths were sure of, and up to K that they were not.
         self._room -= step.most_draft_tokens
@@ -250,12 +275,24 @@ class Batch:
                 self.outbox.add_aborted(sequence)
                 self._end(sequence)
 
-    def _fail(self, slots: StepSlots, at: int) -> None:
+    def running(self, slot: int) -> Sequence:
+        """The sequence that has a slot."""
+        return self._running[slot]
+
+    def preempt_constrained(self) -> None:
+        """Has all running sequences with a constraint wait again, as their results under way do not count."""
+        for sequence in [one for one in self._running.values() if one.spec.grammar]:
+            before = len(sequence.spec.output)
+            self._preempt(sequence)
+            sequence.num_lost = 1 if len(sequence.spec.output) > before else sequence.num_lost + 1
+
+    def _fail(self, slots: StepSlots, at: int, reason: str) -> None:
         """Ends a sequence without the tokens of a step, unless it is over."""
         slot = slots.slots[at]
         if self.slots.generations[slot] == slots.generations[at]:
-            self.outbox.add_refused(self._running[slot], InternalError(_NOT_FINITE))
-            self.counts = self.counts._replace(not_finite=self.counts.not_finite + 1)
+            self.outbox.add_refused(self._running[slot], InternalError(reason))
+            if reason is _NOT_FINITE:
+                self.counts = self.counts._replace(not_finite=self.counts.not_finite + 1)
             self.pages.drop(self._running[slot].pages)
             self._end(self._running[slot], is_sound=False)
 
@@ -378,6 +415,7 @@ class Batch:
             is_kept=is_drafted,
             is_beyond_draft=self._context_limit.is_beyond(rows),
             top_logprobs=self._top_logprobs(rows),
+            constrained=self._constrained(rows),
         )
         return self._decoding
 
@@ -386,6 +424,9 @@ class Batch:
         self._keep_pages(sequence, self._num_settled(sequence))
         sequence.prefix.draft = NO_DRAFT
         self._context_limit.look(sequence)
+
+    def _constrained(self, rows: Ints) -> tuple[int, ...]:
+        return () if self.gate is None else tuple(rows[self._is_constrained[rows]].tolist())
 
     def _top_logprobs(self, rows: Ints) -> dict[int, int]:
         asked = self.accounts.top_logprobs[rows]
@@ -468,115 +509,3 @@ class ContextLimit:
 def _mask(rows: Bools) -> int:
     """[slots] as the bits of a number, row 0 the lowest."""
     return int.from_bytes(np.packbits(rows, bitorder="little").tobytes(), "little")
-
-
-class Prompts:
-    """The running sequences whose tokens were not sent in full, in the order in which they get room in steps.
-
-    One that comes goes before those of its priority that are longer by more tokens than were taken in since they came.
-    So a short one does not wait for the long ones before it. Once as many tokens as a prompt has were taken in since it
-    came, no later one goes before it.
-    """
-
-    def __init__(
-        self,
-        sizes: BatchSizes,
-        pages: PrefixCache,
-        committed: CommittedTokens,
-        on_looked_up: Callable[[Sequence, int], None],
-    ) -> None:
-        """`on_looked_up` is told how many tokens of a sequence the cache had, once for each sequence."""
-        self.draft = NO_DRAFT
-        """Takes part in the steps."""
-        self._sizes = sizes
-        self._pages = pages
-        self._committed = committed
-        self._on_looked_up = on_looked_up
-        self.sequences: list[Sequence] = []
-        """The running sequences of whose tokens some were not sent, in the order of `Sequence.turn`."""
-        self._num_taken = 0
-        """Tokens of prompts that were taken in so far."""
-
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
-        """A sequence has a slot. `num_tokens`: about how many the cache does not have; it is looked at again later."""
-        sequence.turn = -sequence.spec.priority, self._num_taken + num_tokens
-        insort(self.sequences, sequence, key=attrgetter("turn"))
-
-    def discard(self, sequence: Sequence) -> None:
-        """A sequence gives its slot back."""
-        if sequence in self.sequences:
-            self.sequences.remove(sequence)
-
-    def exceed(self, num_tokens: int) -> bool:
-        """Returns whether more tokens than that wait. Counts tokens that the prefix cache may have, too."""
-        for sequence in self.sequences:
-            num_tokens -= len(sequence.tokens) - sequence.num_prefilled
-            if num_tokens < 0:
-                return True
-        return False
-
-    def take(self, room: int, doubling_context: int | None = None) -> Step:
-        """Takes chunks of `room` tokens together, at least one token. Returns a step of these, without a number.
-
-        `doubling_context`: c, if a token behind a context of L tokens counts for 1 + L / c, but a chunk has part of the
-        room in any case; None if each counts for one.
-        """
-        chunks, updates, num_taken = [], [], self._num_taken
-        members: list[Sequence] = []
-        filling: set[bytes] = set()  # by those that go before
-        for sequence in self.sequences:
-            if room == 0:
-                break
-            if not sequence.num_prefilled:
-                if not self._begin(sequence, filling):
-                    continue
-                updates.append(sequence.slot_update())
-            else:
-                filling.update(sequence.prefix.filling)
-            weight = 1.0 if doubling_context is None else 1 + sequence.num_prefilled / doubling_context
-            least = -(-room // LEAST_PROMPTS)
-            chunks.append(sequence.next_chunk(max(least, int(room / weight))))
-            num_tokens = len(chunks[-1].tokens)
-            # What a prompt that goes on leaves of the room is less than one of its tokens.
-            room = 0 if sequence.is_prefilling else max(0, room - ceil(num_tokens * weight))
-            self._num_taken += num_tokens
-            members.append(sequence)
-        # After this step they are filled, as every later one is behind it on all streams.
-        for sequence in members:
-            tokens = self._committed.row(sequence.lease.slot)
-            num_settled = sequence.num_prefilled - max(1, sequence.prefix.draft.tokens_ahead)
-            self._pages.keep(sequence.prefix, sequence.pages, tokens, num_settled)
-        self.sequences = [sequence for sequence in self.sequences if sequence.is_prefilling]
-        ending = StepSlots.of(sequence.lease for sequence in members if not sequence.is_prefilling)
-        return Step(
-            number=0,
-            decoded=NO_SLOTS,
-            yielding=ending,
-            most_more=np.ones(len(ending.slots), np.int32),
-            chunks=tuple(chunks),
-            num_prompt_tokens=self._num_taken - num_taken,
-            updates=tuple(updates),
-        )
-
-    def _begin(self, sequence: Sequence, filling: set[bytes]) -> bool:
-        """Begins to prefill a sequence, behind the pages that the cache has. False if it waits for pages of `filling`.
-
-        `filling`: the keys of pages that sequences before it are filling; those that this one fills are added.
-        """
-        cache, prefix, num_tokens = self._pages, sequence.prefix, len(sequence.tokens)
-        tokens = self._committed.row(sequence.lease.slot)
-        # Penalties count the tokens of the prompt, so all of them are sent.
-        draft = NO_DRAFT if sequence.is_beyond_draft else self.draft
-        if sequence.spec.sampling.has_penalty:
-            draft = draft._replace(is_paged=False)
-        found = cache.begin(prefix, tokens, num_tokens, draft, filling)
-        if found is None:
-            return False
-        filling.update(prefix.filling)
-        cache.release(sequence.pages[: len(found)])
-        sequence.pages[: len(found)] = found
-        sequence.num_cached = sequence.num_prefilled = len(found) * self._sizes.page_tokens
-        if cache.is_enabled and not sequence.was_looked_up:
-            sequence.was_looked_up = True
-            self._on_looked_up(sequence, min(sequence.num_cached, len(sequence.spec.prompt)))
-        return True

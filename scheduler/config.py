@@ -96,6 +96,15 @@ class ServingSettings(Settings, heading="Steps and memory"):
         high=1000 * _DAY_S,
         unset="two steps, at least 50 on a GPU and 250 on a CPU",
     )
+    grammar_timeout_ms: float | None = setting(
+        None,
+        help="Time that a step waits for the grammar worker; then that counts as lost, and sequences with a constraint "
+        "wait for another one.",
+        unit="MS",
+        above=0,
+        high=1000 * _DAY_S,
+        unset="as for the draft",
+    )
     step_timeout_s: float = setting(
         60.0,
         help="Time that verify may take for a step; then it counts as lost.",
@@ -112,6 +121,9 @@ class SchedulerConfig(ServingSettings, heading="Scheduler"):
     verify: str = setting(help="Address of the verify service, unix:PATH.", unit="ADDRESS")
     draft: str | None = setting(
         None, help="Address of the draft service; without one, verify decodes plainly.", unit="ADDRESS"
+    )
+    grammar: str | None = setting(
+        None, help="Address of the grammar worker; without one, no request may have a constraint.", unit="ADDRESS"
     )
     max_sequences: int = setting(
         8192,
@@ -166,6 +178,8 @@ class SchedulerConfig(ServingSettings, heading="Scheduler"):
         parse_address(self.verify, field="verify")
         if self.draft is not None:
             parse_address(self.draft, field="draft")
+        if self.grammar is not None:
+            parse_address(self.grammar, field="grammar")
         if (self.swapped_draft_tokens or 0) > self.most_draft_tokens:
             raise ConfigError("swapped_draft_tokens", self.swapped_draft_tokens, f"1 to {self.most_draft_tokens}")
         if self.device == "cpu" and self.fence != "auto":

@@ -14,6 +14,7 @@ from slipstream.common.wire.worker import Attachment, slot_pages
 from slipstream.scheduler.attachment import draft_sizes
 from slipstream.scheduler.batch import Batch
 from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
+from slipstream.scheduler.constraints import Constraints
 from slipstream.scheduler.draft_policy import DraftPolicy
 from slipstream.scheduler.link import DispatchAcknowledged, DispatchTogether
 from slipstream.scheduler.loop import CPU_LEAD_S, GPU_LEAD_S, LoopSettings, StepLoop
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from slipstream.common.wire.trace import ClockSample, HostRecords
     from slipstream.common.wire.worker import DraftSizes, WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
+    from slipstream.scheduler.constraints import ConstraintsListener
     from slipstream.scheduler.link import Dispatch, Link
     from slipstream.scheduler.metrics import StepMetrics
     from slipstream.scheduler.results import OutputSink
@@ -49,9 +51,13 @@ class Epoch:
         queue: WaitingQueue,
         metrics: StepMetrics,
         listener: SpeculationListener,
+        grammars: ConstraintsListener | None = None,
         sink: OutputSink,
     ) -> None:
-        """`workers`: verify and the draft that is expected. `link`: verify's, connected, not attached."""
+        """`workers`: verify and the draft that is expected. `link`: verify's, connected, not attached.
+
+        `grammars`: gets what becomes of grammar workers; None where no sequence has a constraint.
+        """
         self.number = number
         self.sizes = sizes
         self.verify = workers.verify
@@ -75,6 +81,16 @@ class Epoch:
             mixes_heads=not self._is_acknowledged,
             policy=self.policy,
         )
+        self._has_constraints = grammars is not None
+        limit_ms = config.grammar_timeout_ms
+        self.constraints = Constraints(
+            self.batch,
+            link,
+            grammars,
+            timeout_s=lambda: self.speculation.patience.timeout_s if limit_ms is None else limit_ms / 1000,
+        )
+        if grammars is not None:
+            self.batch.gate = self.constraints
         self.log = open_event_log(config.access_log_dir, StreamName.SCHEDULER, number)
         self.trace = StepTrace(self.log)
         """The last steps."""
@@ -161,8 +177,9 @@ class Epoch:
         step_tokens = self.link.attach(self._attachment)
         if step_tokens is not None:
             self.batch.bound_shared_steps(step_tokens.num_tokens, step_tokens.doubling_context)
-        # All processes that need the memory have mapped it by now.
-        arena.seal()
+        # All processes that need the memory have mapped it by now, but for grammar workers.
+        if not self._has_constraints:
+            arena.seal()
         return self._loop(arena)
 
     def _expected_draft(self) -> DraftSizes | None:
@@ -179,6 +196,7 @@ class Epoch:
         if not drain and self._running is not None:
             # Verify does it itself too, but its thread may be blocked by the waiting stream, on a GPU in an allocation.
             self.speculation.end(self.last_sent)
+            self.constraints.end()
         self.link.detach(drain=drain)
         self.speculation.end(None)
         self._running = None
@@ -223,6 +241,7 @@ class Epoch:
             queue=self._queue,
             batch=self.batch,
             speculation=self.speculation,
+            constraints=self.constraints,
             dispatch=self._dispatch(),
             results=results,
             observer=observer,

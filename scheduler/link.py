@@ -36,12 +36,13 @@ from slipstream.common.rpc.shutdown import end_at_once, on_failure
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.wire.command_socket import CommandSender
 from slipstream.common.wire.events import Site
-from slipstream.common.wire.step import DRAFT_FENCES, Role
+from slipstream.common.wire.step import DRAFT_FENCES, FenceName, Role
 from slipstream.common.wire.trace import HostRecords
 from slipstream.common.wire.worker import (
     attachment_to_pb,
     command_to_pb,
     description_from_pb,
+    grammar_region_to_pb,
     region_to_pb,
     step_tokens_from_pb,
 )
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.step import StepCommand
-    from slipstream.common.wire.worker import Attachment, DraftRegion, StepTokens, WorkerDescription
+    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, StepTokens, WorkerDescription
 
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ logger = logging.getLogger(__name__)
 ATTACH_TIMEOUT_S = 300.0
 """Attaching allocates the KV pages and warms up."""
 CALL_TIMEOUT_S = 60.0
-DRAIN_TIMEOUT_S = {Role.VERIFY: 60.0, Role.DRAFT: 5.0}
+DRAIN_TIMEOUT_S = {Role.VERIFY: 60.0, Role.DRAFT: 5.0, Role.GRAMMAR: 5.0}
 """A draft that drains has little left to do, and others wait for its end: the next draft, and the next epoch."""
 RECORDS_TIMEOUT_S = 5.0
 ROOM_INTERVAL_S = 0.002
@@ -113,6 +114,14 @@ class Link(Protocol):
 
     def attach_draft(self, region: DraftRegion) -> None:
         """Has verify map the memory of a draft, between its steps. Raises FailedPreconditionError (and its kinds)."""
+        ...
+
+    def attach_grammar(self, region: GrammarRegion) -> None:
+        """Has verify map the memory of a grammar worker. Raises FailedPreconditionError (and its kinds)."""
+        ...
+
+    def prepare(self, grammar: str) -> None:
+        """Has the grammar worker compile a grammar. Raises InvalidArgumentError, or UnavailableError."""
         ...
 
     def release_draft(self, epoch: int, attachment: int) -> None:
@@ -212,6 +221,12 @@ class WorkerLink:
     def attach_draft(self, region: DraftRegion) -> None:
         self._thread.call(self._attach_draft(region))
 
+    def attach_grammar(self, region: GrammarRegion) -> None:
+        self._thread.call(self._attach_grammar(region))
+
+    def prepare(self, grammar: str) -> None:
+        self._thread.call(self._prepare(grammar))
+
     def release_draft(self, epoch: int, attachment: int) -> None:
         # Verify that does not answer is found by its own steps.
         asyncio.run_coroutine_threadsafe(self._release_draft(epoch, attachment), self._thread.loop)
@@ -265,7 +280,8 @@ class WorkerLink:
 
     async def _attach(self, attachment: Attachment) -> pb.AttachResponse:
         stub = await self._connect()
-        logger.info("the %s service prepares: memory, kernels, graphs", self.role.value)
+        if self.role is not Role.GRAMMAR:
+            logger.info("the %s service prepares: memory, kernels, graphs", self.role.value)
         answer: pb.AttachResponse = await stub.Attach(attachment_to_pb(attachment), timeout=ATTACH_TIMEOUT_S)
         self._epoch = attachment.epoch
         self._outbox = asyncio.Queue()
@@ -278,6 +294,14 @@ class WorkerLink:
     async def _attach_draft(self, region: DraftRegion) -> None:
         stub = await self._connect()
         await stub.AttachDraft(region_to_pb(region), timeout=ATTACH_TIMEOUT_S)
+
+    async def _attach_grammar(self, region: GrammarRegion) -> None:
+        stub = await self._connect()
+        await stub.AttachGrammar(grammar_region_to_pb(region), timeout=ATTACH_TIMEOUT_S)
+
+    async def _prepare(self, grammar: str) -> None:
+        stub = await self._connect()
+        await stub.Prepare(pb.PrepareRequest(grammar=grammar), timeout=CALL_TIMEOUT_S)
 
     async def _release_draft(self, epoch: int, attachment: int) -> None:
         stub = await self._connect()
@@ -464,6 +488,8 @@ class DispatchAcknowledged:
     def send(self, link: Link, command: StepCommand, draft: Link | None) -> None:
         """See `Dispatch.send`. Raises DeadlineExceededError if an acknowledgement does not come."""
         for point in command.ops.waits:
+            if point.fence is FenceName.GRAMMAR_READY:
+                continue  # it is sent its command after this one
             producer = draft if point.fence in DRAFT_FENCES else self.verify
             assert producer is not None, "a step without a draft waits for none"
             self._wait(producer, point.value)

@@ -12,14 +12,15 @@ from slipstream.common.errors import DeadlineExceededError, SlipstreamError, Una
 from slipstream.common.wire.events import Site
 from slipstream.common.wire.step import DRAFT_FENCES, FenceName
 from slipstream.scheduler.observer import TIDY_STEPS
-from slipstream.scheduler.plan import consume, initial_state, plan_step, with_draft
+from slipstream.scheduler.plan import consume, initial_state, plan_grammar, plan_step, with_draft
 from slipstream.scheduler.records import DraftTraits, SentStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.common.wire.step import FenceOps
+    from slipstream.common.wire.step import FenceOps, StepCommand
     from slipstream.scheduler.batch import Batch
+    from slipstream.scheduler.constraints import Constraints
     from slipstream.scheduler.draft import Draft
     from slipstream.scheduler.link import Dispatch
     from slipstream.scheduler.observer import StepObserver
@@ -62,6 +63,7 @@ class StepLoop:
         queue: WaitingQueue,
         batch: Batch,
         speculation: Speculation,
+        constraints: Constraints,
         dispatch: Dispatch,
         results: ResultReader,
         observer: StepObserver,
@@ -71,6 +73,7 @@ class StepLoop:
         self._queue = queue
         self._batch = batch
         self._speculation = speculation
+        self._constraints = constraints
         self._dispatch = dispatch
         self._results = results
         self._observer = observer
@@ -90,6 +93,7 @@ class StepLoop:
             self._hold()
             if self._queue.cancelled:
                 self._batch.cancel(self._queue.take_cancelled())
+            self._constraints.check()
             self._batch.admit(self._queue)
             self._bound_draft(self._plan.step + 1)
             step, draft = self._speculation.next_step(self._plan.step, len(self._in_flight))
@@ -146,15 +150,19 @@ class StepLoop:
 
     def _send(self, step: Step, draft: Draft | None) -> None:
         decided_ns = time.monotonic_ns()
+        grammar_command = self._grammar_command(step) if step.constrained else None
+        grammar = 0 if grammar_command is None else grammar_command.epoch
         draft_ops, verify_ops = self._ordered(step, draft)
         if draft is not None:
             draft.sending(step.number, draft_ops)
         # The command that the other worker waits for goes first.
         if step.is_kept:
             self._send_to_draft(step, draft_ops, draft)
-        self._send_to_verify(step, verify_ops, draft)
+        self._send_to_verify(step, verify_ops, draft, grammar)
         if not step.is_kept:
             self._send_to_draft(step, draft_ops, draft)
+        if grammar_command is not None:
+            self._constraints.send(grammar_command)
         sent = SentStep(
             step,
             draft,
@@ -163,6 +171,7 @@ class StepLoop:
             verify_ops.last_of_draft,
             decided_ns,
             time.monotonic_ns(),
+            grammar=grammar,
             is_resting=self._speculation.resting is not None,
         )
         self._in_flight.append(sent)
@@ -174,9 +183,20 @@ class StepLoop:
             traits = _NO_DRAFT if draft is None else draft.attachment.traits
             self._plan, self._planned_for = with_draft(self._plan, traits), draft
         draft_ops, verify_ops, self._plan = plan_step(
-            self._plan, step.number, step.decoded.mask, step.prompts, step.kept, is_drafted=step.most_draft_tokens > 0
+            self._plan,
+            step.number,
+            step.decoded.mask,
+            step.prompts,
+            step.kept,
+            is_drafted=step.most_draft_tokens > 0,
+            is_masked=bool(step.constrained),
+            copies=step.copies_tokens,
         )
         return draft_ops, verify_ops
+
+    def _grammar_command(self, step: Step) -> StepCommand:
+        ops = plan_grammar(self._plan, step.number, copies=step.copies_tokens)
+        return self._constraints.command(step, ops, self._plan.consumed)
 
     def _send_to_draft(self, step: Step, ops: FenceOps | None, draft: Draft | None) -> None:
         if ops is None or draft is None or draft.is_lost:
@@ -188,22 +208,22 @@ class StepLoop:
             self._check_verify()
             self._speculation.lose(draft, error)
 
-    def _send_to_verify(self, step: Step, ops: FenceOps, draft: Draft | None) -> None:
+    def _send_to_verify(self, step: Step, ops: FenceOps, draft: Draft | None, grammar: int) -> None:
         epoch, verify = self._settings.epoch, self._dispatch.verify
         if draft is None:
-            self._dispatch.send(verify, step.command(ops, epoch), None)
+            self._dispatch.send(verify, step.command(ops, epoch, grammar=grammar), None)
             return
         link = draft.attachment.link
         if not draft.is_lost:
             try:
-                self._dispatch.send(verify, step.command(ops, epoch, draft.number), link)
+                self._dispatch.send(verify, step.command(ops, epoch, draft.number, grammar), link)
                 draft.verify_waits(ops)
                 return
             except SlipstreamError as error:
                 # Draft did not acknowledge the steps that this one waits for: it goes on without.
                 self._check_verify()
                 self._speculation.lose(draft, error)
-        self._dispatch.send(verify, step.command(ops.without(*DRAFT_FENCES), epoch, draft.number), link)
+        self._dispatch.send(verify, step.command(ops.without(*DRAFT_FENCES), epoch, draft.number, grammar), link)
 
     def _consume(self) -> None:
         sent = self._in_flight.popleft()
@@ -214,6 +234,7 @@ class StepLoop:
         gap_s = self._pace.arrived(sent, self._arrived_ns)
         self._arrived_ns = sent.arrived_ns
         self._speculation.consumed(sent, gap_s)
+        self._constraints.consumed(sent, result)
         sent.outcome = self._batch.apply(step, result, sent.arrived_ns)
         sent.applied_ns = time.monotonic_ns()
         self._observer.on_result(sent, result)
@@ -230,10 +251,12 @@ class StepLoop:
         look = self._pace.look(sent, self._arrived_ns)
         # Looked at first, since the fence of a draft that was lost may be set back.
         self._speculation.check()
-        patience_s = WATCH_S if self._speculation.has_drafts else LIVENESS_S
+        patience_s = WATCH_S if self._speculation.has_drafts or sent.grammar else LIVENESS_S
         while (result := self._results.resolve(sent.step, patience_s, look)) is None:
             self._check_progress(sent)
-            self._speculation.watch(sent.draft, sent.awaited, max(sent.sent_ns, self._arrived_ns) / 1e9)
+            since = max(sent.sent_ns, self._arrived_ns) / 1e9
+            self._speculation.watch(sent.draft, sent.awaited, since)
+            self._constraints.watch(sent, since)
         return result
 
     def _bound_draft(self, step: int) -> None:

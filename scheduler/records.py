@@ -160,6 +160,8 @@ class Sequence:
     """Its place in the queue's order, the lowest first, chosen by the queue: negative priority, arrival, number."""
     num_overtaken: int = 0
     """Sequences of a higher rank that were started before it. Belongs to the queue's lock."""
+    num_lost: int = 0
+    """Grammar workers that were lost in a row while it ran, without a token of it."""
     is_queued: bool = False
     """True while it is in the queue. Belongs to the queue's lock."""
     is_over: bool = False
@@ -322,6 +324,8 @@ class Step(NamedTuple):
     """[yielding]: whether it is decoded plainly as it is too long for the draft; None if none is."""
     top_logprobs: Mapping[int, int] = MappingProxyType({})
     """By place in `yielding`: how many of the most likely tokens a sequence asked for that asked for logprobs."""
+    constrained: tuple[int, ...] = ()
+    """Those of `yielding` whose sequences have a constraint."""
     chunks: tuple[PrefillChunk, ...] = ()
     """Of slots that do not decode."""
     num_prompt_tokens: int = 0
@@ -364,8 +368,14 @@ class Step(NamedTuple):
             is_bounded=bool((counts < most).any()),
         )
 
-    def command(self, ops: FenceOps, epoch: int, attachment: int = 0) -> StepCommand:
-        """Makes the command for verify. `attachment`: the number of the draft's that takes part; 0 for none."""
+    @property
+    def copies_tokens(self) -> bool:
+        """True if a row with a constraint has draft tokens, which verify copies out to the grammar worker."""
+        return self.most_draft_tokens > 0 and any(slot in self.decoded.slots for slot in self.constrained)
+
+    def command(self, ops: FenceOps, epoch: int, attachment: int = 0, grammar: int = 0) -> StepCommand:
+        """Makes the command for verify. `attachment`, `grammar`: numbers of those of the draft that takes part and of
+        the grammar worker; 0 for none."""
         return StepCommand(
             epoch=epoch,
             step=self.number,
@@ -376,6 +386,8 @@ class Step(NamedTuple):
             updates=self.updates,
             top_logprobs=max(self.top_logprobs.values()) if self.top_logprobs else None,
             attachment=attachment,
+            grammar=grammar if self.constrained else 0,
+            constrained=self.constrained,
         )
 
     def command_to_draft(self, ops: FenceOps, attachment: int) -> StepCommand:
@@ -420,6 +432,10 @@ class StepResult(NamedTuple):
     """By row, for its tokens, of sequences that asked for them."""
     not_finite: tuple[int, ...] = ()
     """Rows without tokens, because the model's logits are NaN or infinite there."""
+    unmasked: tuple[int, ...] = ()
+    """Rows without tokens, because the masks of their constraints were not there."""
+    unmatched: tuple[int, ...] = ()
+    """Rows without tokens, because the grammar worker has no masks for them."""
     stamps_before: tuple[Interval, ...] = ()
     """Stamps of the step before, as of this step's publication: verify's, and those of draft's decode part and of its
     prefill part, which may be any numbers."""
@@ -517,6 +533,10 @@ class SentStep:
     decided_ns: int
     sent_ns: int
     """When its commands were handed over."""
+    grammar: int = 0
+    """Number of the grammar worker's attachment, if a row has a constraint."""
+    masks_since: float = 0.0
+    """Until when verify is known to have kept the grammar worker waiting, on time.monotonic's clock."""
     is_first: bool = False
     """True after an idle time, which belongs to no step."""
     is_resting: bool = False

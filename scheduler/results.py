@@ -11,7 +11,7 @@ from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.errors import FutureMapError
 from slipstream.common.wire.events import LogOp
 from slipstream.common.wire.job import FinishReason, TokenLogprobs
-from slipstream.common.wire.layout import NOT_FINITE, BufferName
+from slipstream.common.wire.layout import NOT_FINITE, UNMASKED, UNMATCHED, BufferName
 from slipstream.common.wire.sequence import PackedStep, Refusal
 from slipstream.common.wire.step import FenceName
 from slipstream.scheduler.records import NO_LOGPROBS, StepOutcome, StepResult
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _PUBLISHED = (BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS)
 _ACCEPTED = _PUBLISHED.index(BufferName.NUM_ACCEPTED)
 _STAMPS = (BufferName.VERIFY_STAMPS, BufferName.DRAFT_STAMPS)
+_FAULTS = (NOT_FINITE, UNMASKED, UNMATCHED)
+"""Marks of rows without tokens."""
 _LOGPROBS = (BufferName.OUTPUT_LOGPROBS, BufferName.TOP_TOKENS, BufferName.TOP_LOGPROBS)
 
 
@@ -80,7 +82,7 @@ class ResultReader:
         # Copied: the next step's result may overwrite the shared ones.
         rows, to_num_tokens = step.yielding.rows, self._num_tokens[step.most_draft_tokens]
         num_accepted = accepted.take(rows)
-        not_finite: tuple[int, ...] = ()
+        faults: tuple[tuple[int, ...], ...] = ((), (), ())
         try:
             # Checks the bounds as well: an operation of NumPy of its own would take as long again.
             num_tokens = to_num_tokens.take(num_accepted)
@@ -88,13 +90,15 @@ class ResultReader:
         except IndexError:
             is_good = False
         if not is_good or self._is_debug:
-            not_finite = self._check_rows(step, num_accepted, seq_lens.take(rows))
+            faults = self._check_rows(step, num_accepted, seq_lens.take(rows))
             num_tokens = to_num_tokens.take(num_accepted)
         return StepResult(
             num_accepted=num_accepted,
             num_tokens=num_tokens,
             tokens=output_tokens.take(rows, 0),
-            not_finite=not_finite,
+            not_finite=faults[0],
+            unmasked=faults[1],
+            unmatched=faults[2],
             stamps_before=tuple([tuple(interval.tolist()) for interval in stamps]),
             logprobs=self._logprobs_of(step, num_tokens) if step.top_logprobs else NO_LOGPROBS,
         )
@@ -112,19 +116,25 @@ class ResultReader:
     def _logprobs_of(self, step: Step, num_tokens: NDArray[np.int32]) -> Mapping[int, tuple[TokenLogprobs, ...]]:
         return _token_logprobs(step, num_tokens, *self._logprobs[step.number % self._ring])
 
-    def _check_rows(self, step: Step, num_accepted: NDArray[np.uint32], lengths: NDArray[np.int64]) -> tuple[int, ...]:
-        """Returns the rows that are marked as not finite, whose numbers become 0. Raises FutureMapError of others."""
+    def _check_rows(
+        self, step: Step, num_accepted: NDArray[np.uint32], lengths: NDArray[np.int64]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Returns the rows that have each of _FAULTS, whose numbers become 0. Raises FutureMapError of others."""
         accepted = num_accepted.view(np.int32)
         is_wrong = (accepted < 0) | (accepted >= step.most_more)
         if self._is_debug:
             is_wrong |= lengths < 0
-        is_not_finite = (accepted == NOT_FINITE) & (lengths >= 0)
-        accepted[is_not_finite], is_wrong[is_not_finite] = 0, False
+        may_lack_masks = np.isin(step.yielding.rows, step.constrained)
+        has_fault = [
+            (accepted == fault) & (lengths >= 0) & (may_lack_masks | (fault == NOT_FINITE)) for fault in _FAULTS
+        ]
+        for rows in has_fault:
+            accepted[rows], is_wrong[rows] = 0, False
         if is_wrong.any():
             at = is_wrong.argmax()
             what = f"length {lengths[at]} and {accepted[at]} accepted tokens"
             raise FutureMapError(f"step {step.number}, slot {step.yielding.slots[at]}: {what} cannot be its result")
-        return tuple(is_not_finite.nonzero()[0].tolist())
+        return tuple(tuple(rows.nonzero()[0].tolist()) for rows in has_fault)
 
 
 def _token_logprobs(

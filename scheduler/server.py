@@ -221,6 +221,7 @@ class _Serving:
             eos_token_ids=tuple(verify.eos_token_ids),
             max_sequences=self._queue.capacity,
             most_draft_tokens=sizes.batch.num_draft_tokens,
+            constraints=self._config.grammar is not None and verify.takes_masks,
         )
 
 

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,6 +25,7 @@ from slipstream.common.wire.step import Role
 from slipstream.scheduler.attachment import check_fits, check_sharing
 from slipstream.scheduler.draft_session import FIRST_TRY_S, DraftSession
 from slipstream.scheduler.epoch import Epoch
+from slipstream.scheduler.grammar_session import GrammarSession
 from slipstream.scheduler.link import Heartbeats, LinkThread, WorkerLink
 from slipstream.scheduler.metrics import DraftMetrics, StepMetrics
 from slipstream.scheduler.sizes import EpochSizes, Workers
@@ -137,9 +139,15 @@ class WorkerSession:
             metrics=DraftMetrics(registry),
             wake=queue.wake,
         )
+        make_grammar_link = None if config.grammar is None else partial(self._make_link, Role.GRAMMAR, config.grammar)
+        self.grammars = GrammarSession(
+            device, make_link=make_grammar_link, next_number=self._numbers.of_attachment, wake=queue.wake
+        )
         addresses = {Role.VERIFY: lambda: config.verify}
         if config.draft is not None:
             addresses[Role.DRAFT] = lambda: self.drafts.address
+        if (grammar := config.grammar) is not None:
+            addresses[Role.GRAMMAR] = lambda: grammar
         self._heartbeats = Heartbeats(registry, {} if make_link is not None else addresses, self._links)
         self._thread = threading.Thread(target=self._run, name="loop")
         self._last_cause = ""
@@ -154,12 +162,14 @@ class WorkerSession:
         """Starts the threads."""
         self._heartbeats.start()
         self.drafts.start()
+        self.grammars.start()
         self._thread.start()
 
     def join(self) -> None:
         """Waits for the end of the threads; stop the queue first."""
         self._thread.join()
         self.drafts.join()
+        self.grammars.join()
         self._heartbeats.close()
         self._links.close()
 
@@ -206,6 +216,7 @@ class WorkerSession:
             self.drafts.leave()
             last_sent = epoch.last_sent
             epoch.close(drain=reason is None)
+            self.grammars.leave()
             self.drafts.detach_all(last_sent, drain=reason is None)
         if reason is not None:
             self._back_off(epoch)
@@ -227,6 +238,7 @@ class WorkerSession:
             queue=self._queue,
             metrics=self._metrics,
             listener=self.drafts,
+            grammars=self.grammars if self.grammars.is_expected else None,
             sink=self._sink,
         )
 
@@ -279,6 +291,7 @@ class WorkerSession:
         loop = epoch.open()
         patience_s = DRAFT_LOADS_S if self._is_starting else FIRST_TRY_S
         self.drafts.enter(epoch, lambda: self._queue.is_stopped, patience_s)
+        self.grammars.enter(epoch)
         self._is_starting = False
         epoch.speculation.settle()
         self._queue.open(epoch.number)

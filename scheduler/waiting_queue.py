@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MOST_OVERTAKING = 16
 """Sequences that may be started before one for which there is no room, though they come behind it."""
+MOST_HELD = 32
+"""Sequences that wait for a grammar to be compiled and are asked about in one turn."""
 _MOST_STALE = 64
 """Deadlines of sequences that are not queued any more and may be kept, beside as many as are queued."""
 
@@ -34,6 +36,8 @@ class WaitingQueue:
         self.is_stopped = False
         """True once `stop` was called."""
         self._is_woken = False
+        self._are_all_held = False
+        """True if all that wait were last found to be held."""
         self._epoch: int | None = None
         self._held: dict[tuple[int, int], Sequence] = {}
         self._waiting: list[Sequence] = []
@@ -114,23 +118,40 @@ class WaitingQueue:
             self._changed.notify_all()
         return expired
 
-    def take_next(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
+    def take_next(
+        self, fits: Callable[[Sequence], bool], holds: Callable[[Sequence], bool] | None = None
+    ) -> Sequence | None:
         """Takes the first waiting sequence for which `fits` says that there is room, and that may overtake the others.
 
-        Returns None if there is none among the first MOST_OVERTAKING + 1.
+        Returns None if there is none among the first MOST_OVERTAKING + 1. `holds`: says of those with a constraint
+        which must wait, and are as if they were not there; None if none has any.
         """
         if not self._waiting:
             return None
         with self._changed:
-            for place, sequence in enumerate(self._waiting[: MOST_OVERTAKING + 1]):
+            waiting = self._waiting[: MOST_OVERTAKING + 1] if holds is None else self._not_held(holds)
+            for place, sequence in enumerate(waiting):
                 if fits(sequence):
-                    for overtaken in self._waiting[:place]:
+                    for overtaken in waiting[:place]:
                         overtaken.num_overtaken += 1
                     self._unqueue(sequence)
                     return sequence
                 if sequence.num_overtaken == MOST_OVERTAKING:
                     return None
         return None
+
+    def _not_held(self, holds: Callable[[Sequence], bool]) -> list[Sequence]:
+        free: list[Sequence] = []
+        num_held = 0
+        for sequence in self._waiting:
+            if sequence.spec.grammar and (num_held == MOST_HELD or holds(sequence)):
+                num_held = min(num_held + 1, MOST_HELD)
+            elif len(free) <= MOST_OVERTAKING:
+                free.append(sequence)
+            else:
+                break
+        self._are_all_held = not free
+        return free
 
     def release(self, sequences: Iterable[Sequence]) -> None:
         """Forgets sequences that are over."""
@@ -140,7 +161,7 @@ class WaitingQueue:
             self._changed.notify_all()
 
     def _queue(self, sequence: Sequence) -> None:
-        sequence.is_queued = True
+        sequence.is_queued, self._are_all_held = True, False
         insort(self._waiting, sequence, key=_rank)
 
     def _unqueue(self, sequence: Sequence) -> None:
@@ -158,7 +179,10 @@ class WaitingQueue:
         """Sleeps until there is a sequence to start or to end, `wake` or `stop` was called, or the time is over."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._waiting or self.cancelled or self._is_woken or self.is_stopped, timeout_s
+                lambda: (
+                    (self._waiting and not self._are_all_held) or self.cancelled or self._is_woken or self.is_stopped
+                ),
+                timeout_s,
             )
             self._is_woken = False
 

@@ -168,6 +168,7 @@ def describe_verify(config: WorkerConfig, device: Device, metrics_port: int) -> 
         hidden_width=len(fused_layers(model.num_layers)) * model.hidden_size,
         eos_token_ids=tuple(sorted(model.eos_token_ids)),
         tokenizer_path=str(config.directory),
+        takes_masks=device.torch_device.type == "cpu",
     )
 
 

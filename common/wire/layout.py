@@ -22,6 +22,10 @@ PADDING_SLOT = 0
 
 NOT_FINITE = -1
 """NUM_ACCEPTED of a slot whose step has no tokens: they would come of logits that are NaN or infinite."""
+UNMASKED = -2
+"""The same of a slot with a constraint whose masks were not there."""
+UNMATCHED = -3
+"""The same where the grammar worker has no masks for the slot: its matcher has failed."""
 
 
 class BufferName(enum.StrEnum):

@@ -106,6 +106,20 @@ class PrefillChunk:
     """True if they end here: verify samples the first token after them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarRow:
+    """A slot with a constraint in a step, for the grammar worker."""
+
+    slot: int
+    grammar: str = ""
+    """In llguidance's serialised form, for a sequence that the worker does not know; else empty."""
+    num_known: int = 0
+    """Tokens of the output that earlier commands have brought; 0 for such a sequence."""
+    tokens: tuple[int, ...] = ()
+    """Tokens of the output after those, as far as they are known."""
+    num_draft_tokens: int = 0
+
+
 # Not frozen, here and below: the scheduler's loop makes some in each step, and a frozen one takes longer to make.
 @dataclass(slots=True, kw_only=True)
 class SlotUpdate:
@@ -159,9 +173,22 @@ class StepCommand:
     """Number of most likely tokens that verify publishes with each token's own logprob; None publishes no logprobs."""
     attachment: int = 0
     """For verify: the attachment of the draft that takes part; 0 for none."""
+    grammar: int = 0
+    """For verify: the attachment of the grammar worker; 0 for none."""
+    constrained: tuple[int, ...] = ()
+    """For verify: the slots that yield and have a constraint."""
+    grammar_rows: tuple[GrammarRow, ...] = ()
+    """For the grammar worker: the same slots."""
+    consumed: int = 0
+    """For the grammar worker: the last step whose tokens are in `grammar_rows`."""
     catches_up: bool = False
     """True for a draft that attached beside running sequences: the chunks are known tokens of theirs, prompt and output
     alike, without hidden states. Its number is that of the last step before it."""
+
+    @property
+    def copies_tokens(self) -> bool:
+        """True if verify copies the draft tokens out to a grammar worker."""
+        return bool(self.constrained) and any(point.fence is FenceName.VERIFY_COPIED for point in self.ops.signals)
 
     @property
     def most_draft_tokens(self) -> int:

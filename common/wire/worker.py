@@ -19,6 +19,7 @@ from slipstream.common.wire.step import (
     FenceOps,
     FencePoint,
     FenceWait,
+    GrammarRow,
     PrefillChunk,
     Role,
     SlotUpdate,
@@ -98,6 +99,8 @@ class WorkerDescription:
     """True if a scheduler has its stream of commands."""
     shared_weight_bytes: int = 0
     """Draft: of the target's weights that it reads where verify has them, in place of copies of its own."""
+    takes_masks: bool = False
+    """Verify: True if it applies the masks of a grammar worker."""
     weights: Manifest | None = None
     """Verify: the embedding and output that it lends to drafts; None if it lends nothing."""
 
@@ -185,6 +188,8 @@ class Attachment:
     """For a draft: the memory that verify writes for it."""
     peer: WorkerDescription | None = None
     """For a draft: verify."""
+    results: Manifest | None = None
+    """For a grammar worker: verify's results."""
     expected_draft: DraftSizes | None = None
     """For verify: the draft to prepare for."""
     measures_step_tokens: bool = False
@@ -198,7 +203,7 @@ class Attachment:
             ("epoch", self.epoch, 1, LARGEST_EPOCH),
             ("num_slots", self.shape.num_slots, 2, 2**16),
             ("run_ahead", self.shape.run_ahead, 0, 64),
-            ("num_draft_tokens", self.shape.num_draft_tokens, 0 if self.given is None else 1, 64),
+            ("num_draft_tokens", self.shape.num_draft_tokens, int(isinstance(self.shape, DraftShape)), 64),
             ("chunk_tokens", self.shape.chunk_tokens, 1, 2**20),
             ("page_tokens", self.page_tokens, 1, 2**16),
             ("num_pages", self.num_pages, 2, 2**31),
@@ -233,6 +238,20 @@ class DraftRegion:
         """Raises ConfigError for an attachment that no command could name."""
         if not 1 <= self.attachment <= LARGEST_EPOCH:
             raise ConfigError("attach_draft.attachment", self.attachment, f"1 to {LARGEST_EPOCH}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarRegion:
+    """The memory between verify and a grammar worker, which verify maps beside its running steps."""
+
+    epoch: int
+    """Verify's."""
+    attachment: int
+    """Number of the grammar worker's attachment."""
+    own: Manifest
+    """The memory that the grammar worker writes."""
+    given: Manifest
+    """The memory that verify writes for it."""
 
 
 _Enum = TypeVar("_Enum", bound=Enum)
@@ -303,6 +322,7 @@ def attachment_to_pb(attachment: Attachment) -> pb.AttachRequest:
         peer=None if attachment.peer is None else description_to_pb(attachment.peer),
         manifest=manifest_to_pb(attachment.manifest),
         given=None if attachment.given is None else manifest_to_pb(attachment.given),
+        results=None if attachment.results is None else manifest_to_pb(attachment.results),
         debug=attachment.is_debug,
         **{name: getattr(attachment.shape, name) for name in _SHAPE_FIELDS},
     )
@@ -324,6 +344,7 @@ def attachment_from_pb(message: pb.AttachRequest) -> Attachment:
         {"peer": description_from_pb, "expected_draft": partial(decode, DraftSizes)},
         manifest=manifest,
         given=given,
+        results=None,
         shape=shape,
         is_debug=message.debug,
     )
@@ -368,6 +389,16 @@ def region_from_pb(message: pb.AttachDraftRequest) -> DraftRegion:
     )
 
 
+def grammar_region_to_pb(region: GrammarRegion) -> pb.AttachGrammarRequest:
+    return encode(pb.AttachGrammarRequest, region, own=manifest_to_pb(region.own), given=manifest_to_pb(region.given))
+
+
+def grammar_region_from_pb(message: pb.AttachGrammarRequest) -> GrammarRegion:
+    """Decodes the memory between verify and a grammar worker. Raises ManifestError."""
+    own, given = manifest_from_pb(message.own), manifest_from_pb(message.given)
+    return decode(GrammarRegion, message, own=own, given=given)
+
+
 def command_to_pb(command: StepCommand) -> pb.StepCommand:
     """Encodes a step. By hand, because it is done for each worker in each step."""
     message = pb.StepCommand(
@@ -379,6 +410,10 @@ def command_to_pb(command: StepCommand) -> pb.StepCommand:
         top_logprobs=command.top_logprobs,
         attachment=command.attachment,
         catches_up=command.catches_up,
+        grammar=command.grammar,
+        constrained=command.constrained,
+        grammar_rows=[encode(pb.GrammarRow, row) for row in command.grammar_rows],
+        consumed=command.consumed,
     )
     # Made in their place: what the constructor is given, it copies.
     for fence, value, place in command.ops.waits:
@@ -410,7 +445,11 @@ def command_from_pb(message: pb.StepCommand) -> StepCommand:
     return decode(
         StepCommand,
         message,
-        {"chunks": partial(decode, PrefillChunk), "updates": _update_from_pb},
+        {
+            "chunks": partial(decode, PrefillChunk),
+            "updates": _update_from_pb,
+            "grammar_rows": partial(decode, GrammarRow),
+        },
         ops=FenceOps(tuple(map(_wait_from_pb, message.waits)), tuple(map(_point_from_pb, message.signals))),
         wants_acknowledgement=message.acknowledge,
     )

@@ -138,8 +138,10 @@ class VerifyEngine:
         if command.chunks and command.slots and self._deterministic_width is not None:
             raise InvalidArgumentError("chunks", len(command.chunks), "none in a step that decodes: all have one size")
         layers = () if region is None else self._layers_of(region.sizes)
-        if self._graphs is not None and command.slots and not command.chunks:
+        if self._graphs is not None and command.slots and not (command.chunks or command.constrained):
             return self._graphs.phases(command, region, layers)
+        if not {*command.constrained} <= {*command.slots, *(chunk.slot for chunk in command.chunks if chunk.is_last)}:
+            raise InvalidArgumentError("constrained", command.constrained, "slots that the step has tokens for")
         return self._step_phases(command, state, self._target, region, layers)
 
     def _step_phases(
@@ -264,6 +266,8 @@ def _phases(
             target.record_output(rows, result)
 
     phases = [Phase(_nothing if step is None else step.forward, place=WaitPlace.START)]
+    if step is not None and command.copies_tokens:
+        phases = [Phase(step.copy_in, (FenceName.VERIFY_COPIED,), WaitPlace.START), Phase(step.forward)]
     if step is not None and command.chunks and region is not None and region.shape.hidden_width:
         phases.append(Phase(step.leave_states, place=WaitPlace.PREFILL_HIDDEN))
     phases.append(Phase(publish, (FenceName.VERIFY_PUBLISH,), WaitPlace.SAMPLING))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import Region, StepNumber
     from slipstream.services.worker.language_model import LanguageModel, SlotRows
+    from slipstream.services.worker.masks import Allowed, GrammarMasks
     from slipstream.services.worker.slots import FlatChunks, SamplingMode, Staging
 
 _Result = TypeVar("_Result", VerifyResult, Logprobs)
@@ -128,17 +129,20 @@ class Target:
         top_logprobs: int | None = None,
         *,
         num_draft_tokens: int | None = None,
+        allowed: Allowed | None = None,
     ) -> VerifyResult:
         """Samples the target's own token at each place, and accepts the draft's as far as they agree.
 
         `logits`: [B, W, vocab_size], after each token of the forward. `num_draft_tokens`: K of the draft, where these
-        rows may have fewer draft tokens.
+        rows may have fewer draft tokens. `allowed`: the tokens that may be sampled; the others are left out first,
+        before bias and penalties, which is as good as after: nothing brings a token back.
         """
         chain = forward.tokens[:, 1:]
         positions = _positions(forward.seq_lens, forward.tokens) + 1
         # Taken anew: in a graph, what the forward has read of the slots belongs only to the forward's graph.
         slots = self._model.slots.take(forward.rows)
-        tokens = self._model.slots.sample(slots, logits, positions, mode, chain)
+        given = logits if allowed is None else allowed.apply(logits)
+        tokens = self._model.slots.sample(slots, given, positions, mode, chain)
         scores = _scores(logits, tokens)
         most = chain.shape[1] if num_draft_tokens is None else num_draft_tokens
         seq_lens, num_accepted = self._accept(forward, tokens, scores, self._simulated(most) if most else None)
@@ -147,6 +151,7 @@ class Target:
             num_accepted=num_accepted,
             tokens=tokens,
             scores=scores,
+            faults=None if allowed is None else allowed.faults_of(len(tokens)),
             hidden_states=forward.aux,
             logprobs=None if top_logprobs is None else _logprobs(logits, tokens, top_logprobs),
         )
@@ -238,15 +243,27 @@ class TargetStep:
         self._ends = ends
         self._region = region
         self._aux_layers = aux_layers
+        self._has_copied_in = False
+        self._draft_tokens: torch.Tensor | None = None
         self._decoded: list[TargetForward] = []
         """Of the rows that decode, those of each number of draft tokens together."""
         self._taken_in: DecoderOutput | None = None
 
+    def copy_in(self) -> None:
+        """Copies draft tokens in, and out to the grammar worker, if a slot with a constraint has any."""
+        command, self._has_copied_in = self._command, True
+        self._target.forget(command, self._region)
+        self._draft_tokens = self._copy_in()
+        if command.copies_tokens and self._draft_tokens is not None and (masks := self._masks) is not None:
+            masks.copy_out(command.step, command.slots, self._rows, self._draft_tokens)
+
     def forward(self) -> None:
-        """Runs the rows that decode and the chunks: where the step has both, in one forward."""
+        """Runs the rows that decode and the chunks: where the step has both, in one forward. Copies in before, unless
+        that is done."""
+        if not self._has_copied_in:
+            self.copy_in()
         target, command, layers = self._target, self._command, self._aux_layers
-        target.forget(command, self._region)
-        draft_tokens, step, chunks = self._copy_in(), command.step, self._chunks
+        draft_tokens, step, chunks = self._draft_tokens, command.step, self._chunks
         if chunks is not None and not command.slots:
             self._taken_in = self._model.prefill(chunks, _places(self._ends, chunks), aux_layers=layers)
             return
@@ -290,24 +307,33 @@ class TargetStep:
                 for together, hidden in zip(self._ends, self._hidden_of_ends(), strict=True)
             ]
             if len(first) > 1:
-                return merged(torch.cat, *first)
+                return merged(torch.cat, *_with_faults(*first))
             return first[0] if first else None
         mode = self._state.slots.sampling_mode(self._command.slots)
         most = self._region.sizes.num_draft_tokens if self._region is not None and self._command.num_draft_tokens else 0
         if self._taken_in is None and len(self._decoded) == 1:
             (decoded,) = self._decoded
-            return target.sample(decoded, target.logits(decoded), mode, asked, num_draft_tokens=most)
+            allowed = self._allowed(decoded.rows, decoded.tokens)
+            logits = target.logits(decoded)
+            return target.sample(decoded, logits, mode, asked, num_draft_tokens=most, allowed=allowed)
         # By one product: another would read all the weights again.
         of_ends = () if self._taken_in is None else self._hidden_of_ends()
-        logits = self._logits_of(*(part.hidden.flatten(0, 1) for part in self._decoded), *of_ends)
+        of_all = self._logits_of(*(part.hidden.flatten(0, 1) for part in self._decoded), *of_ends)
         results = [
-            target.sample(part, of_part.view(*part.tokens.shape, -1), mode, asked, num_draft_tokens=most)
-            for part, of_part in zip(self._decoded, logits, strict=False)
+            target.sample(
+                part,
+                of_part.view(*part.tokens.shape, -1),
+                mode,
+                asked,
+                num_draft_tokens=most,
+                allowed=self._allowed(part.rows, part.tokens),
+            )
+            for part, of_part in zip(self._decoded, of_all, strict=False)
         ]
-        ends = zip(self._ends, logits[len(results) :], strict=True)
+        ends = zip(self._ends, of_all[len(results) :], strict=True)
         results += [self._first_tokens(together, of_end) for together, of_end in ends]
         width = max(part.tokens.shape[1] for part in self._decoded)
-        return merged(torch.cat, *(_widened(result, width) for result in results))
+        return merged(torch.cat, *_with_faults(*(_widened(result, width) for result in results)))
 
     def _copy_in(self) -> torch.Tensor | None:
         """[B, K] int64; None where the step has no draft tokens."""
@@ -315,6 +341,16 @@ class TargetStep:
             return None
         command = self._command
         return self._state.future_map.copy_in(command.step, self._region, command.slots, self._rows)
+
+    @property
+    def _masks(self) -> GrammarMasks | None:
+        """The masks of a step in which a slot has a constraint."""
+        return self._state.grammars[self._command.grammar] if self._command.constrained else None
+
+    def _allowed(self, rows: torch.Tensor, tokens: torch.Tensor) -> Allowed | None:
+        """What may follow each of `tokens` ([B, W]) of the slots `rows` ([B]); None if none has a constraint."""
+        masks, command = self._masks, self._command
+        return None if masks is None else masks.take(command.step, command.constrained, rows.tolist(), tokens.shape[1])
 
     def _hidden_of_ends(self) -> Sequence[torch.Tensor]:
         """[E, hidden_size] for each of the prompts' ends that are sampled together."""
@@ -338,12 +374,15 @@ class TargetStep:
         assert self._taken_in is not None, "the step has chunks"
         logits, aux, asked = logits[:, None], self._taken_in.aux, self._command.top_logprobs
         slots, mode = self._model.slots.take(ends.rows), self._state.slots.sampling_mode(ends.slots)
-        tokens = self._model.slots.sample(slots, logits, ends.lengths[:, None], mode)
+        allowed = self._allowed(ends.rows, ends.rows[:, None])
+        given = logits if allowed is None else allowed.apply(logits)
+        tokens = self._model.slots.sample(slots, given, ends.lengths[:, None], mode)
         return VerifyResult(
             seq_lens=ends.lengths,
             num_accepted=torch.zeros_like(ends.lengths),
             tokens=tokens,
             scores=_scores(logits, tokens),
+            faults=None if allowed is None else allowed.faults_of(len(tokens)),
             hidden_states=None if aux is None else aux.index_select(0, ends.places)[:, None],
             logprobs=None if asked is None else _logprobs(logits, tokens, asked),
         )
@@ -359,6 +398,16 @@ def merged(merge: Callable[[list[torch.Tensor]], torch.Tensor], *results: _Resul
         return merged(merge, *values)
 
     return type(results[0])(**{one.name: field(one.name) for one in fields(results[0])})
+
+
+def _with_faults(*results: VerifyResult) -> tuple[VerifyResult, ...]:
+    """Gives all results faults, if any has them."""
+    if all(result.faults is None for result in results):
+        return results
+    return tuple(
+        result if result.faults is not None else replace(result, faults=torch.zeros_like(result.num_accepted))
+        for result in results
+    )
 
 
 def _places(ends: Sequence[PromptEnds], chunks: FlatChunks) -> torch.Tensor:

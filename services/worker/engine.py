@@ -26,7 +26,7 @@ from slipstream.common.errors import (
 )
 from slipstream.common.wire.events import EventLog, LogOp, Site
 from slipstream.common.wire.step import Role
-from slipstream.services.worker.epoch import Epoch, check_attachment, make_state, open_memory, open_region
+from slipstream.services.worker.epoch import Epoch, check_attachment, make_state, open_grammar, open_memory, open_region
 from slipstream.services.worker.memory import allocated_bytes, first_line, is_out_of_memory, measured, no_room
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device, Stream
     from slipstream.common.wire.events import EventLog, FenceLogOp
     from slipstream.common.wire.step import FenceName, FencePoint, FenceWait, SlotUpdate, StepCommand, WaitPlace
-    from slipstream.common.wire.worker import Attachment, DraftRegion, StepTokens, WorkerDescription
+    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, StepTokens, WorkerDescription
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import Region
 
@@ -196,6 +196,20 @@ class Engine:
             raise
         with self._enqueueing:
             opened.add_draft(region, memory)
+
+    def attach_grammar(self, offered: GrammarRegion) -> None:
+        """Verify: maps the memory of a grammar worker, so that commands may name its attachment.
+
+        Raises FailedPreconditionError (and its kinds), ManifestError.
+        """
+        opened = self._verify_epoch(offered.epoch)
+        if opened is None:
+            raise FailedPreconditionError(f"epoch {offered.epoch} is not open")
+        if offered.attachment in opened.attachments:
+            raise StaleEpochError(f"attachment {offered.attachment}: there was an epoch or attachment of this number")
+        masks, memory = open_grammar(offered, opened.state, self.description, self._device, self.log)
+        with self._enqueueing:
+            opened.add_grammar(offered.attachment, masks, memory)
 
     def release_draft(self, epoch: int, attachment: int) -> None:
         """Verify: ends its waits for a draft that is lost, also those of commands to come; no effect without it."""

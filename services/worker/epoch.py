@@ -17,11 +17,14 @@ from slipstream.common.errors import (
 )
 from slipstream.common.wire.layout import (
     GIVEN_FENCES,
+    GRAMMAR_GIVEN_FENCES,
+    GRAMMAR_OWN_FENCES,
     LENT_WEIGHTS,
     OWN_FENCES,
     RESULT_FENCES,
     BufferName,
     DraftShape,
+    GrammarShape,
 )
 from slipstream.common.wire.manifest import DTYPES
 from slipstream.common.wire.step import FenceName, Role
@@ -29,6 +32,7 @@ from slipstream.common.wire.worker import PROTOCOL_VERSION, DraftSizes, hidden_o
 from slipstream.services.models.config import MAX_VOCAB_SIZE
 from slipstream.services.worker.future_map import NO_REGION, CapturedStep, FutureMap, Region, StampPlace
 from slipstream.services.worker.graphs import CudaCapture, GraphedStep, HostCapture
+from slipstream.services.worker.masks import GrammarMasks
 from slipstream.services.worker.slots import HostStaging, PinnedStaging, SlotTable, staged_bytes
 
 if TYPE_CHECKING:
@@ -42,11 +46,12 @@ if TYPE_CHECKING:
     from slipstream.common.wire.layout import StepShape
     from slipstream.common.wire.manifest import Manifest
     from slipstream.common.wire.step import FencePoint, FenceWait, StepCommand
-    from slipstream.common.wire.worker import Attachment, DraftRegion, WorkerDescription
+    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, WorkerDescription
     from slipstream.services.worker.slots import Staging
 
 RELEASED_TIMEOUT_S = 60.0
 """For work that is enqueued after a released wait."""
+GRAMMAR_FENCES = (*GRAMMAR_GIVEN_FENCES, *GRAMMAR_OWN_FENCES)
 HOPELESS_TIMEOUT_S = 5.0
 """For a stream that may wait for a dead producer with fences that cannot be released."""
 
@@ -65,6 +70,8 @@ class EpochState:
     """For capturing steps; None where steps run without graphs."""
     regions: dict[int, Region] = field(default_factory=dict)
     """Regions that verify has mapped, by attachment."""
+    grammars: dict[int, GrammarMasks] = field(default_factory=dict)
+    """The memory with grammar workers that verify has mapped, by attachment."""
     weights: Mapping[BufferName, torch.Tensor] = field(default_factory=dict)
     """A draft's: the target's weights that verify lends, to be read only."""
 
@@ -167,12 +174,14 @@ class Epoch:
         """The numbers of the epoch and of all attachments that were here."""
         self._own = memory
         self._drafts: dict[int, SharedMemory] = {}
+        """The memory with drafts, and with grammar workers, by attachment."""
 
     def memory_of(self, command: StepCommand, fence: FenceName) -> SharedMemory:
         """The memory that a fence of a command is in. Raises InvalidArgumentError if there is none."""
-        memory = self._own if fence in self._own else self._drafts.get(command.attachment)
+        number = command.grammar if fence in GRAMMAR_FENCES else command.attachment
+        memory = self._own if fence in self._own else self._drafts.get(number)
         if memory is None or fence not in memory:
-            where = f"one of attachment {command.attachment}" if command.attachment else "one without an attachment"
+            where = f"one of attachment {number}" if number else "one without an attachment"
             raise InvalidArgumentError("fence", fence.name, where)
         return memory
 
@@ -180,19 +189,29 @@ class Epoch:
         """Raises FailedPreconditionError for an attachment that is not here, InvalidArgumentError for its points."""
         if command.attachment and command.attachment not in self.state.regions:
             raise FailedPreconditionError(f"attachment {command.attachment} is not there")
+        if command.constrained and command.grammar not in self.state.grammars:
+            raise FailedPreconditionError(f"attachment {command.grammar} of a grammar worker is not there")
         for points in command.ops:
             for fence, *_ in points:
                 self.memory_of(command, fence)
 
     def number_of(self, memory: SharedMemory, command: StepCommand) -> int:
         """The attachment that a memory belongs to, for logs; 0 for the results."""
-        return self.state.memory.attachment if memory is self._own else command.attachment
+        if memory is self._own:
+            return self.state.memory.attachment
+        return command.attachment if memory is self._drafts.get(command.attachment) else command.grammar
 
     def add_draft(self, region: Region, memory: SharedMemory) -> None:
         """Lets commands name an attachment."""
         self.attachments.add(region.attachment)
         self._drafts[region.attachment] = memory
         self.state.regions[region.attachment] = region
+
+    def add_grammar(self, number: int, masks: GrammarMasks, memory: SharedMemory) -> None:
+        """Lets commands name the attachment of a grammar worker."""
+        self.attachments.add(number)
+        self._drafts[number] = memory
+        self.state.grammars[number] = masks
 
     def release_draft(self, attachment: int) -> None:
         """Waits for a draft no more, if it is there. Raises DeviceError."""
@@ -202,6 +221,7 @@ class Epoch:
     def retire_draft(self, attachment: int) -> SharedMemory | None:
         """Lets no further command name an attachment, and returns its memory; None if there is none."""
         self.state.regions.pop(attachment, None)
+        self.state.grammars.pop(attachment, None)
         return self._drafts.get(attachment)
 
     def close_draft(self, attachment: int) -> None:
@@ -232,6 +252,7 @@ class Epoch:
     def close(self) -> None:
         """Closes the shared memory."""
         self.state.regions.clear()
+        self.state.grammars.clear()
         for memory in (self._own, *self._drafts.values()):
             memory.close()
         self._drafts.clear()
@@ -264,6 +285,23 @@ def open_region(
     if state.attachment.is_debug:
         region.poison()
     return region, memory
+
+
+def open_grammar(
+    offered: GrammarRegion, state: EpochState, description: WorkerDescription, device: Device, log: EventLog
+) -> tuple[GrammarMasks, SharedMemory]:
+    """Maps the memory between verify and a grammar worker. Raises ManifestError, MismatchError."""
+    if not description.takes_masks:
+        raise MismatchError(["masks: this verify applies none of a grammar worker"])
+    epoch = state.attachment.shape
+    shape = GrammarShape(
+        num_slots=epoch.num_slots, num_draft_tokens=epoch.num_draft_tokens, vocab_size=description.vocab_size
+    )
+    offered.own.check_holds(shape.own_specs())
+    offered.given.check_holds(shape.given_specs())
+    pieces = (offered.own, GRAMMAR_OWN_FENCES, False), (offered.given, GRAMMAR_GIVEN_FENCES, True)
+    memory = SharedMemory.open(device, *pieces)
+    return GrammarMasks(shape, memory.buffers(), number=offered.attachment, log=log), memory
 
 
 def _shape_of_region(offered: DraftRegion, epoch: StepShape, own: WorkerDescription) -> DraftShape:

@@ -10,7 +10,7 @@ or merging a batch moves no tensor, only slot numbers. Idea and terms: SGLang's 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -161,6 +161,8 @@ class VerifyResult:
     """[B, 1 to K+1] int64: the target's tokens; the first a + 1 are the output, the last of those the bonus token."""
     scores: torch.Tensor | None = None
     """[B, 1 to K+1]: the logits of `tokens`. Of a slot where one that counts is not finite, no token is published."""
+    faults: torch.Tensor | None = None
+    """[B] int64: where it is not 0 it is published in place of tokens, as the slot's masks are missing; None is 0."""
     hidden_states: torch.Tensor | None = None
     """[B, 1 to K+1, width]: the states that these tokens were sampled from, if a draft reads them."""
     logprobs: Logprobs | None = None
@@ -452,7 +454,10 @@ class FutureMap(SharedBuffers):
 
 
 def _published(result: VerifyResult) -> torch.Tensor:
-    """[B] int64: the accepted draft tokens, or NOT_FINITE."""
+    """[B] int64: the accepted draft tokens, or NOT_FINITE, or a fault."""
+    if result.faults is not None:
+        sound = _published(replace(result, faults=None))
+        return torch.where(result.faults == 0, sound, result.faults)
     if result.scores is None:
         return result.num_accepted
     places = torch.arange(result.scores.shape[1], device=result.scores.device)

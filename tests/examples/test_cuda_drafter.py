@@ -50,7 +50,7 @@ def test_nothing_of_the_contract_is_broken(library: Path, tmp_path: Path, capsys
 async def test_the_same_tokens_as_without_a_draft(library: Path, tmp_path: Path, run_ahead: int) -> None:
     program = [PROGRAM, str(library), "--dtype", "float32"]
     with ExampleDrafted(tmp_path, target_dir(), program, "--device", "cpu") as processes:
-        processes.start(*Role)
+        processes.start(Role.DRAFT, Role.VERIFY)
         expected = await serve(processes, make_jobs(), HostDevice(), has_draft=False)
         jobs = make_jobs()
         assert await serve(processes, jobs, HostDevice(), run_ahead=run_ahead) == expected

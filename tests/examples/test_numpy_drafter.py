@@ -53,7 +53,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProces
     """A small random target and the drafter."""
     folder = tmp_path_factory.mktemp("drafter")
     with NumpyDrafted(folder, write_checkpoint(folder / "target", seed=SEED)) as made:
-        made.start(*Role)
+        made.start(Role.DRAFT, Role.VERIFY)
         yield made
 
 
@@ -133,7 +133,7 @@ async def test_everything_it_reads_and_writes_is_in_order(tmp_path: Path, run_ah
     logs.mkdir()
     target = write_checkpoint(tmp_path / "target", seed=SEED)
     with NumpyDrafted(tmp_path, target, logs) as processes:
-        processes.start(*Role)
+        processes.start(Role.DRAFT, Role.VERIFY)
         await serve(processes, make_jobs(9), run_ahead=run_ahead, access_log_dir=logs)
         assert processes.end() == [0, 0]
     report = Replay(logs).report()
@@ -149,7 +149,7 @@ async def test_repetitive_text_is_guessed(tmp_path: Path) -> None:
     prompt = tuple(Tokenizer.from_file(str(target_dir() / "tokenizer.json")).encode(REPETITIVE).ids)
     samplings = (SamplingParams(), SamplingParams(temperature=0.7, top_p=0.95, seed=SEED))
     with NumpyDrafted(tmp_path, target_dir()) as processes:
-        processes.start(*Role)
+        processes.start(Role.DRAFT, Role.VERIFY)
         outputs = []
         for has_draft in (True, False):
             jobs = [make_job(str(number), prompt, sampling, 96) for number, sampling in enumerate(samplings)]

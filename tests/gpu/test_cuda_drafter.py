@@ -41,7 +41,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProces
     program = [str(CUDA_DRAFTER), "--dtype", "float32"]
     options = ("--device", "cuda", "--dtype", "float32", "--deterministic-width", width)
     with ExampleDrafted(folder, target_dir(), program, *options) as made:
-        made.start(*Role)
+        made.start(Role.DRAFT, Role.VERIFY)
         yield made
 
 

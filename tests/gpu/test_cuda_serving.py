@@ -31,7 +31,7 @@ DUMMY_MS = 0.4
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcesses]:
     """Both workers, started and perhaps not ready yet."""
     with WorkerProcesses(tmp_path_factory.mktemp("sockets"), MODELS, "--device", "cuda", dummy_ms=DUMMY_MS) as made:
-        made.start(*Role)
+        made.start(Role.DRAFT, Role.VERIFY)
         yield made
 
 

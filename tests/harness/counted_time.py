@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from slipstream.common.device.cpu.device import HostFence
+    from slipstream.common.device.cpu.fence import HostFence
     from slipstream.common.device.interface import Look, Stream
     from slipstream.common.wire.manifest import BufferSpec, Manifest
     from slipstream.common.wire.step import FenceName

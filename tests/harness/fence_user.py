@@ -12,7 +12,7 @@ import mmap
 import struct
 import sys
 
-from slipstream.common.device.cpu.device import HostFence
+from slipstream.common.device.cpu.fence import HostFence
 
 
 def main(path: str, offset: str) -> None:

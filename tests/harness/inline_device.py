@@ -18,7 +18,8 @@ from slipstream.common.errors import DeadlineExceededError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from slipstream.common.device.cpu.device import HostArena, HostFence
+    from slipstream.common.device.cpu.device import HostArena
+    from slipstream.common.device.cpu.fence import HostFence
     from slipstream.common.wire.manifest import BufferSpec, Manifest
     from slipstream.common.wire.step import FenceName
 

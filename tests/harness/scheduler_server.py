@@ -15,6 +15,7 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.wire.sequence import Refusal, StepOutput
 from slipstream.common.wire.server import SchedulerState
+from slipstream.common.wire.step import Role
 from slipstream.protos import scheduler_pb2, scheduler_pb2_grpc
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.server import run_scheduler
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 
     from slipstream.common.wire.job import FinishReason
     from slipstream.common.wire.sequence import SequenceSpec
-    from slipstream.common.wire.step import Role
     from slipstream.scheduler.link import Link
     from slipstream.services.worker.engine import RoleEngine
+    from tests.harness.local_grammar import LocalGrammar
     from tests.harness.workers import LocalWorker
 
 
@@ -52,14 +53,20 @@ class ServedScheduler:
 
 
 @asynccontextmanager
-async def served_scheduler(folder: Path, *roles: RoleEngine, **settings: Any) -> AsyncIterator[ServedScheduler]:
-    """Serves `roles`, verify first. `settings`: of `SchedulerConfig`."""
+async def served_scheduler(
+    folder: Path, *roles: RoleEngine, grammars: LocalGrammar | None = None, **settings: Any
+) -> AsyncIterator[ServedScheduler]:
+    """Serves `roles`, verify first. `settings`: of `SchedulerConfig`; `grammars`: where that has a grammar worker."""
     draft = {"draft": "unix:/none", "num_draft_tokens": 4} if len(roles) > 1 else {}
     sizes = {"draft_timeout_ms": PATIENCE_MS, "context_tokens": 96, "slots": 4, "page_tokens": 4}
     config = SchedulerConfig(verify="unix:/none", **{**sizes, **draft, **settings})
     with Listener.claim(f"unix:{folder}/scheduler.sock", field="listen") as listener, local_workers(*roles) as workers:
         links = cast("dict[Role, Link]", {worker.role: worker for worker in workers})
-        serving = run_scheduler(config, listener, 0, device=HostDevice(), make_link=lambda role, _: links[role])
+
+        def make_link(role: Role, _: str) -> Link:
+            return cast("Link", grammars.link()) if grammars is not None and role is Role.GRAMMAR else links[role]
+
+        serving = run_scheduler(config, listener, 0, device=HostDevice(), make_link=make_link)
         task = asyncio.create_task(serving)
         served = ServedScheduler(listener.address, workers, task)
         with suppress(grpc.RpcError):
@@ -124,7 +131,7 @@ class Gateway:
         await self.until(lambda: all(number in self.ends for number in ids))
         return [self.outputs[number] for number in ids]
 
-    async def until(self, is_true: Any, timeout_s: float = 20.0) -> None:
+    async def until(self, is_true: Any, timeout_s: float = 60.0) -> None:
         """Returns when something holds; looks after each message, and at the end of the stream."""
         async with asyncio.timeout(timeout_s), self._changed:
             await self._changed.wait_for(lambda: is_true() or self._is_over)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 
 from slipstream.benchmarks.dummy_worker import main
-from slipstream.common.device.cpu.device import HostArena, HostFence, ReadOnlyFence
+from slipstream.common.device.cpu.device import HostArena
+from slipstream.common.device.cpu.fence import HostFence, ReadOnlyFence
 from slipstream.common.rpc.service_options import run_command
 from slipstream.services.worker import epoch
 

@@ -22,12 +22,15 @@ from slipstream.common.wire.worker import (
     Attachment,
     DraftRegion,
     DraftSizes,
+    GrammarRegion,
     StepTokens,
     WorkerDescription,
     attachment_from_pb,
     attachment_to_pb,
     command_from_pb,
     command_to_pb,
+    grammar_region_from_pb,
+    grammar_region_to_pb,
     region_from_pb,
     region_to_pb,
 )
@@ -106,6 +109,10 @@ class LocalWorker:
         """See `WorkerLink.attach_draft`."""
         for _ in self.engine.attach_draft(region_from_pb(region_to_pb(region))):
             pass
+
+    def attach_grammar(self, region: GrammarRegion) -> None:
+        """See `WorkerLink.attach_grammar`."""
+        self.engine.attach_grammar(grammar_region_from_pb(grammar_region_to_pb(region)))
 
     def release_draft(self, epoch: int, attachment: int) -> None:
         """See `WorkerLink.release_draft`."""

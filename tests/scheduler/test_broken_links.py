@@ -44,7 +44,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[Client, dict[Role, Breakin
     target = write_checkpoint(folder / "target", seed=SEED)
     models = {Role.VERIFY: target, Role.DRAFT: write_guesser(folder / "draft", target, seed=SEED)}
     with ProcessesBehindProxies(folder, models) as processes:
-        processes.start(*Role)
+        processes.start(Role.DRAFT, Role.VERIFY)
         async with (
             breaking_proxy(processes.address(Role.VERIFY), folder / "verify-way.sock") as (to_verify, verify),
             breaking_proxy(processes.address(Role.DRAFT), folder / "draft-way.sock") as (to_draft, draft),

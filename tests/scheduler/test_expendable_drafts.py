@@ -38,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[Role, Path]:
 def processes(models: dict[Role, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcesses]:
     """Both workers, started and perhaps not ready yet. A test leaves them as it found them."""
     with WorkerProcesses(tmp_path_factory.mktemp("sockets"), models) as made:
-        made.start(*Role)
+        made.start(Role.DRAFT, Role.VERIFY)
         yield made
 
 
@@ -224,7 +224,7 @@ async def test_a_draft_that_does_not_fit_is_refused_and_the_scheduler_serves_on(
     write_json(misfit / "tokenizer.json", tokenizer)
     (tmp_path / "other").mkdir(mode=0o700)
     with WorkerProcesses(tmp_path / "other", models | {DRAFT: misfit}) as others:
-        others.start(*Role)
+        others.start(Role.DRAFT, Role.VERIFY)
         with running_session(others, **calm()) as client:
             await client.served(with_draft=False)
             await until(lambda: "tokenizer" in client.drafts.status.problem)

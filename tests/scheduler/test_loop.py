@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from slipstream.benchmarks import dummy_model
-from slipstream.common.device.cpu.device import HostFence
+from slipstream.common.device.cpu.fence import HostFence
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.wire.layout import ring_rows
 from slipstream.scheduler.draft import Draft

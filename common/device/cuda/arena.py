@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from cuda.bindings import driver as cu
 
-from slipstream.common.device.cpu.device import HostArena, HostFence
+from slipstream.common.device.cpu.device import HostArena
+from slipstream.common.device.cpu.fence import HostFence
 from slipstream.common.device.cuda.fences import EventFence, EventRing, TimelineFence
 from slipstream.common.device.cuda.poll_backoff import wait_for_expected
 from slipstream.common.device.cuda.stream import handle_of

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from slipstream.common.device.cpu.device import HostFence
+    from slipstream.common.device.cpu.fence import HostFence
     from slipstream.common.device.interface import Device
     from slipstream.services.worker.engine import RoleEngine
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.common.device.cpu.device import HostArena, HostDevice, HostFence, ReadOnlyFence
+from slipstream.common.device.cpu.device import HostArena, HostDevice
+from slipstream.common.device.cpu.fence import HostFence, ReadOnlyFence
 from slipstream.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.common.device.cpu.device import ReadOnlyFence
+from slipstream.common.device.cpu.fence import ReadOnlyFence
 from slipstream.common.errors import DeviceError
 from slipstream.common.wire.step import FenceName
 from slipstream.services.worker import engine

@@ -34,7 +34,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProces
     folder = tmp_path_factory.mktemp("workers")
     model = write_checkpoint(folder / "model")
     with WorkerProcesses(folder, dict.fromkeys(Role, model), dummy_ms=0) as made:
-        made.start(*Role)
+        made.start(Role.DRAFT, Role.VERIFY)
         yield made
 
 
@@ -121,7 +121,7 @@ def test_it_ends_at_once_when_its_stream_cannot_be_released(
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("role", [Role.DRAFT, Role.VERIFY])
 def test_lost_epochs_leave_nothing_behind(role: Role, tmp_path: Path, thread: LinkThread) -> None:
     """A scheduler that goes away in the middle of a step, again and again."""
     with WorkerProcesses(tmp_path, {role: write_checkpoint(tmp_path / "model")}, dummy_ms=0) as processes:

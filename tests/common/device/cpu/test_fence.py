@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.common.device.cpu.device import HostDevice, HostFence, HostStream
+from slipstream.common.device.cpu.device import HostDevice, HostStream
+from slipstream.common.device.cpu.fence import HostFence
 from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.wire.step import FenceName
 from tests.harness.other_process import FenceUser

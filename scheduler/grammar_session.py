@@ -1,0 +1,233 @@
+"""The thread that attaches a grammar worker beside the running steps, again after each loss, and has it compile.
+
+No error of a grammar worker ends the scheduler: sequences without a constraint go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from slipstream.common.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    MismatchError,
+    SlipstreamError,
+    UnavailableError,
+)
+from slipstream.common.host import name_this_thread
+from slipstream.common.wire.layout import GrammarShape
+from slipstream.scheduler.constraints import GrammarState, GrammarWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.common.device.interface import Device
+    from slipstream.scheduler.epoch import Epoch
+    from slipstream.scheduler.link import Link
+
+logger = logging.getLogger(__name__)
+
+FIRST_S, LONGEST_S = 0.1, 2.0
+"""Between two tries to attach a grammar worker: the time doubles while they fail."""
+
+
+class GrammarSession:
+    """Implements `ConstraintsListener`."""
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        make_link: Callable[[], Link] | None,
+        next_number: Callable[[int], int],
+        wake: Callable[[], None],
+    ) -> None:
+        """`make_link`: makes a link to the grammar worker; None where there is none. Others: see `DraftSession`."""
+        self._device = device
+        self._make_link = make_link
+        self._next_number = next_number
+        self._wake = wake
+        self._changed = threading.Condition()
+        self._epoch: Epoch | None = None
+        self._workers: tuple[GrammarWorker, ...] = ()
+        """Those that are not detached."""
+        self._wanted: deque[tuple[GrammarWorker, str]] = deque()
+        self._due, self._wait_s = 0.0, FIRST_S
+        self._is_stopped = self._is_busy = False
+        self.num_lost = 0
+        """Grammar workers that were lost. Read by any thread."""
+        self._thread = threading.Thread(target=self._run, name="grammars")
+
+    @property
+    def is_expected(self) -> bool:
+        """True if a grammar worker is configured."""
+        return self._make_link is not None
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Ends the thread; the last epoch must be over."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def enter(self, epoch: Epoch) -> None:
+        """Attaches grammar workers to an epoch that is open from now on."""
+        with self._changed:
+            self._epoch, self._due, self._wait_s = epoch, 0.0, FIRST_S
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        """Ends all attachments of the epoch, whose loop has ended."""
+        with self._changed:
+            self._epoch = None
+            self._wanted.clear()
+            for worker in self._workers:
+                worker.state = GrammarState.LEFT
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not (self._is_busy or self._workers), LONGEST_S)
+
+    def wants(self, worker: GrammarWorker, grammar: str) -> None:
+        with self._changed:
+            self._wanted.append((worker, grammar))
+            self._changed.notify_all()
+
+    def lost(self, worker: GrammarWorker, reason: str) -> None:
+        logger.warning("sequences with a constraint wait for another grammar worker: %s", reason)
+        with self._changed:
+            self.num_lost += 1
+            self._due = time.monotonic() + FIRST_S
+            self._changed.notify_all()
+
+    def gone(self, worker: GrammarWorker) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        name_this_thread("grammars")
+        while True:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(self._has_work, self._until_try_s())
+                if self._is_stopped:
+                    return
+                epoch, self._is_busy = self._epoch, True
+            try:
+                self._work(epoch)
+            except Exception:
+                logger.exception("the grammar worker's session failed")
+                self._back_off()
+            finally:
+                del epoch
+
+    def _has_work(self) -> bool:
+        return self._is_stopped or bool(self._wanted) or self._until_try_s() == 0.0 or bool(self._left())
+
+    def _left(self) -> list[GrammarWorker]:
+        return [worker for worker in self._workers if worker.state is GrammarState.LEFT]
+
+    def _until_try_s(self) -> float | None:
+        is_there = any(worker.state is GrammarState.ACTIVE for worker in self._workers)
+        if self._epoch is None or self._make_link is None or is_there:
+            return None
+        return max(0.0, self._due - time.monotonic())
+
+    def _work(self, epoch: Epoch | None) -> None:
+        for worker in self._left():
+            self._detach(worker, epoch)
+        while self._wanted:
+            self._prepare(*self._wanted.popleft())
+        if epoch is not None and self._until_try_s() == 0.0:
+            self._try(epoch)
+
+    def _try(self, epoch: Epoch) -> None:
+        assert self._make_link is not None, "a grammar worker is expected"
+        link = self._make_link()
+        try:
+            worker = self._attached(epoch, link)
+        except SlipstreamError as error:
+            link.detach(drain=False)
+            is_new = self._wait_s == FIRST_S
+            logger.log(logging.INFO if is_new else logging.DEBUG, "no grammar worker: %s", error)
+            self._back_off()
+            if isinstance(error, MismatchError):
+                epoch.constraints.refuse(FailedPreconditionError(f"no output can be constrained: {error}"))
+                self._wake()
+            return
+        with self._changed:
+            self._wait_s = FIRST_S
+            self._workers = (*self._workers, worker)
+            if self._epoch is not epoch:
+                worker.state = GrammarState.LEFT
+                return
+            epoch.constraints.offer(worker)
+        self._wake()
+
+    def _back_off(self) -> None:
+        self._due = time.monotonic() + self._wait_s
+        self._wait_s = min(2 * self._wait_s, LONGEST_S)
+
+    def _attached(self, epoch: Epoch, link: Link) -> GrammarWorker:
+        description = link.describe()
+        description.check_version()
+        if description.has_scheduler:
+            raise FailedPreconditionError("the grammar worker has another scheduler")
+        shape, results = epoch.attachment.shape, epoch.attachment.manifest
+        number = self._next_number(description.last_epoch)
+        sizes = GrammarShape(
+            num_slots=shape.num_slots, num_draft_tokens=shape.num_draft_tokens, vocab_size=epoch.verify.vocab_size
+        )
+        worker = GrammarWorker(number, link, sizes, self._device, epoch=epoch.number)
+        own, given = worker.region.own, worker.region.given
+        try:
+            link.attach(
+                replace(
+                    epoch.attachment,
+                    epoch=number,
+                    manifest=own,
+                    given=given,
+                    results=results,
+                    peer=replace(epoch.verify, weights=None),
+                    expected_draft=None,
+                    measures_step_tokens=False,
+                )
+            )
+            epoch.link.attach_grammar(worker.region)
+            worker.seal()
+        except BaseException:
+            worker.close()
+            raise
+        return worker
+
+    def _prepare(self, worker: GrammarWorker, grammar: str) -> None:
+        try:
+            worker.link.prepare(grammar)
+        except UnavailableError:
+            return  # it is lost, which its link says
+        except InvalidArgumentError as error:
+            worker.prepared[grammar] = error
+        else:
+            worker.prepared[grammar] = None
+        self._wake()
+
+    def _detach(self, worker: GrammarWorker, epoch: Epoch | None) -> None:
+        with self._changed:
+            self._workers = tuple(one for one in self._workers if one is not worker)
+        with suppress(SlipstreamError):
+            if epoch is not None:
+                epoch.link.detach_draft(worker.region.epoch, worker.number)
+        with suppress(SlipstreamError):
+            worker.link.detach(drain=False)
+        worker.close()
+        with self._changed:
+            self._changed.notify_all()

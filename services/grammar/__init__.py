@@ -1,0 +1,1 @@
+"""The grammar worker: masks of the tokens that a constraint allows."""

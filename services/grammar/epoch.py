@@ -1,0 +1,160 @@
+"""An attachment of a grammar worker: carries out steps in order, on its own thread, until the end of Execute."""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slipstream.common.device.cpu.fence import HostFence, ReadOnlyFence, without_its_flag
+from slipstream.common.device.cpu.shared_file import open_mapped
+from slipstream.common.errors import InvalidArgumentError, ManifestError
+from slipstream.common.host import name_this_thread
+from slipstream.protos import worker_pb2 as pb
+from slipstream.services.grammar.matchers import KnownTokens, MaskFiller, SlotMatcher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from slipstream.services.grammar.matchers import Grammars
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.05
+"""Between two looks, in a wait, whether the attachment is over."""
+FENCES = (pb.FENCE_VERIFY_PUBLISH, pb.FENCE_VERIFY_COPIED)
+"""Fences that a command may wait for."""
+
+
+class SharedPiece:
+    """A piece of shared memory, as arrays of NumPy and fences. It stays mapped until the last of them is gone."""
+
+    def __init__(self, manifest: pb.Manifest, *, read_only: bool) -> None:
+        """Maps it. Raises ManifestError."""
+        if manifest.kind != "file":
+            raise ManifestError(f"arena kind {manifest.kind!r}: a grammar worker opens files")
+        self._manifest = manifest
+        mapped = open_mapped(Path(manifest.path), manifest.size, read_only=read_only)
+        self._memory: Any = without_its_flag(mapped) if read_only else mapped
+        self._fence_kind = ReadOnlyFence if read_only else HostFence
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+        """Returns a buffer. Raises ManifestError unless it lies in the memory with this shape and dtype."""
+        buffer = next((one for one in self._manifest.buffers if one.name == name), None)
+        if buffer is None or tuple(buffer.shape) != shape or buffer.dtype != dtype:
+            raise ManifestError(f"the arena has no buffer {name} of {dtype} {list(shape)}")
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        self._check(name, buffer.offset, size)
+        return np.frombuffer(self._memory, dtype, math.prod(shape), buffer.offset).reshape(shape)
+
+    def fence(self, fence: pb.Fence) -> HostFence:
+        """Returns a fence. Raises ManifestError unless it lies in the memory."""
+        word = next((one for one in self._manifest.fences if one.fence == fence), None)
+        if word is None or word.kind != "host":
+            raise ManifestError(f"the arena has no fence {fence} of kind 'host'")
+        self._check(f"fence {fence}", word.offset, 8)
+        return self._fence_kind(memoryview(self._memory), word.offset)
+
+    def _check(self, name: str, offset: int, size: int) -> None:
+        if offset % 8 or offset + size > self._manifest.size:
+            raise ManifestError(f"{name}: bytes {offset} to {offset + size} of {self._manifest.size}")
+
+
+class GrammarEpoch:
+    """Makes the masks of each step: what verify publishes and copies out is read, never waited for by anybody else."""
+
+    def __init__(self, request: pb.AttachRequest, grammars: Grammars, on_failure: Callable[[Exception], None]) -> None:
+        """Maps the memory and starts the thread. `on_failure` is called there. Raises ManifestError."""
+        self.number = request.epoch
+        slots, self._width, self._ring = request.num_slots, request.num_draft_tokens + 1, request.run_ahead + 2
+        own, given = SharedPiece(request.manifest, read_only=False), SharedPiece(request.given, read_only=True)
+        results = SharedPiece(request.results, read_only=True)
+        words = -(-request.peer.vocab_size // 32)
+        self._stamps = own.array("mask_stamps", (slots,), "int64")
+        self._filler = MaskFiller(own.array("masks", (slots, self._width, words), "int32"))
+        self._copied_tokens = given.array("copied_tokens", (slots, max(self._width - 1, 1)), "int64")
+        self._num_accepted = results.array("num_accepted", (self._ring, slots), "int32")
+        self._output_tokens = results.array("output_tokens", (self._ring, slots, self._width), "int64")
+        self._ready = own.fence(pb.FENCE_GRAMMAR_READY)
+        self._waits = {
+            pb.FENCE_VERIFY_PUBLISH: results.fence(pb.FENCE_VERIFY_PUBLISH),
+            pb.FENCE_VERIFY_COPIED: given.fence(pb.FENCE_VERIFY_COPIED),
+        }
+        self._vocab_size = request.peer.vocab_size
+        self._grammars = grammars
+        self._on_failure = on_failure
+        self._slots: dict[int, SlotMatcher] = {}
+        self._is_over = threading.Event()
+        self._commands: queue.SimpleQueue[pb.StepCommand | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
+        self._thread.start()
+
+    def enqueue(self, command: pb.StepCommand) -> None:
+        """Queues a step and returns. Raises InvalidArgumentError for one that makes no sense."""
+        for row in command.grammar_rows:
+            if not 0 < row.slot < len(self._stamps):
+                raise InvalidArgumentError("grammar_rows.slot", row.slot, f"1 to {len(self._stamps) - 1}")
+            if row.num_draft_tokens >= self._width:
+                accepted = f"0 to {self._width - 1}"
+                raise InvalidArgumentError("grammar_rows.num_draft_tokens", row.num_draft_tokens, accepted)
+        for wait in command.waits:
+            if wait.fence not in FENCES:
+                raise InvalidArgumentError("waits", wait.fence, "VERIFY_PUBLISH and VERIFY_COPIED")
+        self._commands.put(command)
+
+    def finish(self) -> None:
+        """Returns when every step that was queued is done."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def abandon(self) -> None:
+        """Ends without the remaining steps: what they wait for may never come."""
+        self._is_over.set()
+        self.finish()
+
+    def _run(self) -> None:
+        name_this_thread("grammar")
+        try:
+            while (command := self._commands.get()) is not None and not self._is_over.is_set():
+                self._carry_out(command)
+        except Exception as error:
+            logger.exception("the grammar worker's thread failed")
+            self._on_failure(error)
+
+    def _carry_out(self, command: pb.StepCommand) -> None:
+        for wait in command.waits:
+            while not self._waits[wait.fence].wait_on_host(wait.value, LOOK_S):
+                if self._is_over.is_set():
+                    return
+        rows = []
+        for row in command.grammar_rows:
+            matcher = self._advanced(row, command)
+            drafts = self._copied_tokens[row.slot, : row.num_draft_tokens].clip(0, self._vocab_size - 1).tolist()
+            rows.append((row.slot, matcher, drafts))
+        self._filler.fill(rows)
+        for slot, matcher, _ in rows:
+            # After the masks: x86-64 keeps stores in order.
+            self._stamps[slot] = -command.step if matcher.is_error() else command.step
+        self._ready.store(command.step)
+
+    def _advanced(self, row: pb.GrammarRow, command: pb.StepCommand) -> Any:
+        """The matcher of a slot after all tokens of the steps before."""
+        if row.grammar:
+            self._slots[row.slot] = SlotMatcher(self._grammars.matcher(row.grammar))
+        output = self._slots[row.slot]
+        end = output.take(KnownTokens(row.num_known, row.tokens))
+        output.steps = [step for step in output.steps if step > command.consumed]
+        for step in output.steps:
+            at = step % self._ring
+            # Negative where there is no token: the sequence is over then, or will be taken in anew.
+            num_tokens = min(max(int(self._num_accepted[at, row.slot]) + 1, 0), self._width)
+            end = output.take(KnownTokens(end, self._output_tokens[at, row.slot, :num_tokens].tolist()))
+        output.steps.append(command.step)
+        return output.matcher

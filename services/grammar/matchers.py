@@ -1,0 +1,115 @@
+"""Grammars, the state of each constrained output in its grammar, and the masks that follow from it, by llguidance."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple
+
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from slipstream.common.errors import InvalidArgumentError, MismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+MOST_KEPT = 256
+"""Compiled grammars that are kept."""
+
+
+def load_tokenizer(directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """Loads the target's tokenizer. Raises MismatchError if the library cannot use it."""
+    try:
+        text = (directory / "tokenizer.json").read_text(encoding="utf-8")
+        return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise MismatchError(
+            [f"tokenizer: {directory / 'tokenizer.json'} cannot be used for grammars: {error}"]
+        ) from None
+
+
+class Grammars:
+    """Compiled grammars by their serialised form; of more than MOST_KEPT the least recently used go. Any thread."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._limits = LLParserLimits(verbose_errors=False)
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, grammar: str) -> None:
+        """Compiles a grammar, for `matcher`. Raises InvalidArgumentError with the library's reason."""
+        self.matcher(grammar)
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """Returns a matcher at the beginning of an output. Raises InvalidArgumentError with the library's reason."""
+        with self._lock:
+            if (found := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return found.deep_copy()
+        # Without the lock: it may take a second.
+        made = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if made.is_error():
+            raise InvalidArgumentError.described("grammar", made.get_error().partition("\n")[0])
+        with self._lock:
+            self._compiled[grammar] = made
+            while len(self._compiled) > MOST_KEPT:
+                self._compiled.popitem(last=False)
+        return made.deep_copy()
+
+
+class KnownTokens(NamedTuple):
+    """The tokens of an output after its first `start`."""
+
+    start: int
+    tokens: Sequence[int]
+
+
+class SlotMatcher:
+    """The output of the sequence that has a slot, in its grammar."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+        self.steps: list[int] = []
+        """Steps that masks were made for, and whose tokens no command has brought yet."""
+        self._num_taken = 0
+        """Tokens of the output that the matcher has."""
+
+    def take(self, output: KnownTokens) -> int:
+        """Takes in what is new of these tokens; returns where they end. A failure is the matcher's."""
+        end = output.start + len(output.tokens)
+        if end > self._num_taken:
+            # The rest of a sequence that is over may be any tokens: it then has no masks, and needs none.
+            self.matcher.consume_tokens(list(output.tokens[self._num_taken - end :]))
+            self._num_taken = end
+        return end
+
+
+class MaskFiller:
+    """Fills the masks of slots, several at once."""
+
+    def __init__(self, masks: NDArray[np.int32]) -> None:
+        """`masks`: [slots, K + 1, words]."""
+        self._masks = masks
+        self._executor = LLExecutor()
+
+    def fill(self, rows: Sequence[tuple[int, LLMatcher, list[int]]]) -> None:
+        """Fills the masks of slots: each with the matcher of its output, and its draft tokens.
+
+        Where a draft token may not stand, all tokens may after it: it is not accepted.
+        """
+        width, words = self._masks.shape[1:]
+        for slot, _, drafts in rows:
+            self._masks[slot, : len(drafts) + 1] = -1
+        size = self._masks.shape[0] * width
+        drafted = [(matcher, slot * width, drafts) for slot, matcher, drafts in rows if drafts]
+        plain = [(matcher, slot * width) for slot, matcher, drafts in rows if not drafts]
+        address = self._masks.ctypes.data
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, address, 4 * words, size)
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, address, 4 * words, size)

@@ -1,0 +1,269 @@
+"""Outputs that keep to a grammar: real engines, streams and masks, in every way that steps can go."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import re
+import time
+from collections import Counter
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from llguidance import LLMatcher
+from tokenizers import Tokenizer
+
+from slipstream import bundled
+from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.wire.job import FinishReason
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
+from slipstream.services.factory import make_draft, make_verify
+from slipstream.services.worker.config import EAGLE3, NGRAM, WorkerConfig
+from tests.harness.local_grammar import LocalGrammar
+from tests.harness.scheduler_server import Gateway, served_scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from slipstream.protos import worker_pb2 as pb
+    from slipstream.services.grammar.epoch import GrammarEpoch
+    from slipstream.services.worker.engine import RoleEngine
+
+pytestmark = pytest.mark.timeout(120)
+
+TOKENIZER = Tokenizer.from_file(str(bundled.target_dir() / "tokenizer.json"))
+EOS = 0
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Grace"]}, "ids": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["name", "ids"],
+    "additionalProperties": False,
+}
+IS_JSON, IS_DATE, IS_WORD = (
+    LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False}),
+    LLMatcher.grammar_from_regex(r"20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"),
+    LLMatcher.grammar_from_lark('start: "def " NAME "(self):"\nNAME: /[a-z_]{3,9}/'),
+)
+
+
+def spec(prompt: str, grammar: str = "", **changes: Any) -> SequenceSpec:
+    sampling = SamplingParams(temperature=changes.pop("temperature", 0.0), seed=changes.pop("seed", 7))
+    made = SequenceSpec(
+        job_id=prompt,
+        prompt=tuple(TOKENIZER.encode(prompt).ids),
+        max_new_tokens=40,
+        sampling=sampling,
+        stop_token_ids=frozenset({EOS}),
+        grammar=grammar,
+    )
+    return replace(made, **changes)
+
+
+SPECS = (
+    spec("class Queue:", IS_JSON),
+    spec("import os", IS_DATE, temperature=0.9, seed=3),
+    spec("def main():\n", temperature=0.7),
+    spec("class Stack:\n    ", IS_WORD, temperature=0.8, seed=11),
+    spec("# a list of ids\n", IS_JSON, temperature=1.0, seed=5),
+    spec("for x in range(", max_draft_tokens=0),
+)
+
+
+def text_of(tokens: list[int]) -> str:
+    assert tokens[-1] == EOS, "it ends where the grammar does"
+    return str(TOKENIZER.decode(tokens[:-1]))
+
+
+def check(outputs: list[list[int]]) -> None:
+    """Each of SPECS keeps to its grammar."""
+    for one in (outputs[0], outputs[4]):
+        if len(one) < 40:
+            found = json.loads(text_of(one))
+            assert found["name"] in ("Ada", "Grace")
+            assert all(isinstance(number, int) for number in found["ids"])
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", text_of(outputs[1]))
+    assert re.fullmatch(r"def [a-z_]{3,9}\(self\):", text_of(outputs[3]))
+
+
+@pytest.fixture(scope="module")
+def target() -> RoleEngine:
+    return make_verify(WorkerConfig(model=bundled.target_dir()), HostDevice(), 0)
+
+
+DRAFTS = {
+    "standalone": WorkerConfig(model=bundled.standalone_dir()),
+    "eagle3": WorkerConfig(model=bundled.eagle3_dir(), target=bundled.target_dir(), algorithm=EAGLE3),
+    "ngram": WorkerConfig(target=bundled.target_dir(), algorithm=NGRAM),
+}
+
+
+@asynccontextmanager
+async def served(
+    folder: Path, *roles: RoleEngine, grammar: LocalGrammar | None = None, **settings: Any
+) -> AsyncIterator[Gateway]:
+    sizes = {"context_tokens": 128, "slots": 8, "page_tokens": 16, "grammar": "unix:/none"}
+    serving = served_scheduler(folder, *roles, grammars=grammar or LocalGrammar(), **{**sizes, **settings})
+    async with serving as scheduler, Gateway(scheduler) as gateway:
+        await gateway.attached()
+        yield gateway
+
+
+@pytest.fixture(scope="module")
+def plain(target: RoleEngine, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """The outputs of SPECS, each by itself, without a draft."""
+
+    async def run() -> list[list[int]]:
+        async with served(tmp_path_factory.mktemp("plain"), target, run_ahead=0, grammar_timeout_ms=2e4) as gateway:
+            return [(await gateway.run(one))[0] for one in SPECS]
+
+    outputs = asyncio.run(run())
+    check(outputs)
+    return outputs
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+@pytest.mark.parametrize("draft", [None, *DRAFTS])
+async def test_outputs_do_not_depend_on_the_draft_or_the_batch(
+    target: RoleEngine, plain: list[list[int]], tmp_path: Path, draft: str | None, run_ahead: int
+) -> None:
+    roles = [target] if draft is None else [target, make_draft(DRAFTS[draft], HostDevice(), 0)]
+    async with served(tmp_path, *roles, run_ahead=run_ahead, grammar_timeout_ms=2e4) as gateway:
+        assert await gateway.run(*SPECS) == plain
+        if draft is not None:
+            assert sum(sum(step.num_accepted) for step in gateway.steps) > 0, "drafts are accepted under masks, too"
+
+
+async def test_preempted_and_resumed_outputs_go_on(target: RoleEngine, plain: list[list[int]], tmp_path: Path) -> None:
+    resumed = [replace(one, output=tuple(before[:3])) for one, before in zip(SPECS, plain, strict=True)]
+    draft = make_draft(DRAFTS["standalone"], HostDevice(), 0)
+    async with served(tmp_path, target, draft, grammar_timeout_ms=2e4, slots=3) as gateway:
+        assert await gateway.run(*resumed) == [before[3:] for before in plain]
+
+
+class Loss(enum.Enum):
+    """What a grammar worker may do instead of its work."""
+
+    DIES = "dies"
+    STOPS = "stops"
+    IS_LATE = "is late"
+    LIES = "signals without masks"
+    TEARS = "signals after some masks"
+
+
+def misbehave(grammar: LocalGrammar, loss: Loss, at_step: int) -> None:
+    """Has each of the first two attachments of a worker misbehave from its command number `at_step` on."""
+    num_steps: Counter[int] = Counter()
+
+    def on_step(epoch: GrammarEpoch, command: pb.StepCommand) -> bool:
+        num_steps[epoch.number] += 1
+        if len(num_steps) > 2 or num_steps[epoch.number] < at_step:
+            return True
+        match loss:
+            case Loss.DIES:
+                grammar.links[-1].die()
+            case Loss.LIES:
+                epoch._ready.store(command.step)
+            case Loss.TEARS:
+                del command.grammar_rows[1:]
+                return True
+            case Loss.IS_LATE:
+                # Its masks then are of a step that nobody waits for.
+                time.sleep(1.0)
+                return True
+        return False
+
+    grammar.on_step = on_step
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("loss", Loss)
+@pytest.mark.parametrize("at_step", [1, 4])
+async def test_another_grammar_worker_goes_on(
+    target: RoleEngine, plain: list[list[int]], tmp_path: Path, loss: Loss, at_step: int
+) -> None:
+    grammar, draft = LocalGrammar(), make_draft(DRAFTS["standalone"], HostDevice(), 0)
+    misbehave(grammar, loss, at_step)
+    async with served(tmp_path, target, draft, grammar=grammar, grammar_timeout_ms=600.0) as gateway:
+        assert await gateway.run(*SPECS) == plain
+    assert grammar.num_attached >= 3
+
+
+async def test_without_a_grammar_worker_the_others_go_on(
+    target: RoleEngine, plain: list[list[int]], tmp_path: Path
+) -> None:
+    grammar = LocalGrammar()
+    grammar.max_attachments = 0
+    async with served(tmp_path, target, grammar=grammar, slots=2) as gateway:
+        waiting = await gateway.submit(*20 * [SPECS[1]])
+        free = [one for one in SPECS if not one.grammar] * 2
+        assert await gateway.run(*free) == [plain[2], plain[5]] * 2
+        assert not {*waiting} & {*gateway.ends, *gateway.refused}
+        grammar.max_attachments = 1
+        await gateway.until(lambda: {*waiting} <= {*gateway.ends})
+        assert all(gateway.outputs[number] == plain[1] for number in waiting)
+
+
+async def test_a_grammar_that_makes_no_sense_is_refused_and_others_run(
+    target: RoleEngine, plain: list[list[int]], tmp_path: Path
+) -> None:
+    async with served(tmp_path, target) as gateway:
+        wrong, right = await gateway.submit(replace(SPECS[0], grammar="start: nothing"), SPECS[1])
+        await gateway.until(lambda: right in gateway.ends and wrong in gateway.refused)
+        assert isinstance(gateway.refused[wrong].error, InvalidArgumentError)
+        assert "nothing" in str(gateway.refused[wrong].error)
+        assert gateway.outputs[right] == plain[1]
+
+
+async def test_a_sequence_that_loses_worker_after_worker_fails_and_others_run(
+    target: RoleEngine, plain: list[list[int]], tmp_path: Path
+) -> None:
+    grammar = LocalGrammar()
+
+    def on_step(epoch: GrammarEpoch, command: pb.StepCommand) -> bool:
+        if any(row.grammar == IS_WORD for row in command.grammar_rows):
+            grammar.links[-1].die()
+            return False
+        return True
+
+    grammar.on_step = on_step
+    async with served(tmp_path, target, grammar=grammar) as gateway:
+        (wrong,) = await gateway.submit(SPECS[3])
+        await gateway.until(lambda: wrong in gateway.refused)
+        assert "5 grammar workers were lost" in str(gateway.refused[wrong].error)
+        assert await gateway.run(SPECS[1]) == [plain[1]]
+
+
+async def test_a_matcher_that_fails_ends_its_sequence_and_no_other(
+    target: RoleEngine, plain: list[list[int]], tmp_path: Path
+) -> None:
+    grammar, words = LocalGrammar(), set[int]()
+
+    def on_step(epoch: GrammarEpoch, command: pb.StepCommand) -> bool:
+        for row in command.grammar_rows:
+            if row.grammar == IS_WORD:
+                words.add(row.slot)
+            elif row.slot in words:
+                words.remove(row.slot)
+                assert not epoch._slots[row.slot].matcher.consume_token(EOS), "an output cannot end there"
+        return True
+
+    grammar.on_step = on_step
+    async with served(tmp_path, target, grammar=grammar, grammar_timeout_ms=2e4) as gateway:
+        wrong, *right = await gateway.submit(SPECS[3], SPECS[0], SPECS[1])
+        await gateway.until(lambda: {*right} <= {*gateway.ends} and wrong in gateway.refused)
+        assert "exceeds its limits" in str(gateway.refused[wrong].error)
+        assert [gateway.outputs[number] for number in right] == plain[:2]
+    assert grammar.num_attached == 1
+
+
+async def test_a_length_that_a_grammar_does_not_fit_ends_an_output(target: RoleEngine, tmp_path: Path) -> None:
+    async with served(tmp_path, target) as gateway:
+        (number,) = await gateway.submit(replace(SPECS[0], max_new_tokens=4))
+        await gateway.until(lambda: number in gateway.ends)
+        assert gateway.ends[number] is FinishReason.LENGTH
