@@ -109,7 +109,13 @@ def make_kernel(length_ms: float, device: Device | None) -> HostKernel | GpuKern
 
 def _describe(description: WorkerDescription) -> WorkerDescription:
     """A dummy keeps no KV, so a request may be as long as it likes. Its steps are of one kind."""
-    return replace(description, max_context_tokens=MAX_CONTEXT_TOKENS, kv_bytes_per_token=1, takes_mixed_steps=False)
+    return replace(
+        description,
+        max_context_tokens=MAX_CONTEXT_TOKENS,
+        kv_bytes_per_token=1,
+        takes_mixed_steps=False,
+        takes_ragged_steps=False,
+    )
 
 
 class DummyVerify:
@@ -227,7 +233,8 @@ def _stash(command: StepCommand, region: Region | None, rows: torch.Tensor, resu
 
 def _phases(publish: Callable[[], None], stash: Callable[[], None]) -> list[Phase]:
     return [
-        Phase(publish, (FenceName.VERIFY_PUBLISH,), WaitPlace.START),
+        Phase(lambda: None, place=WaitPlace.START),
+        Phase(publish, (FenceName.VERIFY_PUBLISH,), WaitPlace.SAMPLING),
         Phase(stash, (FenceName.VERIFY_STASH,)),
     ]
 

@@ -6,7 +6,7 @@
     CATCHING_UP  takes in the tokens of the running sequences, in commands of its own
     STASHED      a plain step stashes for it, and it takes part from the next step on
     ACTIVE       drafts in each step
-    RESTING      takes part in no step, as plain ones are faster (`DraftPolicy`); it comes back by catching up
+    RESTING      takes part in no step, as plain ones are faster (`DraftChoice`); it comes back by catching up
     LEAVING      takes part in no further step, but steps under way refer to it
     LEFT         no step refers to it: the loop looks at its memory no more, and the session may detach it
     DETACHED     detached on both sides, by the session's thread

@@ -15,7 +15,7 @@ from slipstream.scheduler.attachment import draft_sizes
 from slipstream.scheduler.batch import Batch
 from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
 from slipstream.scheduler.constraints import Constraints
-from slipstream.scheduler.draft_policy import DraftPolicy
+from slipstream.scheduler.draft_choice import DraftChoice
 from slipstream.scheduler.link import DispatchAcknowledged, DispatchTogether
 from slipstream.scheduler.loop import CPU_LEAD_S, GPU_LEAD_S, LoopSettings, StepLoop
 from slipstream.scheduler.observer import DecodeRecord, StepObserver, StepTimes, StepTrace
@@ -69,8 +69,9 @@ class Epoch:
         """How drafting did in the last steps."""
         timeout_s = None if config.draft_timeout_ms is None else config.draft_timeout_ms / 1000
         is_on_gpu = device.identity != "cpu"
-        self.policy = DraftPolicy(metrics.rested) if config.num_draft_tokens is None else None
-        """Decides when the draft rests; None where it always drafts."""
+        num_slots, most = sizes.batch.num_slots, sizes.batch.num_draft_tokens
+        self.choice = DraftChoice(num_slots, most, metrics.rested) if config.num_draft_tokens is None else None
+        """Chooses how many tokens are drafted; None drafts as many as there may be."""
         self._is_acknowledged = config.dispatch == DISPATCH_ACKNOWLEDGED or self.fence_kind == EVENT
         """True if a command is sent once what it waits for is acknowledged."""
         self.speculation = Speculation(
@@ -79,7 +80,7 @@ class Epoch:
             timeout_s=timeout_s,
             is_on_gpu=is_on_gpu,
             mixes_heads=not self._is_acknowledged,
-            policy=self.policy,
+            choice=self.choice,
         )
         self._has_constraints = grammars is not None
         limit_ms = config.grammar_timeout_ms
@@ -232,8 +233,8 @@ class Epoch:
             step_timeout_s=config.step_timeout_s,
             lead_s=CPU_LEAD_S if self._device.identity == "cpu" else GPU_LEAD_S,
         )
-        times = StepTimes(self._device, arena, self._shape, log, self._metrics, self.trace)
-        observer = StepObserver(log, times, self.trace, self._metrics, self.decodes, self.policy)
+        times = StepTimes(self._device, arena, self._shape, log, self._metrics, self.trace, self.choice)
+        observer = StepObserver(log, times, self.trace, self._metrics, self.decodes, self.choice)
         self._observer = observer
         results = ResultReader(arena, self._shape, log, is_debug=config.debug)
         loop = StepLoop(

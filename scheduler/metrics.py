@@ -89,12 +89,13 @@ ACCEPTED_PER_POSITION = counter(
 )
 DECODE_STEPS = counter(
     "slipstream_decode_steps_total",
-    "Drafted; drafted_none, plain while many prompts wait; resting, plain while the draft rests; plain, without one.",
+    "Drafted; drafted_none, plain as many prompts wait or no draft token pays; resting, plain while the draft rests; "
+    "plain, without one.",
     "mode",
 )
 RESTS = counter(
     "slipstream_draft_rests_total",
-    "Rests of the draft, by cause: slower, as plain steps are faster; probe, to measure plain steps, which were slow.",
+    "Rests of the draft, by cause: slower, as plain steps are faster; probe, a trial of plain steps, which were slow.",
     "cause",
 )
 NOT_FINITE = counter(

@@ -1,4 +1,4 @@
-"""Observes the steps of an epoch: for traces, metrics, the comparison of two drafts, and the policy of drafting.
+"""Observes the steps of an epoch: for traces, metrics, the comparison of two drafts, and the choice of draft tokens.
 
 The loop says that a step was sent, that its result arrived, and that nothing runs. What the workers do not wait for is
 counted after the next step's commands have been sent. The time of a step is in the stamps that the workers leave in
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.layout import EpochShape
     from slipstream.common.wire.step import FenceOps
-    from slipstream.scheduler.draft_policy import DraftPolicy
+    from slipstream.scheduler.draft_choice import DraftChoice
     from slipstream.scheduler.metrics import StepMetrics
     from slipstream.scheduler.records import Interval, SentStep, StepDraft, StepResult
 
@@ -61,23 +61,21 @@ class StepObserver:
         trace: StepTrace,
         metrics: StepMetrics,
         decodes: DecodeRecord,
-        policy: DraftPolicy | None,
+        choice: DraftChoice | None,
     ) -> None:
-        """`policy`: is told how long steps take, and how many tokens they add."""
+        """`choice`: is told what came of draft tokens."""
         self._log = log
         self._times = times
         self._trace = trace
         self._metrics = metrics
         self._decodes = decodes
-        self._policy = policy
+        self._choice = choice
         self.add = log.add
         """Adds an event of the loop: its site, step, begin and end."""
         self.stall = log.stall
         """Adds an event in which the loop was blocked."""
         self.collect = times.collect
         """Reads the stamps of steps up to this one that are there by now."""
-        self._arrived_ns = 0
-        """When the last result arrived that was counted."""
         self._uncounted: SentStep | None = None
         """The last step whose result arrived, until it is counted."""
         self._num_untidied = 0
@@ -115,29 +113,17 @@ class StepObserver:
             self._metrics.tidy()
 
     def _count_step(self, sent: SentStep) -> None:
-        """Counts a step, and tells the policy of one that says something of drafted or of plain steps."""
-        step, outcome, policy = sent.step, sent.outcome, self._policy
-        before_ns, self._arrived_ns = self._arrived_ns, sent.arrived_ns
+        """Counts a step, and tells the choice of draft tokens what came of them."""
+        step, outcome = sent.step, sent.outcome
         decoded = self._decodes.add(sent)
-        if policy is not None and step.is_prefill:
-            seconds = (sent.arrived_ns - max(sent.sent_ns, before_ns)) / 1e9
-            policy.take_in_prompts(seconds, step.num_prompt_tokens, is_drafted=sent.draft is not None)
-        is_drafted = decoded is not None and decoded.attachment != 0
         skips_drafting = step.is_kept and not step.most_draft_tokens
         plain_mode = DRAFTED_NONE if skips_drafting else RESTING if sent.is_resting else PLAIN
-        mode = "" if decoded is None else DRAFTED if is_drafted else plain_mode
+        mode = "" if decoded is None else DRAFTED if decoded.attachment else plain_mode
         self._metrics.decoded(mode, outcome.num_accepted, outcome.num_drafted)
-        if decoded is None:
-            return
-        if policy is not None and (is_drafted or skips_drafting or sent.draft is None):
-            policy.take_in(
-                decoded.gap_ns / 1e9,
-                decoded.num_sequences,
-                decoded.num_tokens,
-                is_drafted=is_drafted or skips_drafting,
-                num_prompt_tokens=step.num_prompt_tokens,
-                has_guesses=not skips_drafting,
-            )
+        if decoded is not None and not decoded.has_prompts:
+            sent.gap_ns = decoded.gap_ns
+        if self._choice is not None and step.most_draft_tokens:
+            self._choice.take_in(outcome)
 
 
 class StepTimes:
@@ -155,13 +141,18 @@ class StepTimes:
         log: EventLog,
         metrics: StepMetrics,
         trace: StepTrace,
+        choice: DraftChoice | None = None,
     ) -> None:
-        """`trace` is told the stamps of each step, in order, and `metrics` how they are taken apart."""
+        """`trace` is told the stamps of each step, in order, and `metrics` how they are taken apart.
+
+        `choice`: is told how long steps take.
+        """
         self._device = device
         self._ring = shape.ring
         self._log = log
         self._metrics = metrics
         self._trace = trace
+        self._choice = choice
         self._verify_stamps = arena.tensor(BufferName.VERIFY_STAMPS)
         self._draft_stamps = arena.tensor(BufferName.DRAFT_STAMPS)
         self._unread: deque[SentStep] = deque()
@@ -229,6 +220,9 @@ class StepTimes:
         if prefilled is not None and not _is_plausible(verify, prefilled):
             prefilled = None
         self._trace.add(sent, verify, decoded, prefilled)
+        if self._choice is not None and sent.gap_ns:
+            verify_s = max(0, verify[1] - verify[0]) / 1e9
+            self._choice.took(step, sent.gap_ns / 1e9, verify_s, has_draft=sent.draft is not None)
         before = None if sent.is_first else self._before
         timing = partial(time_step, phase_of(step), before, verify, decoded, prefilled, is_drafted=is_drafted)
         self._metrics.observe(timing)

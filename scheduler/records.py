@@ -539,6 +539,8 @@ class SentStep:
     """Until when verify is known to have kept the grammar worker waiting, on time.monotonic's clock."""
     is_first: bool = False
     """True after an idle time, which belongs to no step."""
+    gap_ns: int = 0
+    """From the result before to its own, where that is the time of decoding alone; else 0."""
     is_resting: bool = False
     """True if a draft rested meanwhile, or came back from it."""
     wait_ns: int = 0

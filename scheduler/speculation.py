@@ -23,7 +23,7 @@ from slipstream.scheduler.records import NO_DRAFT, LossCause, most_tokens
 if TYPE_CHECKING:
     from slipstream.scheduler.batch import Batch
     from slipstream.scheduler.draft import Draft
-    from slipstream.scheduler.draft_policy import DraftPolicy
+    from slipstream.scheduler.draft_choice import DraftChoice
     from slipstream.scheduler.records import SentStep, Step, StepDraft
 
 FIRST_STEP_TIMEOUT_S = 1.0
@@ -108,13 +108,14 @@ class Speculation:
         timeout_s: float | None = None,
         is_on_gpu: bool = False,
         mixes_heads: bool = True,
-        policy: DraftPolicy | None = None,
+        choice: DraftChoice | None = None,
     ) -> None:
         """`timeout_s`: the time that a step may wait for its draft; None: two steps, and at least LEAST_TIMEOUT_….
 
         `mixes_heads`: False if no step with a head may decode and take in prompts, as waits are enqueued after their
         signals: the head's command is sent before verify's, which waits for its tokens, and would wait for the states
-        that verify leaves in the same step. `policy`: decides when a draft rests; None has it draft always.
+        that verify leaves in the same step. `choice`: chooses the draft tokens of each step, and when
+        a draft rests; None has it draft all that it may.
         """
         self.patience = Patience(timeout_s, is_on_gpu=is_on_gpu)
         self.active: Draft | None = None
@@ -122,7 +123,7 @@ class Speculation:
         self._batch = batch
         self._listener = listener
         self._mixes_heads = mixes_heads
-        self._policy = policy
+        self._choice = choice
         self._drafts: tuple[Draft, ...] = ()
         """Those that the loop has taken in and that a step may refer to, or will."""
         self._resting: Draft | None = None
@@ -247,14 +248,14 @@ class Speculation:
         self._keep()
 
     def _prepare(self, last_step: int) -> None:
-        """Takes in what became of drafts, and what the policy says: has a draft rest, or begin to come back."""
+        """Takes in what became of drafts, and what is chosen: has a draft rest, or begin to come back."""
         self.check()
-        policy, active, resting = self._policy, self.active, self._resting
+        choice, active, resting = self._choice, self.active, self._resting
         if self._joining is not None:
             return
-        if active is not None and policy is not None and not (policy.drafts or policy.is_held):
+        if active is not None and choice is not None and not (choice.drafts or choice.is_held):
             self._move(active, DraftState.RESTING)
-        elif resting is not None and (policy is None or policy.drafts):
+        elif resting is not None and (choice is None or choice.drafts):
             resting.look()
             is_late = last_step > max(resting.last_step, resting.last_command)  # for its commands' numbers
             if resting.pending and time.monotonic() - resting.moved_at > CATCH_UP_TIMEOUT_S:
@@ -264,25 +265,25 @@ class Speculation:
 
     def _made(self, draft: Draft | None, *, decodes_first: bool) -> tuple[Step | None, Draft | None]:
         """Makes a step that this draft takes part in: drafted if the draft is active, else plain and stashed for it."""
-        num_draft_tokens, kv, mixes, is_ragged, policy = 0, NO_DRAFT, True, False, self._policy
+        num_draft_tokens, kv, mixes, is_ragged, choice = 0, NO_DRAFT, True, False, self._choice
         if draft is not None:
             traits = draft.attachment.traits
             mixes = self._mixes_heads or not traits.reads_hidden
             is_ragged = self._batch.sizes.is_ragged and traits.takes_ragged_steps
             if draft is self.active:
                 num_draft_tokens, kv = draft.num_draft_tokens, draft.attachment.kv
-        if policy is not None and (draft is not None or self.resting is not None):
-            decodes_first |= policy.decodes_alone()
+        if choice is not None and (draft is not None or self.resting is not None):
+            decodes_first |= choice.decodes_alone()
         step = self._batch.next_step(
             num_draft_tokens,
             decodes_first=decodes_first,
             mixes=mixes,
             is_ragged=is_ragged,
             draft=kv,
-            choose=most_tokens if policy is None else policy.choose,
+            choose=most_tokens if choice is None else choice.choose,
         )
-        if policy is not None and step is not None:
-            policy.sending(decodes=not step.is_prefill, takes_prompts=bool(step.chunks))
+        if choice is not None and step is not None:
+            choice.sending(decodes=not step.is_prefill, takes_prompts=bool(step.chunks))
         return step, draft
 
     def _advance(self, last_step: int, num_in_flight: int) -> None:
@@ -350,8 +351,8 @@ class Speculation:
         self._move(joining, DraftState.ACTIVE)
         if not joining.has_joined:
             joining.joined_at = time.monotonic()
-            if self._policy is not None:
-                self._policy.joined()
+            if self._choice is not None:
+                self._choice.joined()
             self._listener.joined(joining, joining.joined_at - catch_up.begun_at)
 
     def _bring(self, joining: Draft, catch_up: CatchUp, number: int, *, held_back: int = 0) -> bool:

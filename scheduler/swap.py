@@ -84,9 +84,9 @@ class Swap:
         if target is None:
             after = _figures_of(None, self._take_away())
             return SwapOutcome(before=before, after=after, longest_pause_ms=record.longest_gap_ms)
-        policy = self._epoch.policy
+        choice = self._epoch.choice
         # The new draft drafts until it is judged.
-        with nullcontext() if policy is None else policy.held():
+        with nullcontext() if choice is None else choice.held():
             new = self._session.attach(self._epoch, target)
             self._session.want(target)
             self._session.wait_for(self._epoch, lambda: new.has_joined or new.cause is not None)

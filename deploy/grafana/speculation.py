@@ -94,7 +94,7 @@ def _now() -> list[Panel]:
         ),
         numbers(
             "Draft tokens per step (K)",
-            "The setting; 0 where nothing drafts, or the draft rests.",
+            "The most of a step; 0 where nothing drafts, or the draft rests.",
             Query(series(NUM_DRAFT_TOKENS), "{{instance}}"),
             unit="none",
             base="blue",
@@ -149,16 +149,16 @@ def _over_time() -> list[Panel]:
         ),
         graph(
             "Decode steps, by mode",
-            "Share of the decode steps that are drafted, plain because many prompts wait (drafted_none), plain because "
-            "the draft rests (or comes back from it), or plain without a draft. With --num-draft-tokens auto the draft "
-            "rests while plain steps are faster.",
+            "Share of the decode steps that are drafted, plain because many prompts wait or no draft token pays "
+            "(drafted_none), plain because the draft rests (or comes back from it), or plain without a draft. With "
+            "--num-draft-tokens auto the draft rests while plain steps are faster.",
             Query(over(total(rate(DECODE_STEPS), "mode"), total(rate(DECODE_STEPS))), "{{mode}}"),
             unit="percentunit",
             most=1,
         ),
         graph(
             "Rests of the draft",
-            "Rests per second: as plain steps were faster, or as a probe of them, which is less than 1 % of the steps.",
+            "Rests per second: as plain steps were faster, or as a trial of them, which costs less than 1 % of the time.",
             Query(total(rate(RESTS), "cause"), "{{cause}}"),
             unit="cps",
         ),

@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from slipstream.scheduler.plan import consume, initial_state, plan_step, with_draft
-from slipstream.scheduler.records import DraftTraits, SentStep
+from slipstream.scheduler.records import NO_OUTCOME, DraftTraits, SentStep
 from slipstream.scheduler.sizes import BatchSizes
 from slipstream.scheduler.speculation import Speculation
 from tests.harness.fake_drafts import FakeDraft
@@ -16,7 +16,7 @@ from tests.harness.step_kinds import Kind, kind_of_step
 
 if TYPE_CHECKING:
     from slipstream.scheduler.draft import Draft
-    from slipstream.scheduler.draft_policy import DraftPolicy
+    from slipstream.scheduler.draft_choice import DraftChoice
     from slipstream.scheduler.records import LossCause, Step, StepResult
     from tests.harness.counted_jobs import Job
 
@@ -54,13 +54,13 @@ class DraftedRun(Run):
         rng: random.Random,
         *,
         timeout_s: float | None = None,
-        policy: DraftPolicy | None = None,
+        choice: DraftChoice | None = None,
     ) -> None:
         super().__init__(sizes, rng)
         self.random = rng
         self.listener = Listener()
-        self._policy = policy
-        self.speculation = Speculation(self.batch, self.listener, timeout_s=timeout_s, policy=policy)
+        self._choice = choice
+        self.speculation = Speculation(self.batch, self.listener, timeout_s=timeout_s, choice=choice)
         self.kinds: list[Kind] = []
         self.plan = initial_state(NO_DRAFT, sizes.run_ahead)
         self._planned_for: Draft | None = None
@@ -86,9 +86,8 @@ class DraftedRun(Run):
             self.plan = consume(self.plan, step.number)
             self.speculation.consumed(self._sent.popleft(), 0.001)
             self.apply(step, result)
-            if self._policy is not None:
-                has_guesses = step.most_draft_tokens > 0 or not step.is_kept
-                self._policy.take_in(0.001, 1, 1, is_drafted=step.is_kept, has_guesses=has_guesses)
+            if self._choice is not None and step.decoded.slots:
+                self._choice.take_in(NO_OUTCOME)
         for fake in self._drafts.values():
             if self.random.random() < 0.5:
                 fake.work()

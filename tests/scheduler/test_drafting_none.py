@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.layout import PADDING_SLOT
-from slipstream.scheduler.draft_policy import DraftPolicy
+from slipstream.scheduler.draft_choice import DraftChoice
 from tests.harness.inline_device import InlineDevice
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import local_workers
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.common.device.interface import Device
+    from slipstream.scheduler.records import Step
     from slipstream.services.draft.engine import Drafter
     from slipstream.services.worker.future_map import NextStepState
     from slipstream.services.worker.slots import SamplingMode
@@ -94,23 +95,18 @@ def test_guesses_behind_steps_that_draft_none_are_those_of_a_request_alone(
 
 
 @pytest.mark.usefixtures("tiny_small_steps")
-def test_metrics_and_policy_tell_such_steps_apart(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[dict[str, Any]] = []
-    take_in = DraftPolicy.take_in
-
-    def noted(policy: DraftPolicy, *counts: Any, **about: Any) -> None:
-        told.append(about)
-        take_in(policy, *counts, **about)
-
-    monkeypatch.setattr(DraftPolicy, "take_in", noted)
+def test_metrics_and_what_chooses_draft_tokens_tell_such_steps_apart(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Step] = []
+    monkeypatch.setattr(DraftChoice, "took", lambda _, step, *__, **___: told.append(step))
     device = HostDevice()
     with local_workers(*roles(checkpoints, "standalone", device, None), device=device) as workers:
         epoch = LocalEpoch(1, make_config(num_draft_tokens=None, slots=6, max_batched_tokens=9), workers)
         epoch.run(make_jobs())
-    without = [about for about in told if not about["has_guesses"]]
-    assert without
-    assert all(about["is_drafted"] and about["num_prompt_tokens"] for about in without)
-    assert metric(epoch, 'slipstream_decode_steps_total{mode="drafted_none"}') == len(without)
+    assert told
+    assert not any(step.chunks for step in told), "their time is that of prompts"
+    num_without = metric(epoch, 'slipstream_decode_steps_total{mode="drafted_none"}')
+    assert num_without == epoch.epoch.decodes.num_drafting_none > 0
     num_others = sum(len(epoch.epoch.decodes.last(number, 1000)) for number in (0, epoch.attachments[0].number))
     assert epoch.epoch.decodes.position == num_others
-    assert epoch.epoch.decodes.num_drafting_none == len(without)

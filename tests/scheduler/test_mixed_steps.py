@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.common.wire.job import FinishReason
 from slipstream.common.wire.step import FenceName, WaitPlace
-from slipstream.scheduler.draft_policy import ALONE_STEPS
+from slipstream.scheduler.draft_choice import ALONE_STEPS
 from slipstream.services.verify.engine import VerifyEngine
 from tests.harness.eagle3_checkpoints import make_head
 from tests.harness.local_epoch import LocalEpoch, Models, Served, Way

@@ -12,7 +12,7 @@ import torch
 from slipstream.common.wire.step import FenceName
 from slipstream.services.draft.engine import DraftEngine
 from tests.harness.local_epoch import Models, Served, Way
-from tests.harness.random_policy import RandomPolicy
+from tests.harness.random_choice import RandomChoice
 from tests.harness.seeded_jobs import make_jobs
 from tests.ordering.replay import Replay
 
@@ -87,10 +87,10 @@ def test_drafts_that_rest_and_come_back(
     served = Served(models, Way(num_draft_tokens=2, run_ahead=run_ahead, slots=2), log_dir=tmp_path)
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    policy, epoch = RandomPolicy(random.Random(seed), changes=0.3), served.epoch.epoch
-    epoch.policy = epoch.speculation._policy = policy
+    choice, epoch = RandomChoice(random.Random(seed), changes=0.3), served.epoch.epoch
+    epoch.choice = epoch.speculation._choice = choice
     assert served.run(make_jobs()) == reference
-    assert policy.num_rests > 0
+    assert choice.num_rests > 0
     report = Replay(tmp_path).report()
     assert not report.races
     assert not report.stuck

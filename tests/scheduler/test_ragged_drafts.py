@@ -18,7 +18,7 @@ from slipstream.services.models.sampler import SimulatedAcceptance
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.slots import check_draft_tokens
 from tests.harness.local_epoch import LocalEpoch, Models, Served, Way
-from tests.harness.random_policy import RandomPolicy
+from tests.harness.random_choice import RandomChoice
 from tests.harness.seeded_jobs import make_jobs
 from tests.harness.workers import local_workers
 from tests.ordering.replay import Replay
@@ -28,22 +28,22 @@ from tests.scheduler.test_graphed_steps import make_jobs as jobs_of_all_kinds
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.scheduler.draft_policy import DraftPolicy
+    from slipstream.scheduler.draft_choice import DraftChoice
     from tests.harness.counted_jobs import Job, OutputRow
 
 __all__ = ["checkpoints"]
 
 
-def chosen_at_random(monkeypatch: pytest.MonkeyPatch, *, rests: float = 0.0) -> list[RandomPolicy]:
-    """Has epochs choose numbers of draft tokens at random; returns what chooses in each. `rests`: see RandomPolicy."""
-    seed, made = random.randrange(2**32), list[RandomPolicy]()
+def chosen_at_random(monkeypatch: pytest.MonkeyPatch, *, rests: float = 0.0) -> list[RandomChoice]:
+    """Has epochs choose numbers of draft tokens at random; returns what chooses in each. `rests`: see RandomChoice."""
+    seed, made = random.randrange(2**32), list[RandomChoice]()
     print(f"seed {seed}")
 
-    def make(_: object) -> DraftPolicy:
-        made.append(RandomPolicy(random.Random(seed + len(made)), changes=rests))
+    def make(*_: object) -> DraftChoice:
+        made.append(RandomChoice(random.Random(seed + len(made)), changes=rests))
         return made[-1]
 
-    monkeypatch.setattr("slipstream.scheduler.epoch.DraftPolicy", make)
+    monkeypatch.setattr("slipstream.scheduler.epoch.DraftChoice", make)
     return made
 
 

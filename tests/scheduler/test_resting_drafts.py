@@ -14,12 +14,12 @@ from slipstream.scheduler.records import LossCause
 from slipstream.scheduler.speculation import CATCH_UP_TIMEOUT_S
 from tests.harness.drafted_run import SIZES, DraftedRun, check, make_jobs
 from tests.harness.fake_drafts import FakeDraft
-from tests.harness.random_policy import RandomPolicy
+from tests.harness.random_choice import RandomChoice
 from tests.harness.simulated_run import make_job
 from tests.harness.step_kinds import Kind
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.draft_policy import DraftPolicy
+    from slipstream.scheduler.draft_choice import DraftChoice
     from tests.harness.counted_jobs import Job
 
 NUM_RUNS = 4
@@ -35,8 +35,8 @@ def test_drafts_rest_and_come_back_at_any_time(reads_hidden: bool, run_ahead: in
     num_rests, kinds = 0, list[Kind]()
     for number in range(NUM_RUNS):
         rng = random.Random(seed + number)
-        policy = RandomPolicy(rng)
-        run = DraftedRun(replace(SIZES, run_ahead=run_ahead), rng, policy=policy)
+        choice = RandomChoice(rng)
+        run = DraftedRun(replace(SIZES, run_ahead=run_ahead), rng, choice=choice)
         jobs = make_jobs(rng, 20)
         to_submit, drafts = deque(jobs), [FakeDraft(10, 3, reads_hidden=reads_hidden)]
         run.offer(drafts[0])
@@ -51,7 +51,7 @@ def test_drafts_rest_and_come_back_at_any_time(reads_hidden: bool, run_ahead: in
             if rng.random() < 0.005:
                 drafts[-1].fail()
         check(run, jobs)
-        num_rests += policy.num_rests
+        num_rests += choice.num_rests
         kinds += run.kinds
         joined = [number for event, number in run.listener.events if event == "joined"]
         assert len(joined) <= 2 * len(drafts), "coming back from a rest is not another beginning"
@@ -59,23 +59,23 @@ def test_drafts_rest_and_come_back_at_any_time(reads_hidden: bool, run_ahead: in
     assert Kind.DECODE in kinds
 
 
-def resting_run(*, reads_hidden: bool = False) -> tuple[DraftedRun, FakeDraft, Job, DraftPolicy]:
+def resting_run(*, reads_hidden: bool = False) -> tuple[DraftedRun, FakeDraft, Job, DraftChoice]:
     """A run whose draft rests."""
-    policy = RandomPolicy(random.Random(1), changes=0.0)
-    run = DraftedRun(SIZES, random.Random(1), policy=policy)
+    choice = RandomChoice(random.Random(1), changes=0.0)
+    run = DraftedRun(SIZES, random.Random(1), choice=choice)
     draft, job = FakeDraft(2, 3, reads_hidden=reads_hidden), make_job("job", (1, 2, 3), 200)
     run.offer(draft)
     run.jobs.add(job)
-    with policy.held():
+    with choice.held():
         for _ in range(5):
             run.turn()
-        policy.drafts = False
+        choice.drafts = False
         for _ in range(5):
             run.turn()
         assert run.kinds[-1] is Kind.DECODE, "it is judged"
     for _ in range(5):
         run.turn()
-    return run, draft, job, policy
+    return run, draft, job, choice
 
 
 def test_a_draft_that_rests_takes_part_in_no_step_and_is_told_nothing() -> None:
@@ -93,8 +93,8 @@ def test_a_draft_that_rests_takes_part_in_no_step_and_is_told_nothing() -> None:
 
 @pytest.mark.parametrize("reads_hidden", [False, True], ids=["language model", "head"])
 def test_a_draft_comes_back_as_one_that_catches_up(reads_hidden: bool) -> None:
-    run, draft, job, policy = resting_run(reads_hidden=reads_hidden)
-    policy.drafts = True
+    run, draft, job, choice = resting_run(reads_hidden=reads_hidden)
+    choice.drafts = True
     run.turn()
     while run.kinds[-1] is not Kind.DECODE:
         run.turn()
@@ -105,9 +105,9 @@ def test_a_draft_comes_back_as_one_that_catches_up(reads_hidden: bool) -> None:
 
 
 def test_a_draft_comes_back_at_no_cost_while_nothing_runs() -> None:
-    run, draft, job, policy = resting_run()
+    run, draft, job, choice = resting_run()
     run.finish()
-    policy.drafts = True
+    choice.drafts = True
     run.turn()
     assert run.speculation.active is draft.draft
     assert Kind.CATCH_UP not in draft.kinds
@@ -134,11 +134,11 @@ def test_a_draft_that_rests_is_lost_withdrawn_and_swapped_as_another() -> None:
 
 
 def test_a_draft_that_hangs_while_it_rests_is_lost_when_it_is_to_come_back() -> None:
-    run, _, job, policy = resting_run()
+    run, _, job, choice = resting_run()
     resting = run.speculation.resting
     assert resting is not None
     resting.add(10**6, catch_up(10**6))
-    policy.drafts = True
+    choice.drafts = True
     run.turn()
     assert run.listener.causes == []
     resting.moved_at -= CATCH_UP_TIMEOUT_S
@@ -149,8 +149,8 @@ def test_a_draft_that_hangs_while_it_rests_is_lost_when_it_is_to_come_back() -> 
 
 
 def test_a_draft_on_its_way_back_rests_on_if_another_comes_and_is_lost() -> None:
-    run, draft, job, policy = resting_run()
-    policy.drafts = True
+    run, draft, job, choice = resting_run()
+    choice.drafts = True
     run.turn()
     second = FakeDraft(3, 2)
     run.offer(second)

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.common.wire.server import DraftSwap, SwapOutcome, SwapTerms
 from slipstream.scheduler.draft import Draft
-from slipstream.scheduler.draft_policy import DraftPolicy
+from slipstream.scheduler.draft_choice import DraftChoice
 from slipstream.scheduler.observer import DecodeRecord
 from slipstream.scheduler.observer import figures as figures_of
 from slipstream.scheduler.records import DraftTarget
@@ -77,8 +77,8 @@ class FakeDrafts:
     def attach(self, epoch: Epoch, target: DraftTarget) -> Draft:
         """See `Drafts.attach`."""
         draft = joined_draft(next(self._numbers), target)
-        assert epoch.policy is not None
-        assert epoch.policy.is_held is (draft.number == NEW), "a new draft drafts until it is judged"
+        assert epoch.choice is not None
+        assert epoch.choice.is_held is (draft.number == NEW), "a new draft drafts until it is judged"
         if draft.number == NEW:
             self.decode(NEW, self._accepted)
         return draft
@@ -123,7 +123,7 @@ def swap(before: tuple[int, list[int]], after: tuple[int, list[int]], drafts: Fa
     """Of two drafts, each with its draft tokens and the accepted ones of its sequences."""
     drafts, old = drafts or FakeDrafts(after[1]), DraftTarget("unix:/old", before[0])
     drafts.decode(OLD, before[1])
-    epoch = cast("Epoch", SimpleNamespace(decodes=drafts.record, policy=DraftPolicy()))
+    epoch = cast("Epoch", SimpleNamespace(decodes=drafts.record, choice=DraftChoice(1, 1)))
     request = DraftSwap(address="unix:/new", terms=SwapTerms(judge_steps=NUM_STEPS, rollback_below=0.7))
     return Swap(drafts, epoch, request, joined_draft(OLD, old)).run(old, DraftTarget("unix:/new", after[0]))
 

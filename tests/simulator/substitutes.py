@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from slipstream.scheduler import attachment, draft_session, epoch, session, sizes
-from tests.harness.random_policy import RandomPolicy
+from tests.harness.random_choice import RandomChoice
 from tests.simulator.threads import SimulatedCondition, SimulatedEvent, SimulatedFuture, SimulatedThread
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def substituted(world: World) -> Iterator[None]:
     if world.seed % 2:  # small steps differ from others then, at sizes such as these
         put(sizes, "LEAST_SMALL", 1)
     put(attachment, "ProcessId", _process_ids(world))
-    put(epoch, "DraftPolicy", lambda _on_rest: RandomPolicy(world.random, changes=0.3))
+    put(epoch, "DraftChoice", lambda *_: RandomChoice(world.random, changes=0.3))
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""A policy that has the draft rest and come back, and chooses numbers of draft tokens, at random."""
+"""A choice of draft tokens at random, which has the draft rest and come back at random, too."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.scheduler.draft_policy import DraftPolicy
+from slipstream.scheduler.draft_choice import DraftChoice
 
 if TYPE_CHECKING:
     from random import Random
 
-    from slipstream.scheduler.records import Counts, StepSlots
+    from slipstream.scheduler.records import Counts, StepOutcome, StepSlots
 
 
-class RandomPolicy(DraftPolicy):
+class RandomChoice(DraftChoice):
     """Does not look at costs."""
 
     def __init__(self, rng: Random, changes: float = 0.15) -> None:
         """`changes`: share of the decode steps after which it changes its mind."""
-        super().__init__()
+        super().__init__(1, 1)
         self._rng = rng
         self._changes = changes
         self.num_rests = 0
@@ -34,11 +34,16 @@ class RandomPolicy(DraftPolicy):
         return chosen
 
     def decodes_alone(self) -> bool:
-        """See `DraftPolicy.decodes_alone`."""
+        """See `DraftChoice.decodes_alone`."""
         return self._rng.random() < self._changes
 
-    def take_in(self, *_: float, **__: float) -> None:
-        """See `DraftPolicy.take_in`."""
+    def take_in(self, outcome: StepOutcome | None = None) -> None:
+        """See `DraftChoice.take_in`."""
         if not self.is_held and self._rng.random() < self._changes:
             self.drafts = not self.drafts
             self.num_rests += not self.drafts
+
+    def took(self, *_: object, has_draft: bool) -> None:
+        """See `DraftChoice.took`: called for a step without a draft as well."""
+        if not has_draft:
+            self.take_in()

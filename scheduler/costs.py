@@ -1,0 +1,228 @@
+"""What decode steps cost, as measured, and how many drafted tokens survive.
+
+A drafted step takes verify's time for its tokens, by verify's stamps, and the rest of the time from one result to the
+next, which is draft's chain and what lies between. Both are means that forget: for batches of about the same size, by
+the tokens of the step, and by the length of the chain. Steps without draft tokens are measured as a whole: with a draft
+that takes in what was stashed, and with one that rests. What was not measured is read between the nearest measured
+places, and beyond them taken to grow by half as much as their tokens.
+
+Nothing here has a clock: the same measurements give the same answers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slipstream.scheduler.records import Counts, Ints, StepSlots
+
+    Floats = NDArray[np.float64]
+
+RESTING, KEPT = -1, 0
+"""In place of the length of a chain: a step without draft tokens, in which the draft rests, or takes in the stash."""
+_WINDOW, _LEAST_WEIGHT = 32.0, 3.0
+"""Steps that a mean goes back over, and those that what is known counts for after a long time."""
+_HALF_LIFE = 256
+"""Steps after which half of what is known counts."""
+_MOST_GROWTH = 4.0
+"""Outlier clamp, as a multiple of the mean: a host pause must not count as step time."""
+_GROWTH = 0.5
+"""Part of a time that grows with the tokens, beyond what is measured."""
+_DRIFT = 1 / 32
+"""Part of what a step takes longer than expected that counts for all that is not measured now: the host is slower."""
+_SERVER_WINDOW, _OWN_WINDOW = 1024.0, 64.0
+"""Drafts of all sequences, and steps of one, that survivals go back over."""
+_FIRST_HAZARD, _SERVER_WEIGHT = 0.3, 2.0
+"""Assumed share of first tokens that are refused, and the drafts that it counts for."""
+_FACTOR_WEIGHT, _OWN_WEIGHT = 2.0, 8.0
+"""Refusals, and drafts, that the server's count for in the estimate of a sequence."""
+
+
+class _Mean:
+    """A mean of times that forgets, and the place where they were measured."""
+
+    __slots__ = ("at", "level", "step", "value", "weight")
+
+    def __init__(self) -> None:
+        self.at = self.value = self.weight = 0.0
+        self.level, self.step = 1.0, 0
+
+    def add(self, at: float, seconds: float, level: float, step: int) -> None:
+        known = self.value * level / self.level
+        if self.weight > _LEAST_WEIGHT:
+            aged = self.weight * 0.5 ** ((step - self.step) / _HALF_LIFE)
+            self.weight, seconds = max(_LEAST_WEIGHT, aged), min(seconds, _MOST_GROWTH * known)
+        self.weight = min(self.weight + 1, _WINDOW)
+        self.value = known + (seconds - known) / self.weight
+        self.at += (at - self.at) / self.weight
+        self.level, self.step = level, step
+
+
+class _Curve:
+    """Times over a number of tokens, of rows, or of a chain's tokens."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, _Mean] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._means)
+
+    def add(self, at: int, seconds: float, level: float, step: int, *, is_exact: bool = False) -> None:
+        self._means.setdefault(at if is_exact else _about(at), _Mean()).add(at, seconds, level, step)
+
+    def measured(self, at: int, level: float, *, is_exact: bool = False) -> float:
+        """The time at a place that was measured itself; 0 for others."""
+        mean = self._means.get(at if is_exact else _about(at))
+        return 0.0 if mean is None else mean.value * level / mean.level
+
+    def at(self, places: Floats, level: float) -> Floats:
+        """The times at some places; they never fall."""
+        means = sorted(self._means.values(), key=lambda mean: mean.at)
+        known = np.array([mean.at for mean in means])
+        seconds = np.maximum.accumulate(np.array([mean.value * level / mean.level for mean in means]))
+        found: Floats = np.interp(places, known, seconds)
+        # Before the first and behind the last that is known.
+        nearest = np.clip(places, known[0], known[-1])
+        return found * (1 + _GROWTH * (places / nearest - 1))
+
+
+class CostTable:
+    """The costs of steps, in seconds. Belongs to the loop's thread."""
+
+    def __init__(self) -> None:
+        self._verify: dict[int, _Curve] = {}
+        """By the bucket of rows: verify's time, by the tokens of a step."""
+        self._chains: dict[int, _Curve] = {}
+        """By the bucket of rows: what a drafted step takes beyond that, by the length of the chain."""
+        self._undrafted = {RESTING: _Curve(), KEPT: _Curve()}
+        """By rows."""
+        self._level = 1.0
+        """How much longer than at first steps take now, for reasons that are those of all."""
+        self._step = 0
+
+    def forget_draft(self) -> None:
+        """Begins anew with another draft."""
+        self._chains, self._undrafted[KEPT] = {}, _Curve()
+
+    @property
+    def knows_drafts(self) -> bool:
+        """True once a drafted step was measured."""
+        return bool(self._chains)
+
+    def knows(self, kind: int) -> bool:
+        """Whether steps without draft tokens of this kind were measured."""
+        return bool(self._undrafted[kind])
+
+    def add(self, seconds: float, verify_s: float, *, rows: int, tokens: int, chain: int) -> None:
+        """Takes in a step that decodes. `verify_s`: verify's part of it. `chain`: KEPT, RESTING, or its length."""
+        self._step += 1
+        if (expected := self._expected(rows, tokens, chain)) > 0:
+            ratio = min(max(seconds / expected, 1 / _MOST_GROWTH), _MOST_GROWTH)
+            self._level *= ratio**_DRIFT
+        now = self._level, self._step
+        if chain <= KEPT:
+            self._undrafted[chain].add(rows, seconds, *now)
+            if chain == RESTING:
+                self._verify.setdefault(_bucket(rows), _Curve()).add(tokens, min(verify_s, seconds), *now)
+            return
+        verify_s = min(verify_s, seconds)
+        self._verify.setdefault(_bucket(rows), _Curve()).add(tokens, verify_s, *now)
+        self._chains.setdefault(_bucket(rows), _Curve()).add(chain, seconds - verify_s, *now, is_exact=True)
+
+    def undrafted(self, kind: int, rows: int) -> float:
+        """The time of a step without draft tokens; where its kind is not known, that of the other one."""
+        curve = self._undrafted[kind] or self._undrafted[RESTING + KEPT - kind]
+        if curve:
+            return float(curve.at(np.array([float(rows)]), self._level)[0])
+        return float(self.verify(rows, np.array([float(rows)]))[0])
+
+    def verify(self, rows: int, tokens: Floats) -> Floats:
+        """Verify's time for steps of so many tokens, those of `rows` sequences."""
+        return _nearest(self._verify, rows).at(tokens, self._level)
+
+    def chains(self, rows: int, most: int) -> Floats:
+        """The rest of a drafted step's time, for chains of 1 to `most` tokens: [most]."""
+        return _nearest(self._chains, rows).at(np.arange(1.0, most + 1), self._level)
+
+    def _expected(self, rows: int, tokens: int, chain: int) -> float:
+        """What such a step took; 0 if none was measured."""
+        if chain <= KEPT:
+            return self._undrafted[chain].measured(rows, self._level)
+        bucket, level = _bucket(rows), self._level
+        if bucket not in self._chains:
+            return 0.0
+        rest_s = self._chains[bucket].measured(chain, level, is_exact=True)
+        verify_s = self._verify[bucket].measured(tokens, level)
+        return rest_s + verify_s if rest_s and verify_s else 0.0
+
+
+class Survivals:
+    """How likely drafted tokens are to be accepted, by position: of the server, and of each sequence.
+
+    A chain goes on from one position to the next or ends there, so what was drafted says how many go on, also where
+    chains have different lengths. A sequence begins with the server's hazards, all of which are scaled by how often its
+    own tokens are refused, and then come to be its own, each by its own position.
+    """
+
+    def __init__(self, num_slots: int, num_draft_tokens: int) -> None:
+        self._generations = np.zeros(num_slots, np.int64)
+        # [2]: chains that have reached a position, and those that have ended there.
+        self._own = np.zeros((2, num_slots, num_draft_tokens))
+        self._server = np.zeros((2, num_draft_tokens))
+        self._places = np.arange(num_draft_tokens)
+
+    def forget_draft(self) -> None:
+        """Begins anew with another draft."""
+        self._own[:], self._server[:] = 0.0, 0.0
+
+    def take_in(self, rows: Ints, num_accepted: NDArray[np.uint32], num_drafted: Counts) -> None:
+        """Takes in what came of drafts: [rows] each. Rows without one say nothing."""
+        is_drafted = num_drafted > 0
+        rows, accepted, drafted = rows[is_drafted], num_accepted[is_drafted, None], num_drafted[is_drafted, None]
+        if not len(rows):
+            return
+        reached = (self._places <= accepted) & (self._places < drafted)
+        ended = reached & (self._places == accepted)
+        self._own[:, rows] *= 1 - 1 / _OWN_WINDOW
+        self._own[:, rows] += reached, ended
+        self._server *= _SERVER_WINDOW / (_SERVER_WINDOW + len(rows))
+        self._server += reached.sum(axis=0), ended.sum(axis=0)
+
+    def of(self, slots: StepSlots, most: int) -> Floats:
+        """The probability that each of the first `most` tokens is accepted: [slots, most]."""
+        rows = slots.rows
+        is_new = self._generations[rows] != slots.generations
+        if is_new.any():
+            self._own[:, rows[is_new]] = 0.0
+            self._generations[rows] = slots.generations
+        hazards, before = np.empty(most), _FIRST_HAZARD
+        for place, (reached, ended) in enumerate(self._server[:, :most].T.tolist()):
+            before = (ended + _SERVER_WEIGHT * before) / (reached + _SERVER_WEIGHT)
+            hazards[place] = before
+        reached, ended = self._own[:, rows, :most]
+        expected = (reached * hazards).sum(axis=1)
+        factors = (ended.sum(axis=1) + _FACTOR_WEIGHT) / (expected + _FACTOR_WEIGHT)
+        scaled = np.minimum(hazards * factors[:, None], 1.0)
+        found: Floats = (1 - (ended + _OWN_WEIGHT * scaled) / (reached + _OWN_WEIGHT)).cumprod(axis=1)
+        return found
+
+
+def _nearest(curves: dict[int, _Curve], rows: int) -> _Curve:
+    """That of the most similar size of batch."""
+    bucket = _bucket(rows)
+    return curves[min(curves, key=lambda other: (abs(other - bucket), other))]
+
+
+def _bucket(num_rows: int) -> int:
+    """Sizes of batches for which a step takes about as long: 1, 2, 3 to 4, 5 to 8 and so on."""
+    return (num_rows - 1).bit_length()
+
+
+def _about(number: int) -> int:
+    """The number without all but its first four bits."""
+    places = max(0, number.bit_length() - 4)
+    return number >> places << places

@@ -1,0 +1,273 @@
+"""How many tokens are drafted for each sequence in the next step: as many as bring tokens fastest.
+
+A step is to maximise its expected tokens per second, `(N + sum of survivals) / (draft + verify)`, by the costs and
+survivals of `costs.py`, which results bring one step late. For each length of draft's chain the tokens that are most
+likely to be accepted are taken, whichever sequences they belong to, as long as the quotient grows; the best length is
+taken. No tokens at all is plain decoding, and where that stays the best, the draft rests.
+
+What is not run cannot be known. One rule: 1/SAVED of the time is saved up, and once what was run longest ago is
+expected to lose no more than is saved, it is tried.
+
+Under steady arrivals, when every step would take in prompts, which says little of decoding, ALONE_STEPS decode alone
+after every MIXED_STEPS; the last of them is measured.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from slipstream.scheduler.costs import KEPT, RESTING, CostTable, Survivals
+from slipstream.scheduler.records import RestCause
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from slipstream.scheduler.costs import Floats
+    from slipstream.scheduler.records import Counts, Ints, Step, StepOutcome, StepSlots
+
+SAVED = 256
+"""One part in so many of the time may be lost by trials."""
+MOST_SAVED = 16
+"""The most that is saved, in steps: with a new draft so much is there."""
+LEAST_PAUSE = 256
+"""Steps before the same number of draft tokens is tried again."""
+TRIAL_STEPS = 8
+"""Steps of a trial for which the draft has to rest, or to come back."""
+MARGIN, PATIENCE = 0.03, 16
+"""The draft rests, or comes back, where that is faster by so much in so many steps, one after the other."""
+MIXED_STEPS, ALONE_STEPS = 16, 2
+"""So many mixed steps one behind the other, then so many that decode alone."""
+_SETTLING = 2
+"""The first steps of a rest, which say nothing: those before them were drafted."""
+
+
+class _Option(NamedTuple):
+    """A way to make the next step."""
+
+    chain: int
+    """Length of draft's chain; KEPT or RESTING without one."""
+    tokens: float
+    """Expected."""
+    seconds: float
+    num_chosen: int = 0
+    """Draft tokens, the most likely ones."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    def loss_s(self, best: _Option) -> float:
+        """Seconds that it takes longer for its tokens than the best."""
+        return max(0.0, self.seconds - self.tokens / best.rate)
+
+
+class DraftChoice:
+    """Chooses for one epoch. Belongs to the loop's thread, but for `held`."""
+
+    def __init__(
+        self, num_slots: int, num_draft_tokens: int, on_rest: Callable[[RestCause], None] = lambda _: None
+    ) -> None:
+        """`num_draft_tokens`: the most of a draft. `on_rest` is told of each rest, of a trial's when it ends."""
+        self.drafts = True
+        """Whether the draft should take part in steps. It takes some steps until it does."""
+        self.is_held = False
+        """See `held`."""
+        self.costs = CostTable()
+        self.survivals = Survivals(num_slots, num_draft_tokens)
+        self._on_rest = on_rest
+        self._most = num_draft_tokens
+        """K of the draft that took part last."""
+        self._is_ragged = False
+        self._saved_s = np.inf
+        """Seconds that trials may lose."""
+        self._step = 0
+        self._run_at: dict[int, int] = {}
+        """By length of the chain, KEPT and RESTING: the last step of that kind."""
+        self._num_against = 0
+        """The last steps after which it seemed better to rest, or to come back."""
+        self._num_stayed = 0
+        """Steps of the present rest."""
+        self._trial_left = 0
+        """Steps until the end of a rest that is a trial; or of drafted steps after a rest, which are to be measured."""
+        self._num_back = 0
+        """Steps until the draft took part again, when it came back last."""
+        self._num_mixed = self._num_alone = 0
+        """Mixed steps that were sent since ALONE_STEPS decoded alone, and steps that have decoded alone since."""
+
+    def joined(self) -> None:
+        """Begins anew with another draft: only what is known of plain steps still holds."""
+        self.costs.forget_draft()
+        self.survivals.forget_draft()
+        self._run_at.clear()
+        self._turn(drafts=True)
+        self._saved_s, self._trial_left = np.inf, 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """As many tokens as there may be are drafted meanwhile: a draft is judged. Any thread."""
+        self.is_held = True
+        try:
+            yield
+        finally:
+            self.is_held = False
+
+    def decodes_alone(self) -> bool:
+        """Whether the next step is to take in no prompts if it can decode, so that it can be measured."""
+        return self._num_mixed >= MIXED_STEPS
+
+    def sending(self, *, decodes: bool, takes_prompts: bool) -> None:
+        """Takes notice of the next step."""
+        if decodes and takes_prompts:
+            self._num_mixed, self._num_alone = self._num_mixed + 1, 0
+        elif decodes:
+            self._num_alone += 1
+            if self._num_alone >= ALONE_STEPS:
+                self._num_mixed = 0
+
+    def choose(self, slots: StepSlots, most: Counts, *, is_ragged: bool) -> Counts:
+        """Implements `ChooseDraftTokens`."""
+        self._most, self._is_ragged = int(most.max()), is_ragged
+        if self.is_held or not self.costs.knows_drafts:
+            return most
+        self._step += 1
+        survivals = self._survivals(slots, most)
+        evenly = self._evenly(survivals)
+        kept = _Option(KEPT, len(most), self.costs.undrafted(KEPT, len(most)))
+        options = [kept, *evenly.values()]
+        best = max(options, key=lambda option: option.rate)
+        if is_ragged and (likely := self._most_likely(survivals)).rate > best.rate:
+            best = likely
+        if self._trial_left:
+            self._trial_left -= 1
+            return self._run(max(evenly.values(), key=lambda option: option.rate), most, survivals)
+        resting = _Option(RESTING, len(most), self.costs.undrafted(RESTING, len(most)))
+        is_against = best.chain == KEPT or resting.rate > (1 + MARGIN) * best.rate
+        self._num_against = self._num_against + 1 if is_against else 0
+        if self._num_against >= PATIENCE:
+            self._turn(drafts=False)
+            self._on_rest(RestCause.SLOWER)
+            return self._run(kept, most, survivals)
+        return self._run(self._tried([*options, resting], best) or best, most, survivals)
+
+    def take_in(self, outcome: StepOutcome) -> None:
+        """Takes in what came of a step's draft tokens."""
+        self.survivals.take_in(outcome.rows, outcome.num_accepted, outcome.num_drafted)
+
+    def took(self, step: Step, seconds: float, verify_s: float, *, has_draft: bool) -> None:
+        """Takes in the time of a step that decodes, from the result before, and verify's part of it.
+
+        `has_draft`: whether a draft took part in it, or was stashed for.
+        """
+        chain = (step.most_draft_tokens or KEPT) if step.is_kept else RESTING
+        if chain == RESTING and has_draft:
+            return
+        if chain == RESTING:
+            self._num_stayed += 1
+            self._num_back += self.drafts
+            if self._num_stayed <= _SETTLING:
+                return
+            self._run_at[RESTING] = self._step
+        rows = len(step.decoded.slots)
+        self.costs.add(seconds, verify_s, rows=rows, tokens=step.num_decoded_tokens, chain=chain)
+        self._saved_s = min(self._saved_s + seconds / SAVED, MOST_SAVED * seconds)
+        if chain == RESTING and not (self.drafts or self.is_held):
+            self._step += 1
+            self._rest_on(step.decoded)
+
+    def _rest_on(self, slots: StepSlots) -> None:
+        """Decides whether the draft rests on."""
+        if not self.costs.knows_drafts:
+            return
+        rows = len(slots.slots)
+        resting = _Option(RESTING, rows, self.costs.undrafted(RESTING, rows))
+        survivals = self._survivals(slots, np.full(rows, self._most, np.int32))
+        drafted = max(self._evenly(survivals).values(), key=lambda option: option.rate)
+        if self._trial_left:
+            self._trial_left -= 1
+            if not self._trial_left:
+                is_slower = drafted.rate > resting.rate
+                self._on_rest(RestCause.PROBE if is_slower else RestCause.SLOWER)
+                if is_slower:
+                    self._turn(drafts=True)
+            return
+        self._num_against = self._num_against + 1 if drafted.rate > (1 + MARGIN) * resting.rate else 0
+        is_trial = self._tried([drafted], resting) is not None
+        if is_trial or self._num_against >= PATIENCE:
+            self._turn(drafts=True)
+            self._trial_left = TRIAL_STEPS
+
+    def _turn(self, *, drafts: bool) -> None:
+        if drafts and not self.drafts:
+            self._num_back = 0
+        self.drafts = drafts
+        self._num_stayed = self._num_against = 0
+
+    def _survivals(self, slots: StepSlots, most: Counts) -> Floats:
+        """[slots, K]: 0 behind what a sequence may have."""
+        places = np.arange(self._most)
+        found: Floats = np.where(places < most[:, None], self.survivals.of(slots, self._most), 0.0)
+        return found
+
+    def _evenly(self, survivals: Floats) -> dict[int, _Option]:
+        """By the length of the chain: as many tokens for each sequence, if it may have them."""
+        rows, most = len(survivals), self._most
+        chosen = np.count_nonzero(survivals, axis=0).cumsum() if self._is_ragged else np.full(most, rows * most)
+        tokens = rows + survivals.sum(axis=0).cumsum()
+        seconds = self.costs.chains(rows, most) + self.costs.verify(rows, (rows + chosen).astype(np.float64))
+        options = {at + 1: _Option(at + 1, float(tokens[at]), float(seconds[at])) for at in range(most)}
+        return options if self._is_ragged else {most: options[most]}
+
+    def _most_likely(self, survivals: Floats) -> _Option:
+        """The best with the most likely tokens, whichever sequences they belong to."""
+        rows, order = len(survivals), _by_likelihood(survivals)
+        values, places = survivals.T.ravel()[order], order // rows
+        verify_s = self.costs.verify(rows, np.arange(rows, rows + len(order) + 1, dtype=np.float64))
+        best = _Option(KEPT, rows, np.inf)
+        for length, chain_s in enumerate(self.costs.chains(rows, self._most).tolist(), start=1):
+            tokens = rows + values[(places < length) & (values > 0)].cumsum()
+            if not len(tokens):
+                break
+            seconds = chain_s + verify_s[1 : len(tokens) + 1]
+            at = int((tokens / seconds).argmax())
+            option = _Option(length, float(tokens[at]), float(seconds[at]), at + 1)
+            best = max(best, option, key=lambda option: option.rate)
+        return best
+
+    def _tried(self, options: list[_Option], best: _Option) -> _Option | None:
+        """What is tried in place of the best, if it is time: what was run longest ago, once its loss is saved."""
+        if self._num_mixed and not self._num_alone:
+            return None  # its time would be that of prompts
+        oldest = min(options, key=lambda option: self._run_at.get(option.chain, -1))
+        is_turn = RESTING in (oldest.chain, best.chain)
+        num_steps = TRIAL_STEPS + self._num_back if is_turn else 1
+        loss_s = num_steps * oldest.loss_s(best)
+        pause = LEAST_PAUSE * num_steps
+        last = self._run_at.get(oldest.chain)
+        if oldest.chain == best.chain or loss_s > self._saved_s or (last is not None and self._step - last < pause):
+            return None
+        self._saved_s -= loss_s
+        self._run_at[oldest.chain] = self._step
+        return oldest
+
+    def _run(self, option: _Option, most: Counts, survivals: Floats) -> Counts:
+        """The numbers of draft tokens; has the draft rest, if that is the option."""
+        if option.chain == RESTING:
+            self._turn(drafts=False)
+            self._trial_left = TRIAL_STEPS
+        self._run_at[option.chain] = self._step
+        counts = np.minimum(most, max(option.chain, 0))
+        if option.num_chosen:
+            order = _by_likelihood(survivals)
+            chosen = order[order // len(most) < option.chain][: option.num_chosen]
+            counts = np.bincount(chosen % len(most), minlength=len(most)).astype(np.int32)
+        return counts
+
+
+def _by_likelihood(survivals: Floats) -> Ints:
+    """Where survivals are in the order of positions, the most likely first: a token comes after those before it."""
+    order: Ints = np.argsort(-survivals.T.ravel(), kind="stable")
+    return order

@@ -1,0 +1,268 @@
+"""How many tokens are drafted for each sequence, by made-up costs of steps and shares of accepted tokens."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from slipstream.scheduler.costs import KEPT, RESTING, CostTable, Survivals
+from slipstream.scheduler.draft_choice import ALONE_STEPS, MIXED_STEPS, PATIENCE, DraftChoice
+from slipstream.scheduler.records import NO_OUTCOME, RestCause, SlotLease, Step, StepSlots
+
+MOST = 5
+WAY_BACK = 3
+"""Steps in which the draft catches up."""
+
+
+@dataclass
+class Server:
+    """Steps as a choice would have them made."""
+
+    rng: np.random.Generator
+    shares: list[float]
+    """By sequence: of the tokens drafted for it that are accepted, each after those before it."""
+    is_ragged: bool = True
+    noise: float = 0.0
+    slowness: float = 1.0
+    token_s: float = 1e-4
+    """Of verify's time, for each token; 1 ms comes before all of them."""
+    forward_s: float = 1e-4
+    """Of draft's, which makes one for each token."""
+    fixed: int | None = None
+    """Drafts so many for each sequence."""
+    most: int = MOST
+    takes_prompts: bool = False
+    choice: DraftChoice = field(init=False)
+    causes: list[RestCause] = field(default_factory=list)
+    counts: list[list[int]] = field(default_factory=list)
+    """By step: the numbers of draft tokens; empty where the draft did not take part."""
+    seconds: float = 0.0
+    num_tokens: int = 0
+    _left: int = 0
+    _was_mixed: bool = False
+
+    def __post_init__(self) -> None:
+        self.choice = DraftChoice(100, MOST, self.causes.append)
+
+    def run(self, num_steps: int) -> float:
+        """Makes steps; returns tokens per second."""
+        self.seconds, self.num_tokens = 0.0, 0
+        for _ in range(num_steps):
+            self._step()
+        return self.num_tokens / self.seconds
+
+    def _step(self) -> None:
+        rows = len(self.shares)
+        slots = StepSlots.of(SlotLease(slot, 1) for slot in range(1, rows + 1))
+        most = np.full(rows, self.most, np.int32)
+        whole = Step(0, slots, slots, most + 1, num_draft_tokens=(1,), most_draft_tokens=MOST, is_kept=True)
+        self._left = self._left - 1 if self.choice.drafts else WAY_BACK
+        takes_prompts = self.takes_prompts and not self.choice.decodes_alone()
+        if self.fixed is not None:
+            step = whole.with_draft_tokens(np.full(rows, self.fixed, np.int32))
+        elif self._left <= 0:
+            counts = self.choice.choose(slots, most, is_ragged=self.is_ragged)
+            step = whole.with_draft_tokens(counts, is_ragged=self.is_ragged)
+            self.counts.append(counts.tolist())
+        else:
+            step = whole.with_draft_tokens(np.zeros(rows, np.int32))._replace(is_kept=False)
+            self.counts.append([])
+        self.choice.sending(decodes=True, takes_prompts=takes_prompts)
+        noise = self.slowness * self.rng.lognormal(0, self.noise)
+        verify_s = (1e-3 + self.token_s * step.num_decoded_tokens) * noise
+        seconds = verify_s + self.forward_s * step.most_draft_tokens * noise
+        is_right = self.rng.random((rows, MOST)) < np.array(self.shares)[:, None]
+        accepted = np.minimum(is_right.cumprod(axis=1).sum(axis=1), step.most_more - 1).astype(np.uint32)
+        drafted = np.asarray(step.most_more - 1, np.int32)
+        self.choice.take_in(NO_OUTCOME._replace(rows=slots.rows, num_accepted=accepted, num_drafted=drafted))
+        if not (takes_prompts or self._was_mixed):
+            self.choice.took(step, seconds, verify_s, has_draft=step.is_kept)
+        self._was_mixed = takes_prompts
+        self.seconds += seconds + 0.02 * takes_prompts
+        self.num_tokens += rows + int(accepted.sum())
+
+
+def make_server(*shares: float, **settings: float) -> Server:
+    """A server whose seed is printed."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    return Server(np.random.default_rng(seed), list(shares), **settings)  # type: ignore[arg-type]
+
+
+def best_of_fixed(*shares: float, **settings: float) -> float:
+    """Tokens per second of the best fixed number, as expected."""
+    model = Server(np.random.default_rng(0), list(shares), **settings)  # type: ignore[arg-type]
+    rows, rates = len(shares), []
+    for most in range(MOST + 1) if model.is_ragged else (0, MOST):
+        tokens = sum(1 + sum(share**place for place in range(1, most + 1)) for share in shares)
+        rates.append(tokens / (1e-3 + model.token_s * rows * (most + 1) + model.forward_s * most))
+    return max(rates)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("is_ragged", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 8, 64])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+def test_it_is_hardly_slower_than_the_best_fixed_number(share: float, num_rows: int, is_ragged: bool) -> None:
+    shares = [share] * num_rows
+    server = make_server(*shares, noise=0.1, is_ragged=is_ragged)
+    server.run(400)
+    assert server.run(1200) > 0.95 * best_of_fixed(*shares, is_ragged=is_ragged)
+
+
+def test_it_is_faster_than_every_fixed_number_where_sequences_differ() -> None:
+    shares = [0.1, 0.5, 0.95, 0.95] * 2
+    server = make_server(*shares, noise=0.05)
+    server.run(400)
+    assert server.run(2000) > 1.02 * best_of_fixed(*shares)
+    last = np.array(server.counts[-100:])
+    assert last[:, [2, 3, 6, 7]].mean() > last[:, [0, 4]].mean() + 2
+
+
+def test_trials_lose_little_and_try_everything() -> None:
+    server = make_server(0.9, 0.9)
+    server.run(400)
+    begun = len(server.counts)
+    rate = server.run(4000)
+    assert rate > 0.97 * best_of_fixed(0.9, 0.9)
+    seen = {max(counts, default=RESTING) for counts in server.counts[begun:]}
+    assert seen == {RESTING, KEPT, *range(1, MOST + 1)}
+
+
+def test_a_sequence_that_is_accepted_gets_more_within_32_tokens() -> None:
+    """One request on a server that knows its costs, and that of others little is accepted."""
+    server = make_server(0.4)
+    server.run(1500)
+    assert np.mean(server.counts[-20:]) < 2.5
+    server.choice.survivals._generations[:] = 0
+    server.shares, server.num_tokens = [1.0], 0
+    while server.num_tokens < 32:
+        server._step()
+    server.run(20)
+    assert server.counts[-20:].count([MOST]) > 15
+
+
+@pytest.mark.parametrize("is_ragged", [True, False])
+def test_bounds_hold(is_ragged: bool) -> None:
+    server = make_server(0.9, 0.9, 0.9, is_ragged=is_ragged)
+    server.run(300)
+    slots = StepSlots.of(SlotLease(slot, 1) for slot in (1, 2, 3))
+    most = np.array([0, 2, MOST], np.int32)
+    for _ in range(300):
+        counts = server.choice.choose(slots, most, is_ragged=is_ragged)
+        assert (counts <= most).all()
+        assert is_ragged or counts.tolist() in ([0, 0, 0], most.tolist())
+
+
+def test_a_draft_that_is_always_wrong_rests_and_comes_back_for_short_trials() -> None:
+    server = make_server(0.0, 0.0)
+    rate = server.run(4000)
+    assert server.causes[0] is RestCause.SLOWER
+    assert sum(map(bool, server.counts)) < 0.15 * len(server.counts)
+    assert rate > 0.97 * best_of_fixed(0.0, 0.0)
+
+
+def test_it_comes_back_when_drafts_are_accepted_again() -> None:
+    server = make_server(0.0, 0.0)
+    server.run(2000)
+    assert not server.choice.drafts
+    server.shares = [0.95, 0.95]
+    server.run(3000)
+    assert all(map(any, server.counts[-PATIENCE:]))
+
+
+def test_it_goes_by_the_size_of_the_batch() -> None:
+    server = make_server(0.6, token_s=4e-4)
+    for num_rows in (1, 64) * 3:
+        server.shares = [0.6] * num_rows
+        server.run(1000)
+        drafted = [sum(counts) / num_rows for counts in server.counts[-200:]]
+        assert bool(np.mean(drafted) > 0.5) is (num_rows == 1)
+
+
+def test_a_host_that_is_slower_for_a_while_is_no_reason_to_rest_or_to_come_back() -> None:
+    for shares in ((0.0, 0.0), (0.9, 0.9)):
+        server = make_server(*shares)
+        server.run(1000)
+        num_rests = len(server.causes)
+        for server.slowness in (2.0, 0.5, 1.0):
+            server.run(150)
+            assert server.choice.drafts is (shares[0] > 0) or server.choice._trial_left
+        assert len(server.causes) <= num_rests + 2
+
+
+def test_a_pause_of_the_host_is_no_cost() -> None:
+    server = make_server(0.9, 0.9)
+    server.run(500)
+    rates = [server.run(100)]
+    server.slowness = 1000.0
+    server.run(1)
+    server.slowness = 1.0
+    assert server.run(100) > 0.9 * rates[0]
+
+
+def test_where_every_step_would_be_mixed_some_decode_alone() -> None:
+    server = make_server(0.0, 0.0, takes_prompts=True)
+    server.run(3000)
+    assert not server.choice.drafts or server.choice._trial_left
+    choice = DraftChoice(3, MOST)
+    alone = []
+    for _ in range(500):
+        alone.append(choice.decodes_alone())
+        choice.sending(decodes=True, takes_prompts=not alone[-1])
+    assert sum(alone) == pytest.approx(len(alone) * ALONE_STEPS / (MIXED_STEPS + ALONE_STEPS), abs=ALONE_STEPS)
+    assert max(sum(pair) for pair in pairwise(alone)) == ALONE_STEPS
+
+
+def test_a_draft_that_is_judged_drafts_all_that_it_may_and_another_one_begins_so() -> None:
+    server = make_server(0.0, 0.0)
+    with server.choice.held():
+        server.run(300)
+    assert all(counts == [MOST, MOST] for counts in server.counts)
+    server.run(1500)
+    assert not server.choice.drafts
+    server.choice.joined()
+    server.run(WAY_BACK)
+    assert server.counts[-1] == [MOST, MOST]
+
+
+def test_the_same_measurements_give_the_same_choices() -> None:
+    first, second = (Server(np.random.default_rng(5), [0.3, 0.9, 0.9], noise=0.2) for _ in range(2))
+    first.run(700)
+    second.run(700)
+    assert first.counts == second.counts
+
+
+def test_costs_are_read_between_what_was_measured() -> None:
+    table = CostTable()
+    for chain, tokens in ((1, 8), (5, 24)):
+        for _ in range(40):
+            table.add(1e-3 * tokens + 2e-3 * chain, 1e-3 * tokens, rows=4, tokens=tokens, chain=chain)
+    found = table.verify(4, np.array([8.0, 16.0, 24.0, 48.0]))
+    assert found == pytest.approx([0.008, 0.016, 0.024, 0.036], rel=0.01)
+    assert table.chains(3, 6) == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.010, 0.011], rel=0.01)
+    for _ in range(40):
+        table.add(0.003, 0.002, rows=4, tokens=4, chain=KEPT)
+        table.add(0.002, 0.002, rows=4, tokens=4, chain=RESTING)
+    assert table.undrafted(KEPT, 4) == pytest.approx(0.003, rel=0.05)
+    assert table.undrafted(RESTING, 4) == pytest.approx(0.002, rel=0.05)
+
+
+def test_survivals_are_told_from_chains_of_any_length_and_begin_with_the_servers() -> None:
+    rng, survivals = np.random.default_rng(3), Survivals(4, 4)
+    hazards = np.array([[0.1, 0.1, 0.1, 0.1], [0.5, 0.5, 0.5, 0.5]])
+    rows = np.array([1, 2])
+    slots = StepSlots.of(SlotLease(slot, 1) for slot in (1, 2))
+    survivals.of(slots, 4)
+    for _ in range(600):
+        drafted = rng.integers(0, 5, 2).astype(np.int32)
+        chains = (rng.random((2, 4)) > hazards).cumprod(axis=1).sum(axis=1)
+        survivals.take_in(rows, np.minimum(chains, drafted).astype(np.uint32), drafted)
+    found = survivals.of(slots, 4)
+    assert found == pytest.approx((1 - hazards).cumprod(axis=1), abs=0.15)
+    (new,) = survivals.of(StepSlots.of([SlotLease(2, 2)]), 4)
+    assert found[1, 0] < new[0] < found[0, 0]
