@@ -152,6 +152,8 @@ class UpConfig(
             max_batched_tokens=self.max_batched_tokens or (DETERMINISTIC_STEP_TOKENS if self.deterministic else None),
             # A page that decode steps have filled may be rounded otherwise than by the chunk of a prompt.
             no_prefix_cache=self.no_prefix_cache or self.deterministic,
+            # For the router that asks a gateway for them.
+            page_events=self.vllm_engine,
         )
 
     def gateway(self, index: int) -> GatewayConfig:

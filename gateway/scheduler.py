@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
 import grpc
+import grpc.aio
 
 from slipstream.common.errors import (
     RETRY_AFTER_MS,
@@ -29,7 +30,7 @@ from slipstream.common.wire.server import SchedulerDescription, SchedulerState
 from slipstream.protos import scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from slipstream.common.rpc.address import ChannelOption
     from slipstream.common.wire.server import ServerState
@@ -484,6 +485,20 @@ async def take_all(messages: asyncio.Queue[Message]) -> list[Message]:
     while not messages.empty():
         taken.append(messages.get_nowait())
     return taken
+
+
+async def watch_pages(address: str) -> AsyncGenerator[scheduler_pb2.PageChanges, None]:
+    """Calls WatchPages of the scheduler at an address. Raises its errors; UnavailableError when the stream ends."""
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            async for message in stub.WatchPages(scheduler_pb2.WatchPagesRequest()):
+                yield message
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise NotImplementedError from error
+            raise error_from_rpc(error) from error
+    raise UnavailableError("the prefix cache is gone with its epoch", retry_after_ms=RETRY_AFTER_MS)
 
 
 class SchedulerStream:

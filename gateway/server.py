@@ -31,7 +31,7 @@ from slipstream.gateway.model import load_model
 from slipstream.gateway.peers import SERVICE_NAME as PEERS_NAME
 from slipstream.gateway.peers import Forwarding, FromPeers, GatewayState, Peers, PeersServicer
 from slipstream.gateway.request import MAX_SAMPLES
-from slipstream.gateway.scheduler import SchedulerLink
+from slipstream.gateway.scheduler import SchedulerLink, watch_pages
 from slipstream.gateway.service import RECORDER, SERVICE_NAME, GenerationServicer, RecorderServicer
 from slipstream.gateway.stream import StreamWrites
 from slipstream.gateway.tokenize_queue import NUM_THREADS, TokenizeQueue
@@ -108,7 +108,12 @@ async def run_gateway(
             from slipstream.gateway import vllm
 
             engine = vllm.VllmEngineServicer(
-                servicer, jobs, model=link.model, state=state, is_serving=lambda: servers[0].is_serving
+                servicer,
+                jobs,
+                model=link.model,
+                state=state,
+                is_serving=lambda: servers[0].is_serving,
+                watch_pages=partial(watch_pages, config.scheduler),
             )
             for server in servers:
                 server.add_service(vllm.SERVICE_NAME, vllm.add_to_server, engine)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import itertools
 import time
 import zipfile
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -34,7 +35,7 @@ from slipstream.gateway.request import check_most
 from slipstream.protos import generation_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
     from google.protobuf.message import Message
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from slipstream.gateway.model import ServedModel
     from slipstream.gateway.sample import Chunk
     from slipstream.gateway.service import GenerationServicer
+    from slipstream.protos import scheduler_pb2
 
 SERVICE_NAME = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
@@ -96,13 +98,18 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         model: Callable[[], ServedModel],
         state: Callable[[], Awaitable[ServerState]],
         is_serving: Callable[[], bool],
+        watch_pages: Callable[[], AsyncIterator[scheduler_pb2.PageChanges]],
     ) -> None:
-        """`model` and `state` as for `GenerationServicer`; `is_serving` says what health checks say."""
+        """`model` and `state` as for `GenerationServicer`; `is_serving` says what health checks say.
+
+        `watch_pages` calls the scheduler's `WatchPages`.
+        """
         self._generation = generation
         self._jobs = jobs
         self._model = model
         self._state = state
         self._is_serving = is_serving
+        self._watch_pages = watch_pages
         self._started_at = time.monotonic()
 
     async def Generate(self, request: vllm_engine_pb2.GenerateRequest, context: Any) -> None:
@@ -202,6 +209,55 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             is_last = start + len(data) == len(archive)
             digest = hashlib.sha256(archive).hexdigest() if is_last else ""
             await context.write(common_pb2.GetTokenizerChunk(data=data, sha256=digest))
+
+    async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: Any) -> None:
+        """Sends what the prefix cache has, as a snapshot, and then what it gets and loses; for requests without a salt.
+
+        A call that names a sequence number gets a snapshot as well.
+        """
+        reject_unknown_fields(request)
+        page_tokens = (await self._state()).page_tokens
+        async with aclosing(kv_batches(self._watch_pages(), page_tokens)) as batches:
+            async for batch in batches:
+                await context.write(batch)
+
+
+async def kv_batches(
+    pages: AsyncIterator[scheduler_pb2.PageChanges], page_tokens: int
+) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
+    """Turns the scheduler's changes into theirs. Up to the first message without changes they are a snapshot."""
+    # Numbers go on where those of another subscription were.
+    numbers, snapshot, is_told = itertools.count(time.time_ns() // 1000), [], False
+    async for message in pages:
+        events = [_kv_event(change, page_tokens) for change in message.changes]
+        if is_told and events:
+            yield common_pb2.KvEventBatch(sequence_number=next(numbers), timestamp=time.time(), events=events)
+        elif not is_told and events:
+            snapshot.append(events)
+        elif not is_told:
+            is_told = True
+            chunks = snapshot or [[]]
+            chunks[0].insert(0, common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared()))
+            blocks = sum(map(len, chunks)) - 1
+            for index, chunk in enumerate(chunks):
+                yield common_pb2.KvEventBatch(
+                    sequence_number=next(numbers),
+                    timestamp=time.time(),
+                    events=chunk,
+                    snapshot=common_pb2.KvSnapshotChunk(index=index, count=len(chunks), blocks=blocks),
+                )
+
+
+def _kv_event(change: scheduler_pb2.PageChange, page_tokens: int) -> common_pb2.KvCacheEvent:
+    if not change.token_ids:
+        return common_pb2.KvCacheEvent(removed=common_pb2.KvBlocksRemoved(block_hashes=[_signed(change.key)]))
+    block = common_pb2.KvBlock(block_hash=_signed(change.key), token_ids=change.token_ids, block_size=page_tokens)
+    parent = _signed(change.parent) if change.parent else None
+    return common_pb2.KvCacheEvent(stored=common_pb2.KvBlocksStored(blocks=[block], parent_block_hash=parent))
+
+
+def _signed(key: int) -> int:
+    return key - 2**64 if key >= 2**63 else key
 
 
 @lru_cache(maxsize=1)

@@ -26,7 +26,7 @@ from slipstream.protos import generation_pb2 as slipstream_dot_protos_dot_genera
 from slipstream.protos import worker_pb2 as slipstream_dot_protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!slipstream/protos/scheduler.proto\x12\rslipstream.v1\x1a\"slipstream/protos/generation.proto\x1a\x1eslipstream/protos/worker.proto\"\x1a\n\x18\x44\x65scribeSchedulerRequest\"\xc2\x01\n\x14SchedulerDescription\x12\x34\n\x06server\x18\x01 \x01(\x0b\x32$.slipstream.v1.GetServerInfoResponse\x12\x16\n\x0etokenizer_path\x18\x02 \x01(\t\x12\x15\n\reos_token_ids\x18\x03 \x03(\r\x12\x15\n\rmax_sequences\x18\x04 \x01(\r\x12\x19\n\x11most_draft_tokens\x18\x05 \x01(\r\x12\x13\n\x0b\x63onstraints\x18\x06 \x01(\x08\"N\n\nRunRequest\x12-\n\tsequences\x18\x01 \x03(\x0b\x32\x1a.slipstream.v1.NewSequence\x12\x11\n\tcancelled\x18\x02 \x03(\x04\"\x88\x03\n\x0bNewSequence\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06job_id\x18\x03 \x01(\t\x12\x0e\n\x06prompt\x18\x04 \x03(\r\x12\x0e\n\x06output\x18\x05 \x03(\r\x12\x16\n\x0emax_new_tokens\x18\x06 \x01(\r\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.slipstream.v1.SlotSampling\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x19\n\x0ctop_logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x10max_draft_tokens\x18\n \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12\x12\n\narrived_ns\x18\x0c \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ns\x18\r \x01(\x04\x12\x12\n\ncache_salt\x18\x0e \x01(\t\x12\x0f\n\x07\x61rrival\x18\x0f \x01(\x04\x12\x0f\n\x07grammar\x18\x10 \x01(\tB\x0f\n\r_top_logprobsB\x13\n\x11_max_draft_tokens\"\x90\x01\n\x0bRunResponse\x12,\n\x05state\x18\x01 \x01(\x0b\x32\x1d.slipstream.v1.SchedulerState\x12)\n\x06output\x18\x02 \x01(\x0b\x32\x19.slipstream.v1.StepOutput\x12(\n\x08refusals\x18\x03 \x03(\x0b\x32\x16.slipstream.v1.Refusal\"h\n\x0eSchedulerState\x12\x34\n\x07serving\x18\x01 \x01(\x0b\x32#.slipstream.v1.SchedulerDescription\x12\x0e\n\x06paused\x18\x02 \x01(\t\x12\x10\n\x08is_final\x18\x03 \x01(\x08\"\xaa\x03\n\nStepOutput\x12\x11\n\tsequences\x18\x01 \x03(\x06\x12\x12\n\nnum_tokens\x18\x02 \x03(\x07\x12\x14\n\x0cnum_accepted\x18\x03 \x03(\x07\x12\x33\n\x0e\x66inish_reasons\x18\x04 \x03(\x0e\x32\x1b.slipstream.v1.FinishReason\x12\x0e\n\x06tokens\x18\x05 \x03(\x07\x12\x18\n\x10num_draft_tokens\x18\x06 \x01(\r\x12\x14\n\x0cpublished_ns\x18\x07 \x01(\x04\x12\x10\n\x08\x61\x64mitted\x18\x08 \x03(\x04\x12\x13\n\x0b\x61\x64mitted_ns\x18\t \x03(\x04\x12\x31\n\x08logprobs\x18\n \x03(\x0b\x32\x1f.slipstream.v1.SequenceLogprobs\x12\x42\n\rcached_tokens\x18\x0b \x03(\x0b\x32+.slipstream.v1.StepOutput.CachedTokensEntry\x12\x17\n\x0fis_beyond_draft\x18\x0c \x03(\x08\x1a\x33\n\x11\x43\x61\x63hedTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"R\n\x10SequenceLogprobs\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12,\n\x06tokens\x18\x02 \x03(\x0b\x32\x1c.slipstream.v1.TokenLogprobs\"j\n\x07Refusal\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x1b\n\x0eretry_after_ms\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_retry_after_ms\"\x84\x01\n\x10SwapDraftRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x1d\n\x10num_draft_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bjudge_steps\x18\x03 \x01(\r\x12\x16\n\x0erollback_below\x18\x04 \x01(\x01\x42\x13\n\x11_num_draft_tokens\"\xab\x01\n\x11SwapDraftResponse\x12+\n\x06\x62\x65\x66ore\x18\x01 \x01(\x0b\x32\x1b.slipstream.v1.DraftFigures\x12*\n\x05\x61\x66ter\x18\x02 \x01(\x0b\x32\x1b.slipstream.v1.DraftFigures\x12\x13\n\x0brolled_back\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x18\n\x10longest_pause_ms\x18\x05 \x01(\x01\"\x91\x01\n\x0c\x44raftFigures\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x11\n\tnum_steps\x18\x03 \x01(\r\x12\x15\n\raccept_length\x18\x04 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12\x0f\n\x07step_ms\x18\x06 \x01(\x01\x32\xf7\x01\n\tScheduler\x12X\n\x08\x44\x65scribe\x12\'.slipstream.v1.DescribeSchedulerRequest\x1a#.slipstream.v1.SchedulerDescription\x12@\n\x03Run\x12\x19.slipstream.v1.RunRequest\x1a\x1a.slipstream.v1.RunResponse(\x01\x30\x01\x12N\n\tSwapDraft\x12\x1f.slipstream.v1.SwapDraftRequest\x1a .slipstream.v1.SwapDraftResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!slipstream/protos/scheduler.proto\x12\rslipstream.v1\x1a\"slipstream/protos/generation.proto\x1a\x1eslipstream/protos/worker.proto\"\x13\n\x11WatchPagesRequest\"9\n\x0bPageChanges\x12*\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x19.slipstream.v1.PageChange\"<\n\nPageChange\x12\x0b\n\x03key\x18\x01 \x01(\x06\x12\x0e\n\x06parent\x18\x02 \x01(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\x1a\n\x18\x44\x65scribeSchedulerRequest\"\xc2\x01\n\x14SchedulerDescription\x12\x34\n\x06server\x18\x01 \x01(\x0b\x32$.slipstream.v1.GetServerInfoResponse\x12\x16\n\x0etokenizer_path\x18\x02 \x01(\t\x12\x15\n\reos_token_ids\x18\x03 \x03(\r\x12\x15\n\rmax_sequences\x18\x04 \x01(\r\x12\x19\n\x11most_draft_tokens\x18\x05 \x01(\r\x12\x13\n\x0b\x63onstraints\x18\x06 \x01(\x08\"N\n\nRunRequest\x12-\n\tsequences\x18\x01 \x03(\x0b\x32\x1a.slipstream.v1.NewSequence\x12\x11\n\tcancelled\x18\x02 \x03(\x04\"\x88\x03\n\x0bNewSequence\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06job_id\x18\x03 \x01(\t\x12\x0e\n\x06prompt\x18\x04 \x03(\r\x12\x0e\n\x06output\x18\x05 \x03(\r\x12\x16\n\x0emax_new_tokens\x18\x06 \x01(\r\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.slipstream.v1.SlotSampling\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x19\n\x0ctop_logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x10max_draft_tokens\x18\n \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12\x12\n\narrived_ns\x18\x0c \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ns\x18\r \x01(\x04\x12\x12\n\ncache_salt\x18\x0e \x01(\t\x12\x0f\n\x07\x61rrival\x18\x0f \x01(\x04\x12\x0f\n\x07grammar\x18\x10 \x01(\tB\x0f\n\r_top_logprobsB\x13\n\x11_max_draft_tokens\"\x90\x01\n\x0bRunResponse\x12,\n\x05state\x18\x01 \x01(\x0b\x32\x1d.slipstream.v1.SchedulerState\x12)\n\x06output\x18\x02 \x01(\x0b\x32\x19.slipstream.v1.StepOutput\x12(\n\x08refusals\x18\x03 \x03(\x0b\x32\x16.slipstream.v1.Refusal\"h\n\x0eSchedulerState\x12\x34\n\x07serving\x18\x01 \x01(\x0b\x32#.slipstream.v1.SchedulerDescription\x12\x0e\n\x06paused\x18\x02 \x01(\t\x12\x10\n\x08is_final\x18\x03 \x01(\x08\"\xaa\x03\n\nStepOutput\x12\x11\n\tsequences\x18\x01 \x03(\x06\x12\x12\n\nnum_tokens\x18\x02 \x03(\x07\x12\x14\n\x0cnum_accepted\x18\x03 \x03(\x07\x12\x33\n\x0e\x66inish_reasons\x18\x04 \x03(\x0e\x32\x1b.slipstream.v1.FinishReason\x12\x0e\n\x06tokens\x18\x05 \x03(\x07\x12\x18\n\x10num_draft_tokens\x18\x06 \x01(\r\x12\x14\n\x0cpublished_ns\x18\x07 \x01(\x04\x12\x10\n\x08\x61\x64mitted\x18\x08 \x03(\x04\x12\x13\n\x0b\x61\x64mitted_ns\x18\t \x03(\x04\x12\x31\n\x08logprobs\x18\n \x03(\x0b\x32\x1f.slipstream.v1.SequenceLogprobs\x12\x42\n\rcached_tokens\x18\x0b \x03(\x0b\x32+.slipstream.v1.StepOutput.CachedTokensEntry\x12\x17\n\x0fis_beyond_draft\x18\x0c \x03(\x08\x1a\x33\n\x11\x43\x61\x63hedTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"R\n\x10SequenceLogprobs\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12,\n\x06tokens\x18\x02 \x03(\x0b\x32\x1c.slipstream.v1.TokenLogprobs\"j\n\x07Refusal\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x1b\n\x0eretry_after_ms\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_retry_after_ms\"\x84\x01\n\x10SwapDraftRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x1d\n\x10num_draft_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bjudge_steps\x18\x03 \x01(\r\x12\x16\n\x0erollback_below\x18\x04 \x01(\x01\x42\x13\n\x11_num_draft_tokens\"\xab\x01\n\x11SwapDraftResponse\x12+\n\x06\x62\x65\x66ore\x18\x01 \x01(\x0b\x32\x1b.slipstream.v1.DraftFigures\x12*\n\x05\x61\x66ter\x18\x02 \x01(\x0b\x32\x1b.slipstream.v1.DraftFigures\x12\x13\n\x0brolled_back\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x18\n\x10longest_pause_ms\x18\x05 \x01(\x01\"\x91\x01\n\x0c\x44raftFigures\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x11\n\tnum_steps\x18\x03 \x01(\r\x12\x15\n\raccept_length\x18\x04 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12\x0f\n\x07step_ms\x18\x06 \x01(\x01\x32\xc5\x02\n\tScheduler\x12X\n\x08\x44\x65scribe\x12\'.slipstream.v1.DescribeSchedulerRequest\x1a#.slipstream.v1.SchedulerDescription\x12@\n\x03Run\x12\x19.slipstream.v1.RunRequest\x1a\x1a.slipstream.v1.RunResponse(\x01\x30\x01\x12N\n\tSwapDraft\x12\x1f.slipstream.v1.SwapDraftRequest\x1a .slipstream.v1.SwapDraftResponse\x12L\n\nWatchPages\x12 .slipstream.v1.WatchPagesRequest\x1a\x1a.slipstream.v1.PageChanges0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,32 +35,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STEPOUTPUT_CACHEDTOKENSENTRY']._loaded_options = None
   _globals['_STEPOUTPUT_CACHEDTOKENSENTRY']._serialized_options = b'8\001'
-  _globals['_DESCRIBESCHEDULERREQUEST']._serialized_start=120
-  _globals['_DESCRIBESCHEDULERREQUEST']._serialized_end=146
-  _globals['_SCHEDULERDESCRIPTION']._serialized_start=149
-  _globals['_SCHEDULERDESCRIPTION']._serialized_end=343
-  _globals['_RUNREQUEST']._serialized_start=345
-  _globals['_RUNREQUEST']._serialized_end=423
-  _globals['_NEWSEQUENCE']._serialized_start=426
-  _globals['_NEWSEQUENCE']._serialized_end=818
-  _globals['_RUNRESPONSE']._serialized_start=821
-  _globals['_RUNRESPONSE']._serialized_end=965
-  _globals['_SCHEDULERSTATE']._serialized_start=967
-  _globals['_SCHEDULERSTATE']._serialized_end=1071
-  _globals['_STEPOUTPUT']._serialized_start=1074
-  _globals['_STEPOUTPUT']._serialized_end=1500
-  _globals['_STEPOUTPUT_CACHEDTOKENSENTRY']._serialized_start=1449
-  _globals['_STEPOUTPUT_CACHEDTOKENSENTRY']._serialized_end=1500
-  _globals['_SEQUENCELOGPROBS']._serialized_start=1502
-  _globals['_SEQUENCELOGPROBS']._serialized_end=1584
-  _globals['_REFUSAL']._serialized_start=1586
-  _globals['_REFUSAL']._serialized_end=1692
-  _globals['_SWAPDRAFTREQUEST']._serialized_start=1695
-  _globals['_SWAPDRAFTREQUEST']._serialized_end=1827
-  _globals['_SWAPDRAFTRESPONSE']._serialized_start=1830
-  _globals['_SWAPDRAFTRESPONSE']._serialized_end=2001
-  _globals['_DRAFTFIGURES']._serialized_start=2004
-  _globals['_DRAFTFIGURES']._serialized_end=2149
-  _globals['_SCHEDULER']._serialized_start=2152
-  _globals['_SCHEDULER']._serialized_end=2399
+  _globals['_WATCHPAGESREQUEST']._serialized_start=120
+  _globals['_WATCHPAGESREQUEST']._serialized_end=139
+  _globals['_PAGECHANGES']._serialized_start=141
+  _globals['_PAGECHANGES']._serialized_end=198
+  _globals['_PAGECHANGE']._serialized_start=200
+  _globals['_PAGECHANGE']._serialized_end=260
+  _globals['_DESCRIBESCHEDULERREQUEST']._serialized_start=262
+  _globals['_DESCRIBESCHEDULERREQUEST']._serialized_end=288
+  _globals['_SCHEDULERDESCRIPTION']._serialized_start=291
+  _globals['_SCHEDULERDESCRIPTION']._serialized_end=485
+  _globals['_RUNREQUEST']._serialized_start=487
+  _globals['_RUNREQUEST']._serialized_end=565
+  _globals['_NEWSEQUENCE']._serialized_start=568
+  _globals['_NEWSEQUENCE']._serialized_end=960
+  _globals['_RUNRESPONSE']._serialized_start=963
+  _globals['_RUNRESPONSE']._serialized_end=1107
+  _globals['_SCHEDULERSTATE']._serialized_start=1109
+  _globals['_SCHEDULERSTATE']._serialized_end=1213
+  _globals['_STEPOUTPUT']._serialized_start=1216
+  _globals['_STEPOUTPUT']._serialized_end=1642
+  _globals['_STEPOUTPUT_CACHEDTOKENSENTRY']._serialized_start=1591
+  _globals['_STEPOUTPUT_CACHEDTOKENSENTRY']._serialized_end=1642
+  _globals['_SEQUENCELOGPROBS']._serialized_start=1644
+  _globals['_SEQUENCELOGPROBS']._serialized_end=1726
+  _globals['_REFUSAL']._serialized_start=1728
+  _globals['_REFUSAL']._serialized_end=1834
+  _globals['_SWAPDRAFTREQUEST']._serialized_start=1837
+  _globals['_SWAPDRAFTREQUEST']._serialized_end=1969
+  _globals['_SWAPDRAFTRESPONSE']._serialized_start=1972
+  _globals['_SWAPDRAFTRESPONSE']._serialized_end=2143
+  _globals['_DRAFTFIGURES']._serialized_start=2146
+  _globals['_DRAFTFIGURES']._serialized_end=2291
+  _globals['_SCHEDULER']._serialized_start=2294
+  _globals['_SCHEDULER']._serialized_end=2619
 # @@protoc_insertion_point(module_scope)

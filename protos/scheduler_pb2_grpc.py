@@ -49,6 +49,11 @@ class SchedulerStub:
                 request_serializer=slipstream_dot_protos_dot_scheduler__pb2.SwapDraftRequest.SerializeToString,
                 response_deserializer=slipstream_dot_protos_dot_scheduler__pb2.SwapDraftResponse.FromString,
                 _registered_method=True)
+        self.WatchPages = channel.unary_stream(
+                '/slipstream.v1.Scheduler/WatchPages',
+                request_serializer=slipstream_dot_protos_dot_scheduler__pb2.WatchPagesRequest.SerializeToString,
+                response_deserializer=slipstream_dot_protos_dot_scheduler__pb2.PageChanges.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -81,6 +86,15 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchPages(self, request, context):
+        """Streams the pages of the prefix cache: first those that it has, then each change. Those of sequences with a cache
+        salt are left out. The stream ends with the epoch, as the cache does. UNIMPLEMENTED unless the scheduler was started
+        with --page-events; RESOURCE_EXHAUSTED cuts off a caller that does not read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -98,6 +112,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.SwapDraft,
                     request_deserializer=slipstream_dot_protos_dot_scheduler__pb2.SwapDraftRequest.FromString,
                     response_serializer=slipstream_dot_protos_dot_scheduler__pb2.SwapDraftResponse.SerializeToString,
+            ),
+            'WatchPages': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchPages,
+                    request_deserializer=slipstream_dot_protos_dot_scheduler__pb2.WatchPagesRequest.FromString,
+                    response_serializer=slipstream_dot_protos_dot_scheduler__pb2.PageChanges.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -181,6 +200,33 @@ class Scheduler:
             '/slipstream.v1.Scheduler/SwapDraft',
             slipstream_dot_protos_dot_scheduler__pb2.SwapDraftRequest.SerializeToString,
             slipstream_dot_protos_dot_scheduler__pb2.SwapDraftResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchPages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slipstream.v1.Scheduler/WatchPages',
+            slipstream_dot_protos_dot_scheduler__pb2.WatchPagesRequest.SerializeToString,
+            slipstream_dot_protos_dot_scheduler__pb2.PageChanges.FromString,
             options,
             channel_credentials,
             insecure,

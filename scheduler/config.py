@@ -125,6 +125,7 @@ class SchedulerConfig(ServingSettings, heading="Scheduler"):
     grammar: str | None = setting(
         None, help="Address of the grammar worker; without one, no request may have a constraint.", unit="ADDRESS"
     )
+    page_events: bool = setting(False, help="Tell gateways what the prefix cache has, for routers.")
     max_sequences: int = setting(
         8192,
         help="Sequences held at most, waiting and running, of all gateways together; more are refused.",

@@ -19,6 +19,7 @@ from slipstream.scheduler.draft_choice import DraftChoice
 from slipstream.scheduler.link import DispatchAcknowledged, DispatchTogether
 from slipstream.scheduler.loop import CPU_LEAD_S, GPU_LEAD_S, LoopSettings, StepLoop
 from slipstream.scheduler.observer import DecodeRecord, StepObserver, StepTimes, StepTrace
+from slipstream.scheduler.page_log import PageLog
 from slipstream.scheduler.results import ResultReader
 from slipstream.scheduler.speculation import Speculation
 
@@ -64,6 +65,8 @@ class Epoch:
         self.link = link
         """Verify's."""
         self.batch = Batch(sizes.batch)
+        if config.page_events:
+            self.batch.pages.log = PageLog()
         self.fence_kind = device.fence_kind
         self.decodes = DecodeRecord()
         """How drafting did in the last steps."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slipstream.common.wire.step import SlotUpdate
+    from slipstream.scheduler.page_log import PageLog
     from slipstream.scheduler.records import Counts, DraftKV, Ints, Prefix, Sequence
     from slipstream.scheduler.sizes import BatchSizes
 
@@ -52,6 +53,8 @@ class PrefixCache:
         """By page, of those in the cache."""
         self._unused: dict[int, None] = {}
         """Pages in the cache without a reference, the least recently used first."""
+        self.log: PageLog | None = None
+        """Is told of the pages that the cache gets and loses, if it is set, but for those with a salt."""
 
     @property
     def num_pages(self) -> int:
@@ -150,7 +153,9 @@ class PrefixCache:
         keys = prefix.keys(tokens, num_pages)
         for number in range(prefix.num_kept, num_pages):
             following = self._following(tokens, number + 1, prefix.draft)
-            self._keep(keys[number], pages[number], prefix.draft, following)
+            if self._keep(keys[number], pages[number], prefix.draft, following) and self.log and not prefix.is_salted:
+                page = tokens[number * self._page_tokens : (number + 1) * self._page_tokens]
+                self.log.stored(keys[number], keys[number - 1] if number else b"", page)
         prefix.num_kept = num_pages
 
     def _following(self, tokens: NDArray[np.int32], num_pages: int, draft: DraftKV) -> bytes:
@@ -158,21 +163,25 @@ class PrefixCache:
         end = num_pages * self._page_tokens
         return tokens[end : end + draft.tokens_ahead].tobytes()
 
-    def _keep(self, key: bytes, page: int, draft: DraftKV, following: bytes) -> None:
-        """A page that the cache has under this key stays, unless it serves this draft less well."""
+    def _keep(self, key: bytes, page: int, draft: DraftKV, following: bytes) -> bool:
+        """A page that the cache has under this key stays, unless it serves this draft less well.
+
+        Returns whether there was none under this key.
+        """
         if page in self._keys:
-            return
+            return False
         has_draft = draft.attachment > 0 and draft.is_paged
         entry = _Entry(page, draft.attachment if has_draft else 0, following)
         before = self._entries.get(key)
         if before is not None:
             if not has_draft or before.serves(draft, following):
-                return
-            self._forget(before.page)
+                return False
+            del self._entries[self._keys.pop(before.page)]
             if before.page in self._unused:
                 del self._unused[before.page]
                 self._pages.release((before.page,))
         self._entries[key], self._keys[page] = entry, key
+        return before is None
 
     def drop(self, pages: abc.Sequence[int]) -> None:
         """Takes pages that are in use out of the cache, as their content is not to be trusted."""
@@ -181,7 +190,10 @@ class PrefixCache:
                 self._forget(page)
 
     def _forget(self, page: int) -> None:
-        del self._entries[self._keys.pop(page)]
+        key = self._keys.pop(page)
+        del self._entries[key]
+        if self.log is not None:
+            self.log.removed(key)
 
 
 class PageAllocator:

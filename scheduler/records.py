@@ -107,13 +107,14 @@ NO_DRAFT = DraftKV()
 class Prefix:
     """The pages of one sequence as the cache knows them."""
 
-    __slots__ = ("_keys", "_page_tokens", "_salt", "draft", "num_kept")
+    __slots__ = ("_keys", "_page_tokens", "_salt", "draft", "is_salted", "num_kept")
 
     def __init__(self, salt: str, page_tokens: int) -> None:
         self.draft = NO_DRAFT
         """Has taken part in all steps of the sequence."""
         self.num_kept = 0
         """Pages that the sequence has put into the cache, or has from there."""
+        self.is_salted = bool(salt)
         self._salt = blake2b(salt.encode(), digest_size=_KEY_BYTES).digest()
         self._page_tokens = page_tokens
         self._keys: list[bytes] = []

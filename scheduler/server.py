@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.draft_session import DraftSession
     from slipstream.scheduler.epoch import Epoch
+    from slipstream.scheduler.page_log import PageLog
     from slipstream.scheduler.session import MakeLink
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class _Serving:
     ) -> None:
         self.failure: SlipstreamError | None = None
         self.drafts: DraftSession | None = None
-        self.servicer = SchedulerServicer(queue, self.describe, self._swap)
+        self.servicer = SchedulerServicer(queue, self.describe, self._swap, self._page_log)
         self._config = config
         self._server = server
         self._queue = queue
@@ -133,6 +134,9 @@ class _Serving:
     def epoch(self) -> Epoch | None:
         """The current epoch, or the last; None before the first."""
         return self._epoch
+
+    def _page_log(self) -> PageLog | None:
+        return None if self._epoch is None else self._epoch.batch.pages.log
 
     def attached(self, epoch: Epoch) -> None:
         self._epoch = epoch

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from slipstream.common.wire.server import SchedulerDescription, SwapOutcome
+    from slipstream.scheduler.page_log import PageLog
     from slipstream.scheduler.results import Outgoing
     from slipstream.scheduler.waiting_queue import WaitingQueue
 
@@ -41,6 +42,8 @@ MAX_RECEIVE_BYTES = 64 * 2**20
 """Of one message from a gateway: many sequences that it submits again, each with its tokens."""
 MAX_QUEUED = 8192
 """Messages that may wait for a gateway that does not read."""
+EPOCH_LOOK_S = 1.0
+"""Seconds after which a stream of page changes looks whether its epoch has ended."""
 _AT_ONCE = 16
 """Sequences that are taken in before the event loop gets its turn."""
 _NOT_ATTACHED = SchedulerState(paused="the scheduler is not attached to its workers")
@@ -123,11 +126,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         queue: WaitingQueue,
         describe: Callable[[], SchedulerDescription],
         swap: Callable[[DraftSwap], Awaitable[SwapOutcome]],
+        page_log: Callable[[], PageLog | None] = lambda: None,
     ) -> None:
-        """`describe` returns what is served now; called while the state is serving. `swap`: see `DraftSession.swap`."""
+        """`describe` returns what is served now; called while the state is serving. `swap`: see `DraftSession.swap`.
+
+        `page_log` returns that of the present epoch; None if there is none.
+        """
         self._queue = queue
         self._describe = describe
         self._swap = swap
+        self._page_log = page_log
         self._state = _NOT_ATTACHED
         self._streams: dict[int, GatewayStream] = {}
         self._numbers = count(1)
@@ -182,6 +190,22 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                     "address", swap.address, "unix:PATH or HOST:PORT, or empty for none"
                 ) from None
         return (await self._swap(swap)).to_pb()
+
+    async def WatchPages(self, request: pb.WatchPagesRequest, context: Any) -> None:
+        """See scheduler.proto."""
+        reject_unknown_fields(request)
+        log, changed = self._page_log(), asyncio.Event()
+        if log is None:
+            raise NotImplementedError
+        with log.watching(lambda: self._loop.call_soon_threadsafe(changed.set)) as watch:
+            # Once when there is nothing, too: it says that all is told.
+            while self._page_log() is log:
+                changed.clear()
+                taken = watch.take()
+                await context.write(pb.PageChanges(changes=[change.to_pb() for change in taken]))
+                while not taken and not changed.is_set() and self._page_log() is log:
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(changed.wait(), EPOCH_LOOK_S)
 
     async def _read(self, stream: GatewayStream, requests: AsyncIterator[pb.RunRequest]) -> None:
         error: SlipstreamError | None = None

@@ -19,6 +19,7 @@ from slipstream.client import AsyncClient
 from slipstream.common.errors import UnavailableError
 from slipstream.common.wire.job import JobState
 from slipstream.common.wire.sequence import SamplingParams
+from slipstream.protos import scheduler_pb2
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, VOCAB_SIZE
 from tests.harness.generation_server import generation_server, state_of
 from tests.harness.scripted_scheduler import EOS_ID, logprobs_of
@@ -338,6 +339,37 @@ async def test_the_tokenizer_is_sent_as_an_archive(tmp_path: Path) -> None:
     assert chunks[-1].sha256 == hashlib.sha256(whole).hexdigest()
     with zipfile.ZipFile(io.BytesIO(whole)) as archive:
         assert {name: archive.read(name) for name in archive.namelist()} == files
+
+
+async def test_changes_of_the_prefix_cache_follow_a_snapshot(server: GenerationServer, stub: Any) -> None:
+    first, second = 2**63 + 5, 7
+    known = scheduler_pb2.PageChanges(
+        changes=[
+            scheduler_pb2.PageChange(key=first, token_ids=[1, 2]),
+            scheduler_pb2.PageChange(key=second, parent=first, token_ids=[3, 4]),
+        ]
+    )
+    later = scheduler_pb2.PageChanges(changes=[scheduler_pb2.PageChange(key=second)])
+    server.loop.page_changes = [known, scheduler_pb2.PageChanges(), later, scheduler_pb2.PageChanges()]
+    call = stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(start_sequence_number=9))
+    snapshot, change = await call.read(), await call.read()
+    assert (snapshot.snapshot.index, snapshot.snapshot.count, snapshot.snapshot.blocks) == (0, 1, 2)
+    cleared, *stored = snapshot.events
+    assert cleared.HasField("cleared")
+    blocks = [event.stored.blocks[0] for event in stored]
+    assert [(block.block_hash, list(block.token_ids)) for block in blocks] == [(first - 2**64, [1, 2]), (7, [3, 4])]
+    assert {block.block_size for block in blocks} == {STATE.page_tokens}
+    assert [event.stored.parent_block_hash for event in stored] == [0, first - 2**64]
+    assert [event.stored.HasField("parent_block_hash") for event in stored] == [False, True]
+    assert list(change.events[0].removed.block_hashes) == [7]
+    assert change.sequence_number == snapshot.sequence_number + 1
+    with pytest.raises(grpc.aio.AioRpcError, match="gone with its epoch") as failure:
+        await call.read()
+    assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+    server.loop.page_changes = None
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()).read()
+    assert failure.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_calls_that_are_not_served_are_unimplemented(stub: Any) -> None:

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from slipstream.gateway.metrics import RequestMetrics
 from slipstream.gateway.model import ServedModel
 from slipstream.gateway.peers import GatewayState, Peers
 from slipstream.gateway.request import RequestLimits
-from slipstream.gateway.scheduler import SchedulerLink
+from slipstream.gateway.scheduler import SchedulerLink, watch_pages
 from slipstream.gateway.service import RECORDER, SERVICE_NAME, GenerationServicer, RecorderServicer
 from slipstream.gateway.stream import StreamWrites
 from slipstream.gateway.tokenize_queue import TokenizeQueue
@@ -173,6 +174,7 @@ async def generation_server(
             model=lambda: served.model_now(),
             state=state,
             is_serving=lambda: served.is_serving,
+            watch_pages=partial(watch_pages, behind),
         )
         services = (
             (SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer),

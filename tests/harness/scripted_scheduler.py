@@ -81,6 +81,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.submitted: list[FakeSequence] = []
         """Everything that ever came."""
         self.num_streams = 0
+        self.page_changes: list[scheduler_pb2.PageChanges] | None = None
+        """What WatchPages sends before it ends; None does not serve it."""
         self._states = [SchedulerState(serving=description)]
         self._streams: list[_Stream] = []
         self._changed = threading.Condition()
@@ -125,6 +127,12 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             context.abort(grpc.StatusCode.UNAVAILABLE, self._states[-1].paused)
         assert self.description is not None
         return self.description.to_pb()
+
+    def WatchPages(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        """See scheduler.proto."""
+        if self.page_changes is None:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "")
+        yield from self.page_changes or ()
 
     def Run(self, requests: Any, context: Any) -> Iterator[Any]:  # noqa: N802
         """See scheduler.proto."""
