@@ -158,7 +158,8 @@ def _over_time() -> list[Panel]:
         ),
         graph(
             "Rests of the draft",
-            "Rests per second: as plain steps were faster, or as a trial of them, which costs less than 1 % of the time.",
+            "Rests per second: as plain steps were faster, or as a trial of them, which costs less than 1 % of the "
+            "time.",
             Query(total(rate(RESTS), "cause"), "{{cause}}"),
             unit="cps",
         ),
