@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Literal
 
+from slipstream.services.models import family_defaults
+
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 
@@ -108,7 +110,7 @@ class Family:
     model_type: str
     """The value that `model_type` of `config.json` must have."""
     defaults: dict[str, Any]
-    """Values of fields that `config.json` leaves out, as in transformers; the rest have none."""
+    """Values of fields that `config.json` leaves out."""
     qkv_bias: bool | str = False
     output_bias: bool | str = False
     """Bias of attention's last projection."""
@@ -153,212 +155,6 @@ class Family:
     """Fields that must be absent, null or false."""
 
 
-_LLAMA: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_MISTRAL = _LLAMA | {
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-}
-_QWEN2 = _LLAMA | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "eos_token_id": None,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_PHI3 = _LLAMA | {
-    "vocab_size": 32064,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 4096,
-    "original_max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 32000,
-}
-_GEMMA2 = _LLAMA | {
-    "vocab_size": 256000,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 8192,
-    "eos_token_id": 1,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 2,
-    "final_logit_softcapping": 30.0,
-    "attn_logit_softcapping": 50.0,
-}
-_GEMMA3 = _GEMMA2 | {
-    "vocab_size": 262208,
-    "max_position_embeddings": 131072,
-    "sliding_window_pattern": 6,
-    "final_logit_softcapping": None,
-    "attn_logit_softcapping": None,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-}
-_OLMO2 = _LLAMA | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "eos_token_id": 50279}
-_OLMO3 = _OLMO2 | {"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 5e5}
-_SMOLLM3 = _LLAMA | {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "eos_token_id": 128001,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "no_rope_layer_interval": 4,
-    "rope_theta": 2e6,
-}
-_GRANITE = _LLAMA | {
-    "embedding_multiplier": 1.0,
-    "logits_scaling": 1.0,
-    "residual_multiplier": 1.0,
-    "attention_multiplier": 1.0,
-}
-_GLM4 = _LLAMA | {
-    "vocab_size": 151552,
-    "intermediate_size": 13696,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1.5625e-07,
-    "eos_token_id": [151329, 151336, 151338],
-    "attention_bias": True,
-    "partial_rotary_factor": 0.5,
-}
-_MIXTRAL = _MISTRAL | {
-    "rms_norm_eps": 1e-5,
-    "sliding_window": None,
-    "rope_theta": 1e6,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
-_QWEN2_MOE = _QWEN2 | {
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "qkv_bias": True,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "norm_topk_prob": False,
-}
-_QWEN3_MOE = _QWEN2_MOE | {
-    "intermediate_size": 6144,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-}
-_OLMOE = _LLAMA | {
-    "vocab_size": 50304,
-    "hidden_size": 2048,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 50279,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": False,
-}
-_DEEPSEEK = {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 1408}
-_GLM4_MOE = (
-    _LLAMA
-    | _DEEPSEEK
-    | {
-        "vocab_size": 151552,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 46,
-        "num_attention_heads": 96,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "eos_token_id": None,
-        "partial_rotary_factor": 0.5,
-        "use_qk_norm": False,
-        "n_routed_experts": 128,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "first_k_dense_replace": 1,
-        "num_nextn_predict_layers": 1,
-    }
-)
-_DOTS1 = (
-    _LLAMA
-    | _DEEPSEEK
-    | {
-        "vocab_size": 152064,
-        "hidden_size": 4608,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 62,
-        "num_key_value_heads": 32,
-        "eos_token_id": None,
-        "norm_topk_prob": False,
-        "use_sliding_window": True,
-        "sliding_window": 4096,
-        "max_window_layers": 62,
-    }
-)
-_GPT_OSS = _LLAMA | {
-    "vocab_size": 201088,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": None,
-    "attention_bias": True,
-    "sliding_window": 128,
-    "sliding_window_pattern": 2,
-    "rope_theta": 150000.0,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
-    },
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
-    "swiglu_limit": 7.0,
-}
 _ROUTED = Mixture(
     num_experts="n_routed_experts",
     scoring=Scoring.SIGMOID,
@@ -388,16 +184,18 @@ _OLMO: dict[str, Any] = {
 FAMILIES = {
     "LlamaForCausalLM": Family(
         model_type="llama",
-        defaults=_LLAMA,
+        defaults=family_defaults.LLAMA,
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         mlp_bias="mlp_bias",
     ),
-    "MistralForCausalLM": Family(model_type="mistral", defaults=_MISTRAL, windows=Windows.ALL),
-    "Qwen2ForCausalLM": Family(model_type="qwen2", defaults=_QWEN2, qkv_bias=True, windows=Windows.BY_LAYER),
+    "MistralForCausalLM": Family(model_type="mistral", defaults=family_defaults.MISTRAL, windows=Windows.ALL),
+    "Qwen2ForCausalLM": Family(
+        model_type="qwen2", defaults=family_defaults.QWEN2, qkv_bias=True, windows=Windows.BY_LAYER
+    ),
     "Qwen3ForCausalLM": Family(
         model_type="qwen3",
-        defaults=_QWEN2 | {"head_dim": 128},
+        defaults=family_defaults.QWEN2 | {"head_dim": 128},
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         head_norms=HeadNorms.EACH,
@@ -405,36 +203,38 @@ FAMILIES = {
     ),
     "Phi3ForCausalLM": Family(
         model_type="phi3",
-        defaults=_PHI3,
+        defaults=family_defaults.PHI3,
         windows=Windows.ALL,
         rope_types=("default", "longrope"),
         may_rotate_partially=True,
         has_fused_qkv=True,
         has_fused_mlp=True,
     ),
-    "MinistralForCausalLM": Family(model_type="ministral", defaults=_MISTRAL, windows=Windows.ALL_BY_DEFAULT),
+    "MinistralForCausalLM": Family(
+        model_type="ministral", defaults=family_defaults.MISTRAL, windows=Windows.ALL_BY_DEFAULT
+    ),
     "Gemma2ForCausalLM": Family(
         model_type="gemma2",
-        defaults=_GEMMA2,
+        defaults=family_defaults.GEMMA2,
         score_cap="attn_logit_softcapping",
         refused=("use_bidirectional_attention",),
         **_GEMMA,
     ),
     "Gemma3ForCausalLM": Family(
         model_type="gemma3_text",
-        defaults=_GEMMA3,
+        defaults=family_defaults.GEMMA3,
         head_norms=HeadNorms.EACH,
         local_theta="rope_local_base_freq",
         refused=("use_bidirectional_attention", "attn_logit_softcapping"),
         **_GEMMA,
     ),
-    "Olmo2ForCausalLM": Family(model_type="olmo2", defaults=_OLMO2, **_OLMO),
+    "Olmo2ForCausalLM": Family(model_type="olmo2", defaults=family_defaults.OLMO2, **_OLMO),
     "Olmo3ForCausalLM": Family(
-        model_type="olmo3", defaults=_OLMO3, windows=Windows.PATTERN, local_theta="rope_theta", **_OLMO
+        model_type="olmo3", defaults=family_defaults.OLMO3, windows=Windows.PATTERN, local_theta="rope_theta", **_OLMO
     ),
     "SmolLM3ForCausalLM": Family(
         model_type="smollm3",
-        defaults=_SMOLLM3,
+        defaults=family_defaults.SMOLLM3,
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         mlp_bias="mlp_bias",
@@ -443,7 +243,7 @@ FAMILIES = {
     ),
     "GraniteForCausalLM": Family(
         model_type="granite",
-        defaults=_GRANITE,
+        defaults=family_defaults.GRANITE,
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         mlp_bias="mlp_bias",
@@ -451,16 +251,49 @@ FAMILIES = {
     ),
     "Glm4ForCausalLM": Family(
         model_type="glm4",
-        defaults=_GLM4,
+        defaults=family_defaults.GLM4,
         qkv_bias="attention_bias",
         norms=_GLM_NORMS,
         may_rotate_partially=True,
         has_interleaved_pairs=True,
         has_fused_mlp=True,
     ),
+    "GemmaForCausalLM": Family(
+        model_type="gemma",
+        defaults=family_defaults.GEMMA,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        has_offset_norms=True,
+        activation=Activation.GELU,
+        has_scaled_embeddings=True,
+        refused=("use_bidirectional_attention",),
+    ),
+    "GlmForCausalLM": Family(
+        model_type="glm",
+        defaults=family_defaults.GLM4,
+        qkv_bias="attention_bias",
+        may_rotate_partially=True,
+        has_interleaved_pairs=True,
+        has_fused_mlp=True,
+    ),
+    "SeedOssForCausalLM": Family(
+        model_type="seed_oss",
+        defaults=family_defaults.SEED_OSS,
+        qkv_bias="attention_bias",
+        output_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        model_type="ernie4_5",
+        defaults=family_defaults.ERNIE4_5,
+        qkv_bias="use_bias",
+        output_bias="use_bias",
+        mlp_bias="use_bias",
+        has_interleaved_pairs=True,
+    ),
     "MixtralForCausalLM": Family(
         model_type="mixtral",
-        defaults=_MIXTRAL,
+        defaults=family_defaults.MIXTRAL,
         windows=Windows.ALL,
         mixture=Mixture(
             num_experts="num_local_experts",
@@ -472,7 +305,7 @@ FAMILIES = {
     ),
     "Qwen2MoeForCausalLM": Family(
         model_type="qwen2_moe",
-        defaults=_QWEN2_MOE,
+        defaults=family_defaults.QWEN2_MOE,
         qkv_bias="qkv_bias",
         windows=Windows.BY_LAYER,
         refused=("use_sliding_window",),
@@ -480,7 +313,7 @@ FAMILIES = {
     ),
     "Qwen3MoeForCausalLM": Family(
         model_type="qwen3_moe",
-        defaults=_QWEN3_MOE,
+        defaults=family_defaults.QWEN3_MOE,
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         head_norms=HeadNorms.EACH,
@@ -490,16 +323,22 @@ FAMILIES = {
     ),
     "OlmoeForCausalLM": Family(
         model_type="olmoe",
-        defaults=_OLMOE,
+        defaults=family_defaults.OLMOE,
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         head_norms=HeadNorms.ALL,
         refused=("clip_qkv",),
         mixture=Mixture(width="intermediate_size"),
     ),
+    "FlexOlmoForCausalLM": Family(
+        model_type="flex_olmo",
+        defaults=family_defaults.FLEX_OLMO,
+        mixture=Mixture(width="intermediate_size"),
+        **_OLMO,
+    ),
     "Glm4MoeForCausalLM": Family(
         model_type="glm4_moe",
-        defaults=_GLM4_MOE,
+        defaults=family_defaults.GLM4_MOE,
         qkv_bias="attention_bias",
         head_norms=HeadNorms.EACH,
         head_norms_field="use_qk_norm",
@@ -508,7 +347,7 @@ FAMILIES = {
     ),
     "Dots1ForCausalLM": Family(
         model_type="dots1",
-        defaults=_DOTS1,
+        defaults=family_defaults.DOTS1,
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         head_norms=HeadNorms.EACH,
@@ -517,7 +356,7 @@ FAMILIES = {
     ),
     "GptOssForCausalLM": Family(
         model_type="gpt_oss",
-        defaults=_GPT_OSS,
+        defaults=family_defaults.GPT_OSS,
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         has_sinks=True,

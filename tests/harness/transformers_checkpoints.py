@@ -75,6 +75,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     | _QWEN_EXPERTS
     | {"model_type": "qwen3_moe", "head_dim": 24, "norm_topk_prob": True, "decoder_sparse_step": 2},
     "olmoe": _SHARED | {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3},
+    "flex-olmo": _SHARED | {"model_type": "flex_olmo", "num_experts": 4, "num_experts_per_tok": 2},
     "glm4-moe": _ROUTED | {"model_type": "glm4_moe", "head_dim": 16, "attention_bias": True},
     "glm4-moe-norms": _ROUTED
     | {"model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True, "n_group": 1}
@@ -114,6 +115,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     | _QWEN_EXPERTS
     | {"model_type": "qwen3_moe", "head_dim": 24, "norm_topk_prob": True, "decoder_sparse_step": 2},
     "olmoe": _SHARED | {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3},
+    "flex-olmo": _SHARED | {"model_type": "flex_olmo", "num_experts": 4, "num_experts_per_tok": 2},
     "glm4-moe": _ROUTED | {"model_type": "glm4_moe", "head_dim": 16, "attention_bias": True},
     "glm4-moe-norms": _ROUTED
     | {"model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True, "n_group": 1}
@@ -157,6 +159,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"model_type": "granite", "embedding_multiplier": 3.0, "logits_scaling": 2.0}
     | {"residual_multiplier": 0.7, "attention_multiplier": 0.11, "attention_bias": True},
     "glm4": _SHARED | {"model_type": "glm4", "head_dim": 16},
+    "gemma": _SHARED | {"model_type": "gemma", "head_dim": 32},
+    "glm": _SHARED | {"model_type": "glm", "head_dim": 16},
+    "seed-oss": _SHARED | {"model_type": "seed_oss", "head_dim": 24, "attention_out_bias": True, "mlp_bias": True},
+    "ernie4.5": _SHARED | {"model_type": "ernie4_5", "head_dim": 16, "use_bias": True},
     **MIXTURES,
 }
 

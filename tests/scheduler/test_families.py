@@ -39,7 +39,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-DENSE = ("gemma2", "gemma3", "mistral3-multimodal", "ministral", "olmo2", "olmo3", "smollm3", "granite", "glm4")
+DENSE = (
+    *("gemma", "gemma2", "gemma3", "mistral3-multimodal", "ministral", "olmo2", "olmo3"),
+    *("smollm3", "granite", "glm", "glm4", "seed-oss", "ernie4.5"),
+)
 FURTHER = (*DENSE, *MIXTURES)
 
 

@@ -117,7 +117,7 @@ LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "hi
 LAYERS = ["sliding_attention", "full_attention"]
 COUNT, POSITIVE = "an integer from 1 to {}", "a positive number"
 TOKEN = "a token id below vocab_size = 272, or a list of them"
-METHODS = "compressed-tensors, fp8, of FP8 weights"
+METHODS = "compressed-tensors, awq, fp8, gptq, mxfp4"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_unsupported_field(tmp_path: Path, family: str, name: str, value: object
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_methods_that_no_family_may_have(tmp_path: Path, family: str) -> None:
-    for method in ("awq", "gptq"):
+    for method in ("aqlm", "bitsandbytes"):
         path = write_config(tmp_path, {"quantization_config": {"quant_method": method}}, family)
         expected = f"config.json: quantization_config.quant_method: got '{method}', supported: {METHODS}"
         assert config_error(path) == expected

@@ -48,7 +48,7 @@ def num_parameters(module: torch.nn.Module) -> int:
 
 def tables() -> str:
     """Makes the tables of models that load and of those that are refused."""
-    rows = ["| loads | parameters | RoPE | window | most tokens |", "|---|---|---|---|---|"]
+    rows = ["| loads | architecture | parameters | RoPE | window | most tokens |", "|---|---|---|---|---|---|"]
     for name, config in LOADED.items():
         size = num_parameters(Decoder(config, device=META, dtype=torch.float32)) / 1e9
         window = next((window for window in config.sliding_windows if window is not None), None)
@@ -58,7 +58,9 @@ def tables() -> str:
         tokens = f"{config.max_position_embeddings:,}"
         some = " of some layers" if None in config.sliding_windows else ""
         seen = f"{window:,}{some}" if is_seen else "–"
-        rows.append(f"| {name} | {size:.1f} billion | {rope} | {seen} | {tokens} |")
+        rows.append(
+            f"| {name} | `{config.text_of or config.architecture}` | {size:.1f} billion | {rope} | {seen} | {tokens} |"
+        )
     rows += ["", "| refused | for |", "|---|---|"]
     rows += [f"| {name} | `{reason}` |" for name, reason in REFUSED.items()]
     return "\n".join(rows)
