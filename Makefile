@@ -8,7 +8,7 @@ PIP_ARGS ?=
 # Two processes of tests; each takes over tests of the other when it has no more of its own.
 PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
 
-.PHONY: install demo test test-all check protos clean
+.PHONY: install demo test test-all check protos images clean
 
 install: $(STAMP)
 	scripts/link-types
@@ -47,6 +47,10 @@ check: install
 
 protos: $(STAMP)
 	scripts/make-stubs $(BIN)/python protos
+
+# As root on Debian, with buildah and debootstrap.
+images:
+	scripts/build-images
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
