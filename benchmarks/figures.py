@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.benchmarks.charts import PEER, peer_results, throughput
+from slipstream.benchmarks.door import OPENAI, OURS
 from slipstream.benchmarks.models import DRAFT_TITLES, EAGLE3, MODES, NONE, ONE, PLAIN, THREE
 from slipstream.benchmarks.overlap import HOST_BLOCKS, RUN_AHEAD, lost_ms, title_of
 from slipstream.benchmarks.peers import DRAFTING, DRAFTS, SHAPE_8B
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from slipstream.benchmarks.runner import Row
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = ("measured", "measured-on-a-gpu", "capacity", "operations", "reliability")
+DOCS = ("measured", "measured-on-a-gpu", "capacity", "operations", "reliability", "openai")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
 FORMATS = json.loads(Path(__file__).with_name("tables.json").read_text(encoding="utf-8"))
 MARK = re.compile(r"(<!-- (figure|table): (\w+)([^\n]*?) -->)(.*?)(<!-- end -->)", re.DOTALL)
@@ -191,6 +192,20 @@ def _decode(shape: str) -> str:
     return f"{repeats}\n\n{table_of('decode', found)}\n\n{table_of('decode ratios', found)}"
 
 
+def _door() -> str:
+    """Medians of OpenAI's interface and of our own, measured in turns."""
+    groups = grouped(load("door_cpu"), "batch", "interface")
+    names = ("late_p50_ms", "late_p99_ms", "first_token_p50_ms", "cpu_us", "messages")
+    rows = []
+    for batch in dict.fromkeys(batch for batch, _ in groups):
+        ours, openai = (
+            {name: median_of(groups[batch, interface], name) for name in names} for interface in (OURS, OPENAI)
+        )
+        ratio = openai["messages"] / ours["messages"]
+        rows.append({"batch": batch, "ours": ours, "openai": openai, "ratio": ratio})
+    return table_of("door", rows)
+
+
 def _fp8() -> str:
     steps = {key: median_of(rows, "step_ms") for key, rows in grouped(load("plain_h200"), "batch", "shape").items()}
     rows = []
@@ -345,7 +360,18 @@ TABLES: dict[str, Callable[..., str]] = {
     **{name: partial(_rows, name) for name in SOURCES},
     **{
         make.__name__.removeprefix("_"): make
-        for make in (_readme, _overlap, _decode, _fp8, _accept_length, _drafters, _drafter_steps, _load, _outages)
+        for make in (
+            _readme,
+            _overlap,
+            _door,
+            _decode,
+            _fp8,
+            _accept_length,
+            _drafters,
+            _drafter_steps,
+            _load,
+            _outages,
+        )
     },
 }
 """Makes a marked table from the words after its name."""
