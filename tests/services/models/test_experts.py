@@ -13,7 +13,7 @@ from slipstream.services.factory import check_dtype
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
-from slipstream.services.models.experts import Experts
+from slipstream.services.models.experts import Experts, sigmoid
 from slipstream.services.worker.memory import needed_for_work
 from tests.harness.checkpoints import refusal, write_json, write_weights
 from tests.harness.paged_model import CPU
@@ -49,6 +49,11 @@ def test_a_token_has_the_same_bits_beside_any_others(path: Path) -> None:
     for begin, end in ((0, 1), (40, 41), (3, 5), (7, 20), (1, 41)):
         assert torch.equal(layer._mlp(rows[begin:end].clone()), together[begin:end])
     assert torch.equal(layer._mlp(rows.flip(0)), together.flip(0))
+
+
+def test_a_sigmoid_has_the_same_bits_anywhere_in_a_tensor() -> None:
+    numbers = 3 * torch.randn(500, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(torch.cat([sigmoid(number[None]) for number in numbers]), sigmoid(numbers))
 
 
 def test_one_product_of_all_experts_has_the_numbers_of_each(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,9 +115,21 @@ ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "ministral": "MinistralForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "glm": "GlmForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "flex_olmo": "FlexOlmoForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 SETTINGS: list[dict[str, Any]] = [
-    *({"model_type": model_type} for model_type in ARCHITECTURES),
+    *({"model_type": model_type} for model_type in ARCHITECTURES if model_type != "glm4_moe"),
+    {"model_type": "glm4_moe", "head_dim": 128},
     {"model_type": "gemma3_text", "rope_theta": 5e5, "rope_local_base_freq": 500.0, "sliding_window_pattern": 3},
     {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 512},
     {"model_type": "olmo3", "rope_theta": 5e5, "num_hidden_layers": 8},
@@ -158,7 +170,16 @@ def test_settings_are_read_as_transformers_reads_them(tmp_path: Path, values: di
     assert ours.score_cap == (theirs.attn_logit_softcapping if model_type == "gemma2" else None)
     assert ours.logit_cap == getattr(theirs, "final_logit_softcapping", None)
     ends = theirs.eos_token_id if isinstance(theirs.eos_token_id, list) else [theirs.eos_token_id]
-    assert ours.eos_token_ids == set(ends)
+    assert ours.eos_token_ids == set(ends) - {None}
+    if ours.experts is not None:
+        experts = ours.experts
+        number = theirs.num_experts if hasattr(theirs, "num_experts") else theirs.num_local_experts
+        assert (experts.num_experts, experts.num_chosen) == (number, theirs.num_experts_per_tok)
+        assert experts.width == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        assert experts.is_normalised == getattr(theirs, "norm_topk_prob", model_type == "mixtral")
+        assert sum(experts.layers) == num_layers - getattr(theirs, "first_k_dense_replace", 0)
+        shared = getattr(theirs, "shared_expert_intermediate_size", 0)
+        assert experts.shared_width == (experts.width if model_type == "glm4_moe" else shared)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +222,11 @@ def test_bad_fields_are_named(model_type: str, name: str, value: object, accepte
     assert message.endswith(f", supported: {accepted}")
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma3-multimodal", "olmo3", "smollm3-windows", "granite", "glm4"])
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3", "gemma3-multimodal", "olmo3", "smollm3-windows", "granite", "glm4", "qwen2-moe", "dots1", "gpt-oss"],
+)
 def test_changed_settings_are_read_or_refused(tmp_path: Path, name: str) -> None:
     """Only `CheckpointError` is raised, whatever the file holds; a failure names the seed of its change."""
     path = write_by_transformers(tmp_path / "it", name, has_tokenizer=False)
