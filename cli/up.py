@@ -22,6 +22,7 @@ from slipstream.cli.up_config import (
     door_commands,
     free_address,
     gateway_commands,
+    grammar_commands,
     held_address,
     placed,
     scheduler_command,
@@ -165,7 +166,8 @@ def _why_without_draft(state: ServerState) -> str:
 def _commands(config: UpConfig, listen: str) -> list[list[ServiceCommand]]:
     """Returns workers, scheduler, and gateways for clients at `listen`, after a check that their addresses are free."""
     config.check_metrics_ports()
-    workers, scheduler = [worker_command(config, name) for name in config.workers], [scheduler_command(config)]
+    workers = [*(worker_command(config, name) for name in config.workers), *grammar_commands(config)]
+    scheduler = [scheduler_command(config)]
     gateways = gateway_commands(config, listen)
     for command in (*workers, *scheduler, *(gateways if len(gateways) > 1 else ())):
         free_address(command.address, field="state_dir")

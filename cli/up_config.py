@@ -21,6 +21,7 @@ from slipstream.common.settings import Settings, arguments, duration, setting, s
 from slipstream.door.config import NOT_OF_A_DOOR, DoorConfig, FormSettings
 from slipstream.gateway.config import LISTEN, GatewayConfig, GatewaySettings, gateway_name
 from slipstream.scheduler.config import SchedulerConfig, ServingSettings
+from slipstream.services.grammar.config import GrammarConfig
 from slipstream.services.worker.config import NGRAM, PROMPT_LOOKUP, STANDALONE, ComputeSettings, WorkerConfig
 
 if TYPE_CHECKING:
@@ -95,6 +96,12 @@ class UpConfig(
         None, help="HOST:PORT of OpenAI's interface, in place of --openai-port.", unit="ADDRESS", unset="none"
     )
     openai_workers: int = setting(1, help="Processes that serve OpenAI's interface.", unit="N", low=1, high=64)
+    constraints: str = setting(
+        "auto",
+        help="Whether a grammar worker makes the masks of requests with constraints; auto does where llguidance is "
+        "installed, and on a CPU only.",
+        choices=("auto", "on", "off"),
+    )
     ready_timeout_s: float = duration(300.0, help="Time for the models to load.")
     drain_timeout_s: float = duration(GatewayConfig.grace_s, help="Time for running requests to finish when stopped.")
     mps: str = setting(
@@ -115,10 +122,22 @@ class UpConfig(
             raise ConfigError("metrics_port", self.metrics_port, "a port with room for all services' below 65536")
         if self.mps == MpsMode.ON and self.device == "cpu":
             raise ConfigError("mps", self.mps, "auto or off on a CPU")
+        if self.constraints == "on" and (self.device == "cuda" or find_spec("llguidance") is None):
+            accepted = "auto or off on a GPU" if self.device == "cuda" else "auto or off without the extra, "
+            accepted += "" if self.device == "cuda" else "slipstream-serve[constraints]"
+            raise ConfigError("constraints", self.constraints, accepted)
         self._check_openai()
         for worker in self.workers:
             self.worker(worker)
         _ = self.scheduler, self.gateway(0)
+
+    @property
+    def has_grammars(self) -> bool:
+        """True if a grammar worker is started."""
+        if self.constraints != "auto":
+            return self.constraints == "on"
+        is_on_gpu = self.device == "cuda" or (self.device == "auto" and has_nvidia_device())
+        return find_spec("llguidance") is not None and not is_on_gpu
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -145,6 +164,7 @@ class UpConfig(
             self,
             verify=self.socket("verify"),
             draft=self.socket(self.draft_instance) if self.models.has_draft else None,
+            grammar=self.socket("grammar") if self.has_grammars else None,
             num_draft_tokens=self.models.num_draft_tokens,
             # The gateways refuse more. Beside the sequences that wait and run, some have ended, or were cancelled.
             max_sequences=max(SchedulerConfig.max_sequences, 2 * (self.queue + self.slots)),
@@ -239,11 +259,12 @@ class UpConfig(
     def _in_order_of_ports(self) -> tuple[str, ...]:
         first, *others = self.gateway_names
         first_door, *other_doors = self.door_names or ("door",)
-        return (*_IN_ORDER_OF_PORTS, first, first_door, *others, *other_doors)
+        return (*_IN_ORDER_OF_PORTS, first, first_door, *others, *other_doors, "grammar")
 
     def check_metrics_ports(self) -> None:
         """Raises ConfigError unless the metrics port of each service is free; it names the first that is not."""
-        services = {"scheduler", *self.workers, *self.gateway_names, *self.door_names}
+        grammars = ["grammar"] if self.has_grammars else []
+        services = {"scheduler", *self.workers, *self.gateway_names, *self.door_names, *grammars}
         for name in self._in_order_of_ports:
             port = self.metrics_port_of(name) if name in services else 0
             try:
@@ -275,6 +296,14 @@ def worker_command(config: UpConfig, name: str) -> ServiceCommand:
     module, settings = f"slipstream.services.{name}_main", config.worker(name)
     command = _command(config, name, module, config.socket(instance), settings, log_path=config.log_path(instance))
     return replace(command, is_optional=name == "draft")
+
+
+def grammar_commands(config: UpConfig) -> list[ServiceCommand]:
+    """Returns the command of the grammar worker, if there is one. The other services serve without."""
+    if not config.has_grammars:
+        return []
+    module, settings = "slipstream.services.grammar_main", GrammarConfig()
+    return [replace(_command(config, "grammar", module, config.socket("grammar"), settings), is_optional=True)]
 
 
 def scheduler_command(config: UpConfig) -> ServiceCommand:

@@ -14,6 +14,7 @@ from slipstream.common.rpc.metrics import MetricKind
 from slipstream.common.wire.events import WORKER_STALLS
 from slipstream.gateway import metrics as gateway_metrics
 from slipstream.scheduler import link, metrics
+from slipstream.services.grammar import metrics as grammar_metrics
 
 if TYPE_CHECKING:
     from slipstream.common.rpc.metrics import MetricSpec
@@ -58,6 +59,12 @@ CATALOGUE = (
         "On the scheduler's endpoint. Losses count drafts that drafted.",
         metrics.DRAFT_SPECS,
     ),
+    Section(
+        "Constraints",
+        "On the scheduler's endpoint. Verify's wait for masks is a stall, with the site `masks`.",
+        (metrics.GRAMMAR_LOSSES,),
+    ),
+    Section("The grammar worker", "On its endpoint.", grammar_metrics.SPECS, ("grammar",)),
     Section("Workers, as the scheduler sees them", "On the scheduler's endpoint.", link.SPECS),
     Section(
         "Host threads",
@@ -92,7 +99,7 @@ LABELS = {
     "mps": "whether the workers share the GPU through MPS: `on`, `off`",
     "algorithm": "how tokens are drafted: `standalone`, `eagle3`, `ngram`, … or `none`",
     "phase": "`decode`, `prefill` for steps that take in prompts, or `mixed` for those that do both",
-    "service": "`gateway`, `scheduler`, `draft`, `verify`",
+    "service": "`gateway`, `scheduler`, `draft`, `verify`, `grammar`",
     "edge": "between which works the time was lost: `verify_to_draft`, `draft_to_verify`, or `verify_to_verify` in "
     "steps without a draft in their path",
     "site": "where a host thread was blocked. The scheduler's loop: "

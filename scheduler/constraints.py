@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Arena, Device, Fence
     from slipstream.common.wire.step import FenceOps
+    from slipstream.common.wire.worker import WorkerDescription
     from slipstream.scheduler.batch import Batch
     from slipstream.scheduler.link import Link
     from slipstream.scheduler.records import SentStep, Sequence, SlotLease, Step, StepResult
@@ -49,9 +50,19 @@ class GrammarState(enum.Enum):
 class GrammarWorker:
     """A grammar worker that is attached beside an epoch of verify, with a number and memory of its own."""
 
-    def __init__(self, number: int, link: Link, shape: GrammarShape, device: Device, *, epoch: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        link: Link,
+        description: WorkerDescription,
+        shape: GrammarShape,
+        device: Device,
+        *,
+        epoch: int,
+    ) -> None:
         """Takes the memory. `number`: new to both. `epoch`: verify's."""
         self.number = number
+        self.description = description
         self.link = link
         self.state = GrammarState.ACTIVE
         self.last_step = 0

@@ -23,9 +23,12 @@ from slipstream.common.errors import (
 from slipstream.common.host import name_this_thread
 from slipstream.common.wire.layout import GrammarShape
 from slipstream.scheduler.constraints import GrammarState, GrammarWorker
+from slipstream.scheduler.metrics import GRAMMAR_LOSSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from prometheus_client import CollectorRegistry
 
     from slipstream.common.device.interface import Device
     from slipstream.scheduler.epoch import Epoch
@@ -46,6 +49,7 @@ class GrammarSession:
         *,
         make_link: Callable[[], Link] | None,
         next_number: Callable[[int], int],
+        registry: CollectorRegistry,
         wake: Callable[[], None],
     ) -> None:
         """`make_link`: makes a link to the grammar worker; None where there is none. Others: see `DraftSession`."""
@@ -60,8 +64,7 @@ class GrammarSession:
         self._wanted: deque[tuple[GrammarWorker, str]] = deque()
         self._due, self._wait_s = 0.0, FIRST_S
         self._is_stopped = self._is_busy = False
-        self.num_lost = 0
-        """Grammar workers that were lost. Read by any thread."""
+        self._num_lost = GRAMMAR_LOSSES.counter(registry)
         self._thread = threading.Thread(target=self._run, name="grammars")
 
     @property
@@ -104,7 +107,7 @@ class GrammarSession:
     def lost(self, worker: GrammarWorker, reason: str) -> None:
         logger.warning("sequences with a constraint wait for another grammar worker: %s", reason)
         with self._changed:
-            self.num_lost += 1
+            self._num_lost.inc()
             self._due = time.monotonic() + FIRST_S
             self._changed.notify_all()
 
@@ -187,7 +190,7 @@ class GrammarSession:
         sizes = GrammarShape(
             num_slots=shape.num_slots, num_draft_tokens=shape.num_draft_tokens, vocab_size=epoch.verify.vocab_size
         )
-        worker = GrammarWorker(number, link, sizes, self._device, epoch=epoch.number)
+        worker = GrammarWorker(number, link, description, sizes, self._device, epoch=epoch.number)
         own, given = worker.region.own, worker.region.given
         try:
             link.attach(

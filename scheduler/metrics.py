@@ -150,6 +150,10 @@ KV_PAGES_USED = gauge(
     "service",
 )
 KV_PAGE_BYTES = gauge("slipstream_kv_page_bytes", "Memory of one page in a service's KV pool.", "service")
+GRAMMAR_LOSSES = counter(
+    "slipstream_grammar_losses_total",
+    "Grammar workers that were lost or late; sequences with a constraint waited for another one.",
+)
 SERVER_SPECS = (EPOCH, RUN_AHEAD, NUM_DRAFT_TOKENS, SLOTS, KV_PAGES, KV_PAGES_USED, KV_PAGE_BYTES)
 
 

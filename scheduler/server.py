@@ -194,6 +194,9 @@ class _Serving:
         services = [scheduler, _service(verify, self._config.verify)]
         if draft is not None:
             services.append(_service(draft, drafts.address))
+        grammar = epoch.constraints.active
+        if grammar is not None and self._config.grammar is not None:
+            services.append(_service(grammar.description, self._config.grammar))
         server = ServerState(
             version=version("slipstream-serve"),
             model=verify.model,

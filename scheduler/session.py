@@ -141,7 +141,11 @@ class WorkerSession:
         )
         make_grammar_link = None if config.grammar is None else partial(self._make_link, Role.GRAMMAR, config.grammar)
         self.grammars = GrammarSession(
-            device, make_link=make_grammar_link, next_number=self._numbers.of_attachment, wake=queue.wake
+            device,
+            make_link=make_grammar_link,
+            next_number=self._numbers.of_attachment,
+            registry=registry,
+            wake=queue.wake,
         )
         addresses = {Role.VERIFY: lambda: config.verify}
         if config.draft is not None:

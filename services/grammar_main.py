@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc import service_options
 from slipstream.common.rpc.service_options import ServiceOptions, run_command
-from slipstream.common.settings import Settings, with_options
+from slipstream.common.settings import with_options
+from slipstream.services.grammar.config import GrammarConfig
 
 if TYPE_CHECKING:
     from slipstream.common.rpc.listener import Listener
 
 
-@with_options(ServiceOptions)
+@with_options(GrammarConfig, ServiceOptions)
 def grammar(**values: Any) -> None:
     """Serves the grammar worker, which makes the masks of requests with constraints."""
 
-    def run(config: Settings, listener: Listener, options: ServiceOptions) -> int:
+    def run(config: GrammarConfig, listener: Listener, options: ServiceOptions) -> int:
         import uvloop
 
         try:
@@ -25,9 +26,9 @@ def grammar(**values: Any) -> None:
         except ModuleNotFoundError as error:
             accepted = "an installation of it: pip install slipstream-serve[constraints]"
             raise ConfigError("llguidance", str(error), accepted) from None
-        return uvloop.run(run_grammar_worker(listener, options.metrics_port))
+        return uvloop.run(run_grammar_worker(config, listener, options.metrics_port))
 
-    service_options.serve("grammar", Settings, values, run)
+    service_options.serve("grammar", GrammarConfig, values, run)
 
 
 def main() -> None:

@@ -75,9 +75,11 @@ class Site(enum.IntEnum):
     """Worker, host: the wait for a device that was a whole ring of steps late."""
     DRAIN = 18
     """Worker, host: the wait for the end of an epoch's work."""
+    MASKS = 19
+    """Verify, stream: the wait for masks, between the end of a step's forward and its sampling."""
 
 
-WORKER_STALLS = (Site.ATTACH, Site.STAGING, Site.ACKNOWLEDGEMENT, Site.DRAIN)
+WORKER_STALLS = (Site.ATTACH, Site.STAGING, Site.ACKNOWLEDGEMENT, Site.DRAIN, Site.MASKS)
 """Sites at which a worker's threads are blocked."""
 
 

@@ -16,7 +16,7 @@ class ServiceState:
     """A service of the server."""
 
     name: str
-    """ "gateway", or "gateway-0" and so on; "scheduler", "draft" or "verify"."""
+    """ "gateway", or "gateway-0" and so on; "scheduler", "draft", "verify" or "grammar"."""
     address: str
     pid: int
     metrics_port: int = 0

@@ -8,16 +8,19 @@ from slipstream.common.rpc.metrics import BUILD_INFO, HOST_STALL_SECONDS
 from slipstream.deploy.grafana.frame import framed
 from slipstream.deploy.grafana.panels import bars, graph, heat_map, listing, numbers
 from slipstream.deploy.grafana.queries import Query, over, rate, series, total
+from slipstream.gateway.metrics import GRAMMAR_COMPILE, REFUSED_GRAMMARS
 from slipstream.scheduler.metrics import (
     BUBBLE_SECONDS,
     BUSY_SECONDS,
     DRAFT_TO_VERIFY,
+    GRAMMAR_LOSSES,
     OVERLAP_EFFICIENCY,
     RUN_AHEAD,
     STEP_SECONDS,
     VERIFY_TO_DRAFT,
     VERIFY_TO_VERIFY,
 )
+from slipstream.services.grammar.metrics import MASK_SECONDS, MASKS
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -29,6 +32,7 @@ LOST_LIMITS = ((0.03, "yellow"), (0.10, "red"))
 MICROSECONDS = "1e6"
 WALL = rate(STEP_SECONDS, part="sum")
 DECODE_STEPS = total(rate(STEP_SECONDS, part="count", phase=DECODE))
+STEPS = total(rate(STEP_SECONDS, part="count"))
 LOST_SHARE = f"{total(rate(BUBBLE_SECONDS), 'instance')} / {total(WALL, 'instance')}"
 EDGE_NAMES = {
     VERIFY_TO_DRAFT: "verify → draft",
@@ -167,6 +171,24 @@ def _causes() -> list[Panel]:
             unit="µs",
         ),
         graph(
+            "Masks of constraints, per step",
+            "Microseconds of a step in which the grammar worker made masks, beside verify's forward, and in which "
+            "verify waited for them before it sampled: only the second is lost.",
+            Query(over(total(rate(MASK_SECONDS)), STEPS, scale=MICROSECONDS), "making them"),
+            Query(_stalls("verify", site="masks"), "lost: verify waits"),
+            unit="µs",
+        ),
+        graph(
+            "Constraints",
+            "In a second: masks that were filled, grammars that were compiled and refused before admission, and "
+            "grammar workers that were lost or late.",
+            Query(total(rate(MASKS)), "masks"),
+            Query(total(rate(GRAMMAR_COMPILE, part="count")), "compiled grammars"),
+            Query(total(rate(REFUSED_GRAMMARS)), "refused grammars"),
+            Query(total(rate(GRAMMAR_LOSSES)), "lost grammar workers"),
+            unit="cps",
+        ),
+        graph(
             "Overlap efficiency",
             "1 - lost / step time over the last 10 seconds, as the scheduler has it. No value without requests.",
             Query(f"{series(OVERLAP_EFFICIENCY)} >= 0", "{{instance}}"),
@@ -198,9 +220,9 @@ def _lost_by_edge() -> list[Query]:
     return [Query(f"{seconds} / {total(WALL)}", name) for name, seconds in lost.items()]
 
 
-def _stalls(service: str) -> str:
-    stalled = total(rate(HOST_STALL_SECONDS, service=service), "service", "site")
-    return over(stalled, total(rate(STEP_SECONDS, part="count")), scale=MICROSECONDS)
+def _stalls(service: str, **labels: str) -> str:
+    stalled = total(rate(HOST_STALL_SECONDS, service=service, **labels), "service", "site")
+    return over(stalled, STEPS, scale=MICROSECONDS)
 
 
 def _per_step(expr: str) -> str:

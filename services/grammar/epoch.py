@@ -6,6 +6,7 @@ import logging
 import math
 import queue
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from slipstream.services.grammar.matchers import KnownTokens, MaskFiller, SlotMa
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llguidance import LLExecutor
     from numpy.typing import NDArray
 
     from slipstream.services.grammar.matchers import Grammars
@@ -70,15 +72,25 @@ class SharedPiece:
 class GrammarEpoch:
     """Makes the masks of each step: what verify publishes and copies out is read, never waited for by anybody else."""
 
-    def __init__(self, request: pb.AttachRequest, grammars: Grammars, on_failure: Callable[[Exception], None]) -> None:
-        """Maps the memory and starts the thread. `on_failure` is called there. Raises ManifestError."""
+    def __init__(
+        self,
+        request: pb.AttachRequest,
+        grammars: Grammars,
+        executor: LLExecutor,
+        on_failure: Callable[[Exception], None],
+        on_filled: Callable[[int, float], None] = lambda num_masks, seconds: None,
+    ) -> None:
+        """Maps the memory and starts the thread. Raises ManifestError.
+
+        `on_failure` is called there, `on_filled` after each step with its masks, and the time that they took.
+        """
         self.number = request.epoch
         slots, self._width, self._ring = request.num_slots, request.num_draft_tokens + 1, request.run_ahead + 2
         own, given = SharedPiece(request.manifest, read_only=False), SharedPiece(request.given, read_only=True)
         results = SharedPiece(request.results, read_only=True)
         words = -(-request.peer.vocab_size // 32)
         self._stamps = own.array("mask_stamps", (slots,), "int64")
-        self._filler = MaskFiller(own.array("masks", (slots, self._width, words), "int32"))
+        self._filler = MaskFiller(own.array("masks", (slots, self._width, words), "int32"), executor)
         self._copied_tokens = given.array("copied_tokens", (slots, max(self._width - 1, 1)), "int64")
         self._num_accepted = results.array("num_accepted", (self._ring, slots), "int32")
         self._output_tokens = results.array("output_tokens", (self._ring, slots, self._width), "int64")
@@ -90,6 +102,7 @@ class GrammarEpoch:
         self._vocab_size = request.peer.vocab_size
         self._grammars = grammars
         self._on_failure = on_failure
+        self._on_filled = on_filled
         self._slots: dict[int, SlotMatcher] = {}
         self._is_over = threading.Event()
         self._commands: queue.SimpleQueue[pb.StepCommand | None] = queue.SimpleQueue()
@@ -133,6 +146,7 @@ class GrammarEpoch:
             while not self._waits[wait.fence].wait_on_host(wait.value, LOOK_S):
                 if self._is_over.is_set():
                     return
+        begun = time.monotonic()
         rows = []
         for row in command.grammar_rows:
             matcher = self._advanced(row, command)
@@ -143,6 +157,7 @@ class GrammarEpoch:
             # After the masks: x86-64 keeps stores in order.
             self._stamps[slot] = -command.step if matcher.is_error() else command.step
         self._ready.store(command.step)
+        self._on_filled(sum(len(drafts) + 1 for *_, drafts in rows), time.monotonic() - begun)
 
     def _advanced(self, row: pb.GrammarRow, command: pb.StepCommand) -> Any:
         """The matcher of a slot after all tokens of the steps before."""

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from slipstream.common.errors import InvalidArgumentError, MismatchError
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy as np
+    from llguidance import LLExecutor
     from numpy.typing import NDArray
 
 MOST_KEPT = 256
@@ -92,10 +93,10 @@ class SlotMatcher:
 class MaskFiller:
     """Fills the masks of slots, several at once."""
 
-    def __init__(self, masks: NDArray[np.int32]) -> None:
-        """`masks`: [slots, K + 1, words]."""
+    def __init__(self, masks: NDArray[np.int32], executor: LLExecutor) -> None:
+        """`masks`: [slots, K + 1, words]. `executor`: spreads slots over threads."""
         self._masks = masks
-        self._executor = LLExecutor()
+        self._executor = executor
 
     def fill(self, rows: Sequence[tuple[int, LLMatcher, list[int]]]) -> None:
         """Fills the masks of slots: each with the matcher of its output, and its draft tokens.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from llguidance import LLExecutor
 
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, MismatchError, StaleEpochError
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
@@ -18,13 +21,18 @@ from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.grammar.epoch import GrammarEpoch
 from slipstream.services.grammar.matchers import Grammars, load_tokenizer
+from slipstream.services.grammar.metrics import MASK_SECONDS, MASKS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from grpc.aio import ServicerContext
+    from prometheus_client import CollectorRegistry
 
     from slipstream.common.rpc.listener import Listener
+    from slipstream.services.grammar.config import GrammarConfig
+
+logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 4
 """That of the worker contract; its other copy is in a module that imports torch."""
@@ -33,18 +41,19 @@ MAX_RECEIVE_BYTES = 64 * 2**20
 STOP_GRACE_S = 0.2
 
 
-async def run_grammar_worker(listener: Listener, metrics_port: int) -> int:
+async def run_grammar_worker(config: GrammarConfig, listener: Listener, metrics_port: int) -> int:
     """Serves until a signal; returns the exit status."""
     registry = make_registry()
     with ExitStack() as held:
         signals = held.enter_context(ShutdownSignals())
         port = held.enter_context(serve_metrics(registry, metrics_port))
-        servicer = GrammarServicer(port)
+        servicer = GrammarServicer(LLExecutor(config.mask_threads), registry, port)
         held.callback(servicer.close)
         server = GrpcServer(listener, metrics=RpcMetrics(registry), max_receive_bytes=MAX_RECEIVE_BYTES)
         server.add_service("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, servicer)
         await server.start()
         server.set_serving(True)
+        logger.info("serving llguidance %s at %s", version("llguidance"), server.address)
         await signals.wait()
         await server.stop(STOP_GRACE_S)
     return 0
@@ -57,7 +66,9 @@ _Outgoing = asyncio.Queue[pb.StepAck | Exception | None]
 class GrammarServicer(pb_grpc.WorkerServicer):
     """Serves `Worker`, for one scheduler and one attachment at a time. Belongs to the event loop."""
 
-    def __init__(self, metrics_port: int) -> None:
+    def __init__(self, executor: LLExecutor, registry: CollectorRegistry, metrics_port: int) -> None:
+        self._executor = executor
+        self._masks, self._mask_seconds = MASKS.counter(registry), MASK_SECONDS.counter(registry)
         self._metrics_port = metrics_port
         self._grammars: tuple[tuple[Any, ...], Grammars] | None = None
         """The tokenizer that was loaded, as its path, size and ends tell it from others, and grammars for it."""
@@ -95,7 +106,10 @@ class GrammarServicer(pb_grpc.WorkerServicer):
         def fail(error: Exception) -> None:
             loop.call_soon_threadsafe(outgoing.put_nowait, error)
 
-        self._epoch, self._last_epoch = GrammarEpoch(request, grammars, fail), request.epoch
+        self._epoch, self._last_epoch = (
+            GrammarEpoch(request, grammars, self._executor, fail, self._filled),
+            request.epoch,
+        )
         return pb.AttachResponse()
 
     async def Prepare(self, request: pb.PrepareRequest, context: ServicerContext) -> pb.PrepareResponse:
@@ -136,6 +150,10 @@ class GrammarServicer(pb_grpc.WorkerServicer):
         epoch, self._epoch = self._epoch, None
         if epoch is not None:
             epoch.abandon()
+
+    def _filled(self, num_masks: int, seconds: float) -> None:
+        self._masks.inc(num_masks)
+        self._mask_seconds.inc(seconds)
 
     async def _grammars_for(self, verify: pb.DescribeResponse) -> Grammars:
         key = verify.tokenizer_path, verify.tokenizer_sha256, verify.vocab_size, tuple(verify.eos_token_ids)

@@ -25,7 +25,7 @@ from slipstream.common.errors import (
     StaleEpochError,
 )
 from slipstream.common.wire.events import EventLog, LogOp, Site
-from slipstream.common.wire.step import Role
+from slipstream.common.wire.step import FenceName, Role
 from slipstream.services.worker.epoch import Epoch, check_attachment, make_state, open_grammar, open_memory, open_region
 from slipstream.services.worker.memory import allocated_bytes, first_line, is_out_of_memory, measured, no_room
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Device, Stream
     from slipstream.common.wire.events import EventLog, FenceLogOp
-    from slipstream.common.wire.step import FenceName, FencePoint, FenceWait, SlotUpdate, StepCommand, WaitPlace
+    from slipstream.common.wire.step import FencePoint, FenceWait, SlotUpdate, StepCommand, WaitPlace
     from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, StepTokens, WorkerDescription
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import Region
@@ -413,7 +413,13 @@ class Engine:
 
     def _wait(self, opened: Epoch, wait: FenceWait, command: StepCommand) -> None:
         memory = opened.memory_of(command, wait.fence)
-        memory.wait(self._stream, wait)
+        if wait.fence is FenceName.GRAMMAR_READY and self.enqueues_at_once:
+            begun_ns: list[int] = []
+            self._stream.enqueue(lambda: begun_ns.append(time.monotonic_ns()))
+            memory.wait(self._stream, wait)
+            self._stream.enqueue(lambda: self.log.stall(Site.MASKS, command.step, begun_ns.pop(), time.monotonic_ns()))
+        else:
+            memory.wait(self._stream, wait)
         self._log_point(LogOp.WAIT, wait, command.step, opened.number_of(memory, command))
 
     def _signal(self, opened: Epoch, point: FencePoint, command: StepCommand) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -23,11 +23,18 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_status_shows_every_service(server: str, up: Running) -> None:
-    found = slipstream("status", "--server", server, "--json")
-    assert found.returncode == 0
-    shown = json.loads(found.stdout)
+    names = {"gateway", "scheduler", "draft", "verify", "grammar"}
+    shown: dict[str, Any] = {"services": []}
+
+    def is_complete() -> bool:
+        # The grammar worker is attached beside the steps.
+        found = slipstream("status", "--server", server, "--json")
+        assert found.returncode == 0
+        shown.update(json.loads(found.stdout))
+        return {service["name"] for service in shown["services"]} == names
+
+    until(is_complete, up)
     assert shown["healthy"]
-    assert {service["name"] for service in shown["services"]} == {"gateway", "scheduler", "draft", "verify"}
     assert {service["pid"] for service in shown["services"]} == {child.pid for child in up.children()}
     assert all(service["health"] == "SERVING" and service["metrics_port"] for service in shown["services"])
     table = slipstream("status", "--server", server)
@@ -38,8 +45,8 @@ def test_status_shows_every_service(server: str, up: Running) -> None:
 @pytest.mark.usefixtures("up")
 def test_metrics_and_logs_are_as_an_operator_wants_them(state_dir: Path, metrics_port: int) -> None:
     ports = {service["name"]: service["metrics_port"] for service in status(state_dir)["services"]}
-    names = ("scheduler", "verify", "draft", "gateway")
-    assert ports == {name: metrics_port + number for number, name in enumerate(names)}
+    names = ("scheduler", "verify", "draft", "gateway", "door", "grammar")
+    assert ports == {name: metrics_port + number for number, name in enumerate(names) if name != "door"}
     for name in ports:
         lines = [json.loads(line) for line in (state_dir / f"{name}.log").read_text().splitlines()]
         assert {line["service"] for line in lines} == {name}
@@ -120,11 +127,11 @@ def test_a_proxy_of_the_environment_is_not_asked(server: str, tmp_path: Path, mo
 
 @contextmanager
 def loading_up(state_dir: Path) -> Iterator[tuple[Running, list[psutil.Process]]]:
-    """An `up` whose workers load their models, and its four services."""
+    """An `up` whose workers load their models, and its five services."""
     with running("up", "--state-dir", str(state_dir), "--listen", "127.0.0.1:0") as up:
         until(lambda: all(list(state_dir.glob(f"sockets/{worker}*.lock")) for worker in ("verify", "draft")), up)
         children = up.children()
-        assert len(children) == 4
+        assert len(children) == 5
         yield up, children
     assert not psutil.wait_procs(children, timeout=5)[1]
 

@@ -20,6 +20,7 @@ from slipstream.cli.up_config import (
     dialled,
     door_commands,
     gateway_commands,
+    grammar_commands,
     scheduler_command,
     worker_command,
 )
@@ -190,6 +191,31 @@ def test_metrics_are_where_prometheus_expects_them_unless_clients_take_any_port(
         assert [free.metrics_port_of(name) for name in names] == [0, 0, 0, 0]
     given = UpConfig(models=MODELS, listen="127.0.0.1:0", metrics_port=9500)
     assert [given.metrics_port_of(name) for name in names] == [9500, 9501, 9502, 9503]
+
+
+@pytest.mark.parametrize(
+    ("constraints", "device", "is_started"),
+    [("auto", "cpu", True), ("on", "cpu", True), ("off", "cpu", False), ("auto", "cuda", False)],
+)
+def test_a_grammar_worker_is_started_where_verify_applies_masks(
+    constraints: str, device: str, is_started: bool, tmp_path: Path
+) -> None:
+    config = UpConfig(models=MODELS, state_dir=tmp_path, constraints=constraints, device=device)
+    commands = grammar_commands(config)
+    assert len(commands) == is_started
+    assert config.scheduler.grammar == (config.socket("grammar") if is_started else None)
+    if is_started:
+        assert commands[0].is_optional
+        assert commands[0].restarts
+
+
+def test_a_grammar_worker_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.cli.up_config.find_spec", lambda name: None)
+    assert grammar_commands(UpConfig(models=MODELS, state_dir=tmp_path, device="cpu")) == []
+    with pytest.raises(ConfigError, match=r"constraints: got 'on', .* slipstream-serve\[constraints\]"):
+        UpConfig(models=MODELS, state_dir=tmp_path, device="cpu", constraints="on")
+    with pytest.raises(ConfigError, match="constraints: got 'on', accepted: auto or off on a GPU"):
+        UpConfig(models=MODELS, state_dir=tmp_path, device="cuda", constraints="on")
 
 
 def test_without_a_draft_nothing_names_one(tmp_path: Path) -> None:

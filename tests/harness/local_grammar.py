@@ -7,6 +7,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llguidance import LLExecutor
+
 from slipstream.common.errors import UnavailableError
 from slipstream.common.wire.step import Role
 from slipstream.common.wire.worker import WorkerDescription, attachment_to_pb, command_to_pb
@@ -47,7 +49,7 @@ class _WatchedEpoch(GrammarEpoch):
     def __init__(self, grammar: LocalGrammar, request: pb.AttachRequest, grammars: Grammars) -> None:
         self._grammar = grammar
         self.failures: list[Exception] = []
-        super().__init__(request, grammars, self.failures.append)
+        super().__init__(request, grammars, LLExecutor(1), self.failures.append)
 
     def _carry_out(self, command: pb.StepCommand) -> None:
         if self._grammar.on_step(self, command):
