@@ -19,38 +19,21 @@ if TYPE_CHECKING:
     from slipstream.door.fields import Sampling
 
 
-class Usages:
-    """Sums up the usage of the jobs of a request."""
-
-    def __init__(self) -> None:
-        self._prompt = self._completion = self._cached = self._accepted = self._rejected = 0
-
-    def add(self, usage: Usage) -> None:
-        """Adds that of a job."""
-        self._prompt += usage.prompt_tokens
-        self._completion += usage.completion_tokens
-        self._cached += usage.cached_tokens
-        self._accepted += usage.total_accepted_tokens
-        self._rejected += usage.total_draft_tokens - usage.total_accepted_tokens
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Tokens of the prompts, of the outputs, and of prompts that were cached."""
-        return self._prompt, self._completion, self._cached
-
-    def content(self, num_reasoning_tokens: int) -> dict[str, Any]:
-        """The object of an answer. Drafts are the predictions that OpenAI counts."""
-        return {
-            "prompt_tokens": self._prompt,
-            "completion_tokens": self._completion,
-            "total_tokens": self._prompt + self._completion,
-            "prompt_tokens_details": {"cached_tokens": self._cached},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": self._accepted,
-                "rejected_prediction_tokens": self._rejected,
-                "reasoning_tokens": num_reasoning_tokens,
-            },
-        }
+def usage_of(jobs: Sequence[Usage], num_reasoning_tokens: int) -> dict[str, Any]:
+    """The usage of all jobs of a request. Drafts are the predictions that OpenAI counts."""
+    prompt, completion = sum(job.prompt_tokens for job in jobs), sum(job.completion_tokens for job in jobs)
+    accepted = sum(job.total_accepted_tokens for job in jobs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(job.cached_tokens for job in jobs)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(job.total_draft_tokens for job in jobs) - accepted,
+            "reasoning_tokens": num_reasoning_tokens,
+        },
+    }
 
 
 class Choices(Protocol):
@@ -75,7 +58,7 @@ class Answer:
         self._choices = choices
         self._num_samples = request.n or 1
         self._has_usage = request.includes_usage
-        self._usages = Usages()
+        self._usages: list[Usage] = []
         self._fields: dict[str, Any] = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind,
@@ -108,11 +91,11 @@ class Answer:
         async with aclosing(merged(outputs)) as chunks:
             async for job, chunk in chunks:
                 if chunk.job_usage is not None:
-                    self._usages.add(chunk.job_usage)
+                    self._usages.append(chunk.job_usage)
                 yield job * self._num_samples + chunk.sample_index, chunk
 
     def _usage(self) -> dict[str, Any]:
-        return self._usages.content(self._choices.num_reasoning_tokens)
+        return usage_of(self._usages, self._choices.num_reasoning_tokens)
 
 
 def joined(chunks: Sequence[OutputChunk]) -> OutputChunk:

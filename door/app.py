@@ -19,7 +19,7 @@ from slipstream.door.chat import chat_completions
 from slipstream.door.completions import NAMES as COMPLETION_NAMES
 from slipstream.door.completions import completions
 from slipstream.door.errors import ApiError, api_error
-from slipstream.door.events import encode, send_error
+from slipstream.door.events import TEXT, encode, send_error
 from slipstream.door.fields import DetokenizeRequest, TokenizeRequest, conversation_of
 from slipstream.door.responses import NAMES as RESPONSE_NAMES
 from slipstream.door.responses import responses
@@ -122,12 +122,12 @@ async def _while_connected(work: Awaitable[None], receive: Receive) -> None:
 async def _models(call: Call) -> None:
     state = await call.door.state(call.client, is_fresh=True)
     models = [_model_of(name, state) for name in state.served_names]
-    await call.send_json(encode({"object": "list", "data": models}))
+    await call.send_whole(encode({"object": "list", "data": models}))
 
 
 async def _model(call: Call) -> None:
     state = await call.served(call.path_params["model"])
-    await call.send_json(encode(_model_of(call.path_params["model"], state)))
+    await call.send_whole(encode(_model_of(call.path_params["model"], state)))
 
 
 def _model_of(name: str, state: ServerState) -> dict[str, Any]:
@@ -150,29 +150,29 @@ async def _tokenize(call: Call) -> None:
     texts = {"token_strs": [token_text(token) for _, token in found]} if request.return_token_strs else {}
     tokens = [token for token, _ in found]
     content = {"count": len(found), "max_model_len": state.context_tokens, "tokens": tokens, **texts}
-    await call.send_json(encode(content))
+    await call.send_whole(encode(content))
 
 
 async def _detokenize(call: Call) -> None:
     request, _ = await call.read(DetokenizeRequest)
     text = await call.client.detokenize(request.tokens, skip_special_tokens=bool(request.skip_special_tokens))
-    await call.send_json(encode({"prompt": text}))
+    await call.send_whole(encode({"prompt": text}))
 
 
 async def _health(call: Call) -> None:
     is_serving = await call.client.is_serving(timeout_s=HEALTH_TIMEOUT_S)
-    await call.send_text(b"", status=200 if is_serving else 503)
+    await call.send_whole(b"", kind=TEXT, status=200 if is_serving else 503)
 
 
 async def _version(call: Call) -> None:
-    await call.send_json(encode({"version": version("slipstream-serve")}))
+    await call.send_whole(encode({"version": version("slipstream-serve")}))
 
 
 async def _metrics(registry: CollectorRegistry, call: Call) -> None:
     if call.door.config.asks_for_keys:
         await call.door.state(call.client, is_fresh=True)
     page = await asyncio.to_thread(generate_latest, registry)
-    await call.send_text(page, kind=CONTENT_TYPE_LATEST.encode())
+    await call.send_whole(page, kind=CONTENT_TYPE_LATEST)
 
 
 def make_app(door: Door, registry: CollectorRegistry) -> Router:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from slipstream.common.errors import UnauthenticatedError, UnavailableError
 from slipstream.door.errors import ApiError, api_error
-from slipstream.door.events import send_json, send_stream
+from slipstream.door.events import JSON, send_stream, send_whole
 from slipstream.door.fields import parse
 from slipstream.door.parsers import Forms
 
@@ -179,18 +179,12 @@ class Call:
         if stream:
             await self.send_stream(answer.events(outputs))
         else:
-            await self.send_json(await answer.whole(outputs))
+            await self.send_whole(await answer.whole(outputs))
 
-    async def send_json(self, body: bytes) -> None:
-        """Answers with JSON."""
-        await send_json(self._send, body)
+    async def send_whole(self, body: bytes, *, kind: str = JSON, status: int = 200) -> None:
+        """Answers with a body of this type."""
+        await send_whole(self._send, body, kind=kind, status=status)
 
     async def send_stream(self, events: AsyncGenerator[bytes, None]) -> None:
         """Answers with events. Errors before the first one are raised, later ones sent."""
         await send_stream(self._send, events, partial(api_error, names=self._names))
-
-    async def send_text(self, body: bytes, *, kind: bytes = b"text/plain; charset=utf-8", status: int = 200) -> None:
-        """Answers with text."""
-        headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})

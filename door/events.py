@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from slipstream.door.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
-_JSON = [(b"content-type", b"application/json")]
+JSON = "application/json"
+TEXT = "text/plain; charset=utf-8"
 _STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 encode = msgspec.json.Encoder().encode
 
@@ -27,9 +28,11 @@ def event(content: Any, *, name: str = "") -> bytes:
     return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % encode(content)
 
 
-async def send_json(send: Send, body: bytes, *, status: int = 200, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    """Sends an answer of JSON; `more` are headers."""
-    headers = [*_JSON, (b"content-length", b"%d" % len(body)), *more]
+async def send_whole(
+    send: Send, body: bytes, *, kind: str = JSON, status: int = 200, more: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
+    """Sends an answer of this type; `more` are headers."""
+    headers = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body)), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -38,7 +41,7 @@ async def send_error(send: Send, error: ApiError) -> None:
     """Sends an error as an answer of its own."""
     retry = [] if error.retry_after_s is None else [(b"retry-after", b"%d" % error.retry_after_s)]
     challenge = [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
-    await send_json(send, error.body, status=error.status, more=[*retry, *challenge])
+    await send_whole(send, error.body, status=error.status, more=[*retry, *challenge])
 
 
 async def send_stream(

@@ -11,7 +11,7 @@ import msgspec
 
 from slipstream.common.errors import SlipstreamError
 from slipstream.common.wire.job import FinishReason
-from slipstream.door.answers import Usages, logprob_items, token_by_token
+from slipstream.door.answers import logprob_items, token_by_token
 from slipstream.door.chat import Sample, prepare
 from slipstream.door.errors import ApiError, api_error, refused
 from slipstream.door.events import encode, event
@@ -30,7 +30,7 @@ from slipstream.door.tools import Arguments, Call, Content
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Iterator
 
-    from slipstream.common.wire.job import OutputChunk
+    from slipstream.common.wire.job import OutputChunk, Usage
     from slipstream.common.wire.server import SamplingDefaults
     from slipstream.door.call import Call as ApiCall
     from slipstream.door.parsers import Delta
@@ -188,7 +188,7 @@ async def responses(call: ApiCall) -> None:
         async for chunk in chunks:
             for _ in answer.read(chunk):
                 pass
-    await call.send_json(encode(answer.content()))
+    await call.send_whole(encode(answer.content()))
 
 
 class _Answer:
@@ -200,7 +200,7 @@ class _Answer:
         own = {"temperature": 1.0, "top_p": 1.0} | ({} if defaults is None else defaults.given)
         self._sample = sample
         self._items: list[dict[str, Any]] = []
-        self._usages = Usages()
+        self._usage: Usage | None = None
         self._number = 0
         self._logprobs: list[dict[str, Any]] = []
         """Of the tokens since the last part of the text."""
@@ -230,15 +230,14 @@ class _Answer:
 
     def content(self) -> dict[str, Any]:
         """The response now."""
-        usage = None
-        if self._fields["status"] != "in_progress":
-            prompt, output, cached = self._usages.counts
+        job, usage = self._usage, None
+        if job is not None:
             usage = {
-                "input_tokens": prompt,
-                "input_tokens_details": {"cached_tokens": cached},
-                "output_tokens": output,
+                "input_tokens": job.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": job.cached_tokens},
+                "output_tokens": job.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": self._sample.num_reasoning_tokens},
-                "total_tokens": prompt + output,
+                "total_tokens": job.prompt_tokens + job.completion_tokens,
             }
         return {**self._fields, "output": self._items, "usage": usage}
 
@@ -268,8 +267,7 @@ class _Answer:
             for delta in self._sample.read(part):
                 yield from self._add(delta)
                 self._logprobs = []
-        if chunk.job_usage is not None:
-            self._usages.add(chunk.job_usage)
+        self._usage = chunk.job_usage
         if chunk.finish_reason is not None:
             yield from self._end_item()
             is_whole = chunk.finish_reason is FinishReason.STOP
