@@ -398,8 +398,6 @@ class ModelConfig:
             if weights.packing is Packing.MXFP4 and (experts is None or not experts.mixture.is_stacked):
                 raise given.sub("quantization_config").error("quant_method", "mxfp4 of stacked experts only")
             return replace(self, packed=weights)
-        if self.rope.reorders(self.head_dim):
-            raise given.error("quantization_config", "no FP8 where a part of a head's dimensions is rotated")
         return replace(self, fp8=weights)
 
     @property

@@ -83,9 +83,11 @@ class DecoderLayer(nn.Module):
         hidden, experts = config.hidden_size, config.experts_of(index)
         mlp_size = config.intermediate_size if experts is None else experts.shared_width
 
-        # Layers of other kinds are computed by PyTorch's products, which know no packed FP8 weights.
+        # Layers of other kinds are computed by PyTorch's products, which know no packed FP8 weights, and rows that get
+        # another order would part from their scales.
         has_kernels = config.has_whole_fp8_blocks and config.has_llama_layers
-        fp8 = config.fp8 if keeps_fp8(device, dtype, has_whole_blocks=has_kernels) else None
+        is_kept = keeps_fp8(device, dtype, has_whole_blocks=has_kernels) and not config.rope.reorders(config.head_dim)
+        fp8 = config.fp8 if is_kept else None
 
         def linear(in_features: int, out_features: int, has_bias: bool) -> Linear:
             weight = empty_parameter(out_features, in_features, device=device, dtype=dtype if fp8 is None else FP8)

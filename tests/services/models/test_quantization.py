@@ -16,6 +16,7 @@ from slipstream.services.models.linear import FP8, Linear, dequantised, keeps_fp
 from tests.harness.checkpoints import LLAMA, refusal, write_checkpoint, write_json, write_weights
 from tests.harness.fp8_checkpoints import FP8_LAYOUTS, compressed_tensors, quantise
 from tests.harness.paged_model import CPU, PagedModel, random_tokens
+from tests.harness.transformers_checkpoints import write_by_transformers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,6 +45,21 @@ def test_a_cpu_computes_with_the_numbers_times_scales(tmp_path: Path, layout: st
     prompt = [(0, random_tokens(12, seed=1))]
     expected, model = PagedModel(plain), PagedModel(quantised)
     assert torch.equal(model.run(model.batch(prompt)), expected.run(expected.batch(prompt)))
+
+
+def test_experts_become_plain(tmp_path: Path, layout: str) -> None:
+    plain, quantised = (
+        write_by_transformers(tmp_path / name, "qwen2-moe", has_tokenizer=False) for name in ("plain", "quantised")
+    )
+    write_weights(plain, quantise(quantised, layout))
+    prompt = [(0, random_tokens(12, seed=1))]
+    expected, model = PagedModel(plain), PagedModel(quantised)
+    assert torch.equal(model.run(model.batch(prompt)), expected.run(expected.batch(prompt)))
+    halves = dict(load_decoder(quantised, device=CPU, dtype=torch.bfloat16).named_parameters())
+    others = dict(load_decoder(plain, device=CPU, dtype=torch.bfloat16).named_parameters())
+    names = [name for name in others if ".experts." in name]
+    assert len(names) == 3 * 2, "two of each layer that has experts"
+    assert all(torch.equal(halves[name], others[name]) for name in names)
 
 
 def test_in_bfloat16_the_weights_stay_fp8(tmp_path: Path, layout: str) -> None:
@@ -151,11 +167,16 @@ def test_settings_that_are_not_supported(tmp_path: Path, given: dict[str, Any], 
     assert refusal(tmp_path) == f"config.json: quantization_config.{expected}"
 
 
-def test_a_part_of_a_head_is_rotated(tmp_path: Path) -> None:
-    changes = {"partial_rotary_factor": 0.75, "head_dim": 24, "quantization_config": FP8_LAYOUTS["fp8"]}
-    path = write_checkpoint(tmp_path, family="phi3", **changes)
-    assert "quantization_config: got {" in refusal(path)
-    assert refusal(path).endswith("supported: no FP8 where a part of a head's dimensions is rotated")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_of_a_head_is_rotated(tmp_path: Path, layout: str, dtype: torch.dtype) -> None:
+    """The rows of queries and keys change their order, so weights become plain where they are loaded."""
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "partial_rotary_factor": 0.75, "head_dim": 24}
+    plain, quantised = (write_checkpoint(tmp_path / name, family="phi3", **sizes) for name in ("plain", "quantised"))
+    write_weights(plain, quantise(quantised, layout))
+    expected, found = (load_decoder(path, device=CPU, dtype=dtype) for path in (plain, quantised))
+    prompt = [(0, random_tokens(12, seed=1))]
+    models = [PagedModel(decoder) for decoder in (expected, found)]
+    assert torch.equal(*(model.run(model.batch(prompt)) for model in models))
 
 
 class TestTensors:
