@@ -88,8 +88,7 @@ async def run_demo(algorithm: str, device: str) -> int:
 async def _serve(algorithm: str, device: str, hurry: asyncio.Event) -> int:
     console = Console()
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-        # Both ways of decoding are shown, whichever is faster here.
-        models = replace(ModelOptions(algorithm=algorithm).choose(), num_draft_tokens=DEFAULT_DRAFT_TOKENS)
+        models = ModelOptions(algorithm=algorithm).choose()
         config = UpConfig(models=models, device=device, dtype=DTYPE, state_dir=Path(folder), listen="127.0.0.1:0")
         async with supervising(config, StateLines(console).on_change, hurry) as supervisor:
             return await _Demo(console, supervisor).run(config)
@@ -106,7 +105,7 @@ class _Demo:
         workers = (replace(worker_command(config, name), is_optional=False) for name in config.workers)
         self._supervisor.start(*workers)
         await self._supervisor.wait_ready()
-        drafted = await self._measure(config, f"drafting {config.models.num_draft_tokens} tokens a step")
+        drafted = await self._measure(config, f"drafting as many tokens as pay, up to {DEFAULT_DRAFT_TOKENS}")
         # The workers stay: verify decodes plainly for a scheduler that has no draft.
         await self._supervisor.stop("scheduler", "gateway")
         plain = replace(config, models=config.models.without_draft())

@@ -32,8 +32,8 @@ SAVED = 256
 """One part in so many of the time may be lost by trials."""
 MOST_SAVED = 16
 """The most that is saved, in steps: with a new draft so much is there."""
-LEAST_PAUSE = 256
-"""Steps before the same number of draft tokens is tried again."""
+FIRST_STEPS, LEAST_PAUSE = 24, 256
+"""Steps with a new draft before anything else is tried, and between two trials of the same."""
 TRIAL_STEPS = 8
 """Steps of a trial for which the draft has to rest, or to come back."""
 MARGIN, PATIENCE = 0.03, 16
@@ -85,6 +85,8 @@ class DraftChoice:
         self._saved_s = np.inf
         """Seconds that trials may lose."""
         self._step = 0
+        self._begun = 0
+        """The step when this draft began."""
         self._run_at: dict[int, int] = {}
         """By length of the chain, KEPT and RESTING: the last step of that kind."""
         self._num_against = 0
@@ -104,7 +106,7 @@ class DraftChoice:
         self.survivals.forget_draft()
         self._run_at.clear()
         self._turn(drafts=True)
-        self._saved_s, self._trial_left = np.inf, 0
+        self._saved_s, self._trial_left, self._begun = np.inf, 0, self._step
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -151,7 +153,7 @@ class DraftChoice:
             self._turn(drafts=False)
             self._on_rest(RestCause.SLOWER)
             return self._run(kept, most, survivals)
-        return self._run(self._tried([*options, resting], best) or best, most, survivals)
+        return self._run(self._tried([resting, *options], best) or best, most, survivals)
 
     def take_in(self, outcome: StepOutcome) -> None:
         """Takes in what came of a step's draft tokens."""
@@ -239,15 +241,14 @@ class DraftChoice:
 
     def _tried(self, options: list[_Option], best: _Option) -> _Option | None:
         """What is tried in place of the best, if it is time: what was run longest ago, once its loss is saved."""
-        if self._num_mixed and not self._num_alone:
-            return None  # its time would be that of prompts
+        if self._step - self._begun < FIRST_STEPS or (self._num_mixed and not self._num_alone):
+            return None  # too little is known of the draft, or its time would be that of prompts
         oldest = min(options, key=lambda option: self._run_at.get(option.chain, -1))
         is_turn = RESTING in (oldest.chain, best.chain)
-        num_steps = TRIAL_STEPS + self._num_back if is_turn else 1
-        loss_s = num_steps * oldest.loss_s(best)
-        pause = LEAST_PAUSE * num_steps
+        loss_s = oldest.loss_s(best) * (TRIAL_STEPS + self._num_back if is_turn else 1)
         last = self._run_at.get(oldest.chain)
-        if oldest.chain == best.chain or loss_s > self._saved_s or (last is not None and self._step - last < pause):
+        is_early = last is not None and self._step - last < LEAST_PAUSE
+        if oldest.chain == best.chain or loss_s > self._saved_s or is_early:
             return None
         self._saved_s -= loss_s
         self._run_at[oldest.chain] = self._step
