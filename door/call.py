@@ -56,6 +56,8 @@ class Door:
         self._clients: dict[str, AsyncClient] = {}
         self._state: ServerState | None = None
         self._state_at = 0.0
+        self._asking = asyncio.Lock()
+        """Calls that arrive together ask once."""
 
     def client_for(self, authorization: str) -> AsyncClient:
         """The client that sends a caller's key. Raises UnauthenticatedError where one is missing."""
@@ -101,15 +103,22 @@ class Door:
 
         `is_fresh`: it is asked for in any case, which checks the client's key.
         """
-        if not is_fresh and self._state is not None and time.monotonic() < self._state_at + STATE_AGE_S:
+        if is_fresh:
+            return await self._ask(client)
+        async with self._asking:
+            if self._state is None or time.monotonic() >= self._state_at + STATE_AGE_S:
+                try:
+                    return await self._ask(client)
+                except UnavailableError:
+                    if self._state is None:
+                        raise
+                    self._state_at = time.monotonic()
             return self._state
-        try:
-            self._state = await client.server_info()
-            self._state_at = time.monotonic()
-        except UnavailableError:
-            if self._state is None or is_fresh:
-                raise
-        return self._state
+
+    async def _ask(self, client: AsyncClient) -> ServerState:
+        self._state = state = await client.server_info()
+        self._state_at = time.monotonic()
+        return state
 
 
 class Call:

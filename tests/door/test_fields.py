@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -274,6 +275,21 @@ async def test_refusals_of_the_gateway_have_their_statuses(
     server.absence = None
     assert answer.status_code == status
     assert answer.headers.get("retry-after") == retry_after
+
+
+async def test_calls_that_arrive_together_ask_once_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[AsyncClient] = []
+    ask = AsyncClient.server_info
+
+    async def counted(client: AsyncClient) -> Any:
+        asked.append(client)
+        return await ask(client)
+
+    monkeypatch.setattr(AsyncClient, "server_info", counted)
+    async with generation_server() as server, running_door(server.address) as door:
+        answers = await asyncio.gather(*(door.post("/v1/completions", **COMPLETION) for _ in range(16)))
+        assert [answer.status_code for answer in answers] == [200] * 16
+        assert len(asked) == 1
 
 
 async def test_without_a_gateway_all_is_unavailable() -> None:
