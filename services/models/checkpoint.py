@@ -40,6 +40,7 @@ from slipstream.services.models.slots import (
     check_tensors,
     checked_decoder_slots,
     checked_head_slots,
+    is_gptq_bias,
     module_name,
     weight_files,
 )
@@ -85,6 +86,7 @@ def load_decoder(
     else:
         with weight_files(path, config) as files:
             slots = checked_decoder_slots(files, config)
+            _check_unused_biases(files, slots, config)
             decoder = decoder_class(config, device=device, dtype=dtype)
             _fill(decoder, slots, files)
             _pair_dimensions(decoder)
@@ -257,6 +259,12 @@ def fill_with_noise(module: nn.Module) -> None:
                 parameter.fill_(1.0)
             done += parameter.numel()
             logger.debug(PROGRESS, 100 * done / total)
+
+
+def _check_unused_biases(files: WeightFiles, slots: Slots, config: ModelConfig) -> None:
+    for name in files.tensors:
+        if name not in slots and is_gptq_bias(config, name) and files.read(name).any():
+            raise files.error(name, "got numbers, supported: zeros, as by config.json there is no such bias")
 
 
 def _check_tied_output(files: WeightFiles) -> None:

@@ -318,7 +318,13 @@ def _is_ignored(config: ModelConfig, name: str) -> bool:
     is_of_module = name.startswith(tuple(f"model.layers.{number}." for number in layers))
     is_tied = name == OUTPUT_TENSOR and config.tie_word_embeddings  # compared, not loaded
     is_activations_scale = config.fp8 is not None and name.endswith(".input_scale")
-    return is_of_module or is_tied or is_activations_scale or name.endswith(_FREQUENCIES)
+    is_empty_bias = is_gptq_bias(config, name)  # compared, not loaded
+    return is_of_module or is_tied or is_activations_scale or is_empty_bias or name.endswith(_FREQUENCIES)
+
+
+def is_gptq_bias(config: ModelConfig, name: str) -> bool:
+    """True for the name of a bias; GPTQ's older checkpoints have zeros where the model has none."""
+    return config.packed is not None and config.packed.packing is Packing.GPTQ and name.endswith(".bias")
 
 
 def _is_ignored_in_head(config: HeadConfig, name: str) -> bool:

@@ -65,6 +65,18 @@ def test_some_projections_are_plain(tmp_path: Path) -> None:
     assert_worth(path, pack(path, "awq", is_left=("layers.0.", "k_proj")))
 
 
+def test_empty_biases_of_gptq(tmp_path: Path) -> None:
+    """Older checkpoints have one for every projection."""
+    path = write_checkpoint(tmp_path / "it", has_tokenizer=False, **SIZES | {"attention_bias": False})
+    worth = pack(path, "gptq")
+    weights = load_file(path / "model.safetensors")
+    write_weights(path, weights | {f"{Q_PROJ}.bias": torch.zeros(128)})
+    assert_worth(path, worth)
+    write_weights(path, weights | {f"{Q_PROJ}.bias": torch.ones(128)})
+    message = "got numbers, supported: zeros, as by config.json there is no such bias"
+    assert refusal(path) == f"model.safetensors: tensor {Q_PROJ}.bias: {message}"
+
+
 def test_mxfp4_experts(tmp_path: Path) -> None:
     path = write_by_transformers(tmp_path / "it", "gpt-oss", has_tokenizer=False)
     assert_worth(path, pack_experts(path))
