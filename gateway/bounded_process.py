@@ -6,6 +6,7 @@ Its bounds end the process, not the gateway.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -29,7 +30,7 @@ class BoundedProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: dict[str, Any]) -> Answer | None:
-        """Returns the answer; None if a bound ended the process in its place."""
+        """Returns the answer; None if a bound ended the process in its place, {} if it ended a fork of it."""
         sent = json.dumps(request).encode() + b"\n"
         with self._lock:
             answer = self._exchange(sent)
@@ -59,8 +60,8 @@ class BoundedProcess:
 
     def _end(self) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+            with self._process as ended:
+                ended.kill()
             self._process = None
 
 
@@ -69,15 +70,32 @@ def bound_memory(max_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
 
 
-def answer_all(answer: Callable[[dict[str, Any]], Answer], *, seconds: float, timer: int = signal.ITIMER_REAL) -> None:
-    """Answers what arrives at standard input, a line each, until it ends.
-
-    The process ends when an answer takes longer than `seconds` of `timer`, as the clock's or the processor's time.
-    """
+def answer_all(answer: Callable[[dict[str, Any]], Answer], *, seconds: float) -> None:
+    """Answers what arrives at standard input, a line each, until it ends. The process ends after `seconds` for one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin.buffer:
-        signal.setitimer(timer, seconds)
-        found = answer(json.loads(line))
-        signal.setitimer(timer, 0)
-        sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
-        sys.stdout.buffer.flush()
+        _answer(answer, line, signal.ITIMER_REAL, seconds)
+
+
+def answer_all_in_forks(answer: Callable[[dict[str, Any]], Answer], *, processor_seconds: float) -> None:
+    """Answers each in a process of its own, which begins as this one is; one that a bound ends is answered with {}."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for line in sys.stdin.buffer:
+        child = os.fork()
+        if not child:
+            _answer(answer, line, signal.ITIMER_PROF, processor_seconds)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            _write({})
+
+
+def _answer(answer: Callable[[dict[str, Any]], Answer], line: bytes, timer: int, seconds: float) -> None:
+    signal.setitimer(timer, seconds)
+    found = answer(json.loads(line))
+    signal.setitimer(timer, 0)
+    _write(found)
+
+
+def _write(found: Answer) -> None:
+    sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
+    sys.stdout.buffer.flush()

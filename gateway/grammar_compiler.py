@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from slipstream.common.errors import CheckpointError
 from slipstream.common.grammars import check_begin, load_grammar_tokenizer, new_matcher, one_line
-from slipstream.gateway.bounded_process import answer_all, bound_memory
+from slipstream.gateway.bounded_process import answer_all_in_forks, bound_memory
 from slipstream.gateway.structural_tags import TagGrammar
 
 if TYPE_CHECKING:
@@ -160,7 +159,7 @@ def main(path: str, numbers: str) -> None:
     except CheckpointError as error:
         reason = {"error": str(error)}
         answer = lambda _: reason  # noqa: E731
-    answer_all(answer, seconds=COMPILE_S, timer=signal.ITIMER_PROF)
+    answer_all_in_forks(answer, processor_seconds=COMPILE_S)
 
 
 if __name__ == "__main__":
