@@ -20,16 +20,10 @@ if TYPE_CHECKING:
 Format: TypeAlias = dict[str, Any]
 """A part of an output, in XGrammar's form of structural tags."""
 
-_OF_VLLM = {
-    "json": "json_schema",
-    "json_object": "json_object",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
-    "structural_tag": "structural_tag",
-}
-"""The fields of `structured_outputs`, and ours; those that begin with `guided_` have the same names."""
+_OF_VLLM = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+"""The fields of `structured_outputs`; those that begin with `guided_` have the same names."""
 _ANY_TEXT: Format = {"type": "any_text"}
+_ANY_OBJECT = {"type": "object"}
 _NOTHING: Format = {"type": "const_string", "value": ""}
 _FINAL = "<|channel|>final<|message|>"
 
@@ -48,7 +42,7 @@ class Constraint:
         """The same as a part of an output."""
         match self.field:
             case "json_object":
-                return {"type": "json_schema", "json_schema": {"type": "object"}}
+                return {"type": "json_schema", "json_schema": _ANY_OBJECT}
             case "choice":
                 return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in self.value]}
             case "structural_tag":
@@ -67,16 +61,14 @@ def constraint_of(request: object) -> Constraint | None:
 
 
 def _constraints_of(request: Any) -> Sequence[Constraint]:
-    found = [
-        Constraint(f"guided_{name}", field, value)
-        for name, field in _OF_VLLM.items()
-        if (value := getattr(request, f"guided_{name}", None)) is not None
-    ]
+    found = []
     for name, value in (request.structured_outputs or {}).items():
         if name not in _OF_VLLM:
             raise refused(f"structured_outputs.{name}", value, ", ".join(_OF_VLLM))
-        if value not in (None, False) or name == "json":
-            found.append(Constraint(f"structured_outputs.{name}", _OF_VLLM[name], value))
+        if value is not None and (name, value) != ("json_object", False):
+            found.append((f"structured_outputs.{name}", name, value))
+    guided = ((f"guided_{name}", name, getattr(request, f"guided_{name}", None)) for name in _OF_VLLM)
+    found += [(param, name, value) for param, name, value in guided if value is not None]
     given = request.response_format or {"type": "text"}
     match given.get("type"):
         case "json_schema":
@@ -84,14 +76,14 @@ def _constraints_of(request: Any) -> Sequence[Constraint]:
             schema = inner.get("schema") if isinstance(inner, dict) else None
             if schema is None:
                 raise refused("response_format.json_schema", inner, "an object with a schema")
-            found.append(Constraint("response_format", "json_schema", schema))
+            found.append(("response_format", "json", schema))
         case "json_object":
-            found.append(Constraint("response_format", "json_object", True))
+            found.append(("response_format", "json_object", True))
         case "structural_tag":
-            found.append(Constraint("response_format", "structural_tag", given))
+            found.append(("response_format", "structural_tag", given))
         case other if other != "text":
             raise refused("response_format.type", other, "text, json_object, json_schema, structural_tag")
-    return found
+    return [Constraint(param, "json_schema" if name == "json" else name, value) for param, name, value in found]
 
 
 def chosen_tool(tool_choice: Any) -> str | None:
@@ -115,7 +107,7 @@ def constraint_of_chat(request: Any, kwargs: Mapping[str, Any], forms: Forms) ->
         if constraint is not None:
             raise refused(constraint.param, constraint.value, "none with a tool_choice that asks for a call")
         return _structural_tag("tool_choice", thoughts, _calls(request, tools, forms, is_strict=True))
-    if tools and (constraint is not None or any(map(_is_strict, tools))):
+    if tools and (constraint is not None or any(tool.get("strict") for tool in tools)):
         if constraint is None and forms.tools in _TRIGGERS:
             # Thoughts are text, too.
             return _structural_tag("tools", None, _triggered(request, tools, forms))
@@ -146,10 +138,6 @@ def _tools_of(request: Any) -> list[dict[str, Any]]:
     if request.tool_choice == "required" and not functions:
         raise refused("tool_choice", "required", "auto, none without tools")
     return functions if name is None else [function for function in functions if function["name"] == name]
-
-
-def _is_strict(function: Mapping[str, Any]) -> bool:
-    return bool(function.get("strict"))
 
 
 def _thoughts(forms: Forms, kwargs: Mapping[str, Any]) -> Format | None:
@@ -195,7 +183,7 @@ def _tags(tools: Sequence[Mapping[str, Any]], forms: Forms, *, is_strict: bool) 
             begin.format(tool["name"] if forms.tools == "harmony" else json.dumps(tool["name"], ensure_ascii=False)),
             {
                 "type": "json_schema",
-                "json_schema": ((is_strict or _is_strict(tool)) and tool.get("parameters")) or {"type": "object"},
+                "json_schema": ((is_strict or tool.get("strict")) and tool.get("parameters")) or _ANY_OBJECT,
             },
             end,
         )
@@ -215,10 +203,8 @@ def _calls(request: Any, tools: Sequence[Mapping[str, Any]], forms: Forms, *, is
         "at_least_one": True,
         "stop_after_first": has_one,
     }
-    return _in_list(tags) if forms.tools == "mistral" else tags
-
-
-def _in_list(tags: Format) -> Format:
+    if forms.tools != "mistral":
+        return tags
     space = {"type": "regex", "pattern": r" ?\["}
     return _tag("[TOOL_CALLS]", _sequence(space, tags, {"type": "const_string", "value": "]"}), "")
 

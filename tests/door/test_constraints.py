@@ -94,6 +94,7 @@ WAYS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"guided_choice": ["yes", "no"]}, ["yes"], ["ye"]),
     ({"guided_grammar": 'root ::= "x" | "y"'}, ["x"], ["xy"]),
     ({"structured_outputs": {"json": SCHEMA, "regex": None}}, [PLACE], ["{}"]),
+    ({"structured_outputs": {"json": None, "json_object": False, "regex": "a"}}, ["a"], ["{}"]),
     ({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"]),
     ({"structured_outputs": {"regex": "a+"}}, ["aa"], ["ab"]),
     ({"structured_outputs": {"choice": ["yes", "no"]}}, ["no"], ["ye"]),
