@@ -6,13 +6,23 @@ import ast
 import json
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jsonschema.validators import validator_for
 
+from slipstream.bundled import target_dir
+from slipstream.common.grammars import load_grammar_tokenizer
+from slipstream.gateway.grammar_compiler import GrammarSource
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from llguidance import LLTokenizer
+
+EOS_ID = 0
+"""The bundled model's."""
 
 FOLDER = Path(__file__).parent / "corpus"
 
@@ -26,6 +36,21 @@ class Case:
     value: Any
     check: Callable[[str], None]
     """Raises for an output that does not keep to it."""
+
+    @property
+    def grammar(self) -> str:
+        """The serialised grammar, for the bundled model's tokenizer."""
+        value = json.dumps(self.value) if self.field == "json_schema" else self.value
+        answer = GrammarSource(bundled_tokenizer()).answer({"field": self.field, "value": value, "special_tokens": {}})
+        assert "grammar" in answer, (self.name, answer)
+        return answer["grammar"]
+
+
+@cache
+def bundled_tokenizer() -> LLTokenizer:
+    """The bundled model's, for grammars."""
+    vocab_size = json.loads((target_dir() / "config.json").read_text())["vocab_size"]
+    return load_grammar_tokenizer(target_dir(), vocab_size, [EOS_ID])
 
 
 def cases() -> list[Case]:
