@@ -152,10 +152,10 @@ class GrammarEpoch:
             matcher = self._advanced(row, command)
             drafts = self._copied_tokens[row.slot, : row.num_draft_tokens].clip(0, self._vocab_size - 1).tolist()
             rows.append((row.slot, matcher, drafts))
-        self._filler.fill(rows)
-        for slot, matcher, _ in rows:
+        failed = self._filler.fill(rows)
+        for slot, *_ in rows:
             # After the masks: x86-64 keeps stores in order.
-            self._stamps[slot] = -command.step if matcher.is_error() else command.step
+            self._stamps[slot] = -command.step if slot in failed else command.step
         self._ready.store(command.step)
         self._on_filled(sum(len(drafts) + 1 for *_, drafts in rows), time.monotonic() - begun)
 

@@ -6,16 +6,15 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-
-from slipstream.common.errors import InvalidArgumentError, MismatchError
+from slipstream.common.errors import CheckpointError, InvalidArgumentError, MismatchError
+from slipstream.common.grammars import load_grammar_tokenizer, new_matcher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     import numpy as np
-    from llguidance import LLExecutor
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
     from numpy.typing import NDArray
 
 MOST_KEPT = 256
@@ -25,12 +24,9 @@ MOST_KEPT = 256
 def load_tokenizer(directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
     """Loads the target's tokenizer. Raises MismatchError if the library cannot use it."""
     try:
-        text = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise MismatchError(
-            [f"tokenizer: {directory / 'tokenizer.json'} cannot be used for grammars: {error}"]
-        ) from None
+        return load_grammar_tokenizer(directory, vocab_size, eos_token_ids)
+    except CheckpointError as error:
+        raise MismatchError([f"tokenizer: {error}"]) from None
 
 
 class Grammars:
@@ -38,7 +34,6 @@ class Grammars:
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._limits = LLParserLimits(verbose_errors=False)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -53,9 +48,10 @@ class Grammars:
                 self._compiled.move_to_end(grammar)
                 return found.deep_copy()
         # Without the lock: it may take a second.
-        made = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        if made.is_error():
-            raise InvalidArgumentError.described("grammar", made.get_error().partition("\n")[0])
+        try:
+            made = new_matcher(self._tokenizer, grammar)
+        except ValueError as error:
+            raise InvalidArgumentError.described("grammar", str(error)) from None
         with self._lock:
             self._compiled[grammar] = made
             while len(self._compiled) > MOST_KEPT:
@@ -98,11 +94,13 @@ class MaskFiller:
         self._masks = masks
         self._executor = executor
 
-    def fill(self, rows: Sequence[tuple[int, LLMatcher, list[int]]]) -> None:
-        """Fills the masks of slots: each with the matcher of its output, and its draft tokens.
+    def fill(self, rows: Sequence[tuple[int, LLMatcher, list[int]]]) -> set[int]:
+        """Fills the masks of slots, each with its output's matcher and its draft tokens; returns those that failed.
 
         Where a draft token may not stand, all tokens may after it: it is not accepted.
         """
+        # A matcher that was rolled back, as after draft tokens, may later allow what does not fit; a copy costs 2 us.
+        rows = [(slot, matcher.deep_copy() if drafts else matcher, drafts) for slot, matcher, drafts in rows]
         width, words = self._masks.shape[1:]
         for slot, _, drafts in rows:
             self._masks[slot, : len(drafts) + 1] = -1
@@ -114,3 +112,4 @@ class MaskFiller:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, address, 4 * words, size)
         if plain:
             self._executor.unsafe_compute_mask_ptr(plain, address, 4 * words, size)
+        return {slot for slot, matcher, _ in rows if matcher.is_error()}

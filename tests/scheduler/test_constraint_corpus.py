@@ -85,7 +85,7 @@ PLAIN: dict[int, list[list[int]]] = {}
 """By group, the outputs without a draft."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("number", range(len(GROUPS)))
 async def test_outputs_keep_to_their_constraints_with_every_draft(
