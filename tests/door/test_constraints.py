@@ -280,3 +280,23 @@ async def test_a_schema_is_refused_where_it_cannot_be_told_from_a_call(tmp_path:
         error = (await served.door.post("/v1/chat/completions", **request)).json()["error"]
         assert (error["param"], "unless tool_choice is none" in error["message"]) == ("response_format", True)
         assert await served.grammar("/v1/chat/completions", **request, tool_choice="none")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+async def test_langchain_asks_for_structured_output(tmp_path: Path) -> None:
+    from langchain_openai import ChatOpenAI
+
+    async with serving(tmp_path, "hermes") as served:
+        model = ChatOpenAI(model="tiny", base_url=f"{served.door.url}/v1", api_key="none", max_retries=0)
+        schema = {"title": "place", "description": "A place.", **SCHEMA}
+        for method, accepted in (
+            ("json_schema", PLACE),
+            ("json_mode", "{}"),
+            ("function_calling", f'<tool_call>\n{{"name": "place", "arguments": {PLACE}}}\n</tool_call>'),
+        ):
+            # Without masks, the output keeps to nothing.
+            asked = model.with_structured_output(schema, method=method, include_raw=True)  # type: ignore[arg-type]
+            await asked.ainvoke("Hello</s>")
+            assert served.accepts(served.submitted[-1].spec.grammar, accepted)
+            assert not served.accepts(served.submitted[-1].spec.grammar, "Hello")
