@@ -80,9 +80,12 @@ def fake_service(tmp_path: Path) -> MakeCommand:
 
 
 def is_of(process: psutil.Process, others: set[psutil.Process]) -> bool:
-    """Whether others started it, as an `up` that several tests share starts services; true if it has ended by now."""
+    """Whether others started it, as an `up` that several tests share starts services; true if it has ended by now.
+
+    Python's tracker of shared memory belongs to the test process, whichever test needs it first.
+    """
     with suppress(psutil.NoSuchProcess):
-        return bool(others & set(process.parents()))
+        return bool(others & set(process.parents())) or "resource_tracker" in "".join(process.cmdline())
     return True
 
 
