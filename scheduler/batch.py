@@ -279,12 +279,15 @@ class Batch:
         """The sequence that has a slot."""
         return self._running[slot]
 
-    def preempt_constrained(self) -> None:
-        """Has all running sequences with a constraint wait again, as their results under way do not count."""
+    def preempt_constrained(self, *, may_be_cause: bool) -> None:
+        """Has all running sequences with a constraint wait again, as their results under way do not count.
+
+        `may_be_cause`: the grammar worker has died, perhaps of one of them.
+        """
         for sequence in [one for one in self._running.values() if one.spec.grammar]:
             before = len(sequence.spec.output)
             self._preempt(sequence)
-            sequence.num_lost = 1 if len(sequence.spec.output) > before else sequence.num_lost + 1
+            sequence.num_lost = may_be_cause + (sequence.num_lost if len(sequence.spec.output) == before else 0)
 
     def _fail(self, slots: StepSlots, at: int, reason: str) -> None:
         """Ends a sequence without the tokens of a step, unless it is over."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MOST_ASKED = 2 * MOST_HELD
 """Grammars of the last sequences whose answers are kept: more than those that are asked for at a time."""
 MOST_LOST = 5
-"""Grammar workers that may be lost in a row while a sequence runs, without a token of it: then it fails."""
+"""Grammar workers that may die in a row while a sequence runs, without a token of it: then it fails."""
 
 
 class GrammarState(enum.Enum):
@@ -133,6 +133,7 @@ class Constraints:
         self._batch = batch
         self._verify = verify
         self._listener = listener
+        self._consumed = 0
         self._timeout_s = timeout_s
         self._offered: deque[GrammarWorker] = deque()
         self._leaving: tuple[GrammarWorker, ...] = ()
@@ -169,7 +170,7 @@ class Constraints:
         if not sequence.spec.grammar:
             return None
         if sequence.num_lost >= MOST_LOST:
-            return InternalError(f"{MOST_LOST} grammar workers were lost while this sequence ran")
+            return InternalError(f"{MOST_LOST} grammar workers died while this sequence ran")
         if self.active is None:
             return self.problem
         return self.active.prepared.get(sequence.spec.grammar)
@@ -188,20 +189,21 @@ class Constraints:
             try:
                 self.active.link.send(command)
             except SlipstreamError as error:
-                self.lose(error)
+                self.lose(error, has_died=True)
 
-    def lose(self, error: SlipstreamError) -> None:
-        """Goes on without the active worker."""
+    def lose(self, error: SlipstreamError, *, has_died: bool = False) -> None:
+        """Goes on without the active worker. `has_died`: perhaps because of a sequence that runs."""
         worker, self.active = self.active, None
         if worker is None:
             return
-        self._batch.preempt_constrained()
+        self._batch.preempt_constrained(may_be_cause=has_died)
         self._given.clear()
         self._asked.clear()
         worker.state = GrammarState.LEAVING
         self._leaving = (*self._leaving, worker)
         self._release(worker)
         self._told.lost(worker, str(error))
+        self._forget()
 
     def check(self) -> None:
         """Takes in a worker that was offered, and looks at the link of the active one."""
@@ -209,7 +211,7 @@ class Constraints:
             self.lose(UnavailableError("another grammar worker has come"))
             self.active = self._offered.popleft()
         if self.active is not None and (failure := self.active.link.failure) is not None:
-            self.lose(UnavailableError(str(failure)))
+            self.lose(UnavailableError(str(failure)), has_died=True)
 
     def watch(self, sent: SentStep, since: float) -> None:
         """Looks at the workers while the loop waits for a step. `since`: when it began to wait for nothing else."""
@@ -230,14 +232,10 @@ class Constraints:
 
     def consumed(self, sent: SentStep, result: StepResult) -> None:
         """Notes that a step was consumed, before its result is taken in: the worker is lost if it had no masks."""
-        number = sent.step.number
+        self._consumed = number = sent.step.number
         if result.unmasked and self.active is not None and self.active.number == sent.grammar:
             self.lose(InternalError(f"the grammar worker signalled step {number} without its masks"))
-        for worker in self._leaving:
-            if worker.last_step <= number:
-                self._leaving = tuple(one for one in self._leaving if one is not worker)
-                worker.state = GrammarState.LEFT
-                self._told.gone(worker)
+        self._forget()
 
     def end(self) -> None:
         """Releases all workers, as the epoch is over."""
@@ -249,6 +247,14 @@ class Constraints:
     def _told(self) -> ConstraintsListener:
         assert self._listener is not None, "there is a grammar worker"
         return self._listener
+
+    def _forget(self) -> None:
+        """Has the workers detached that no step under way refers to."""
+        for worker in self._leaving:
+            if worker.last_step <= self._consumed:
+                self._leaving = tuple(one for one in self._leaving if one is not worker)
+                worker.state = GrammarState.LEFT
+                self._told.gone(worker)
 
     def _release(self, worker: GrammarWorker) -> None:
         if worker.last_step:

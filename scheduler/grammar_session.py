@@ -38,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 FIRST_S, LONGEST_S = 0.1, 2.0
 """Between two tries to attach a grammar worker: the time doubles while they fail."""
+LONGEST_AFTER_LOSS_S = 30.0
+"""The same for one that is lost again and again: each time costs the steps that wait for it."""
+STEADY_S = 5.0
+"""A worker that took part for so long is tried again soon after its loss."""
 
 
 class GrammarSession:
@@ -63,7 +67,8 @@ class GrammarSession:
         """Those that are not detached."""
         self._wanted: deque[tuple[GrammarWorker, str]] = deque()
         self._due, self._wait_s = 0.0, FIRST_S
-        self._is_stopped = self._is_busy = False
+        self._attached_at, self._after_loss_s = 0.0, FIRST_S
+        self._is_stopped = self._is_busy = self._is_changed = False
         self._num_lost = GRAMMAR_LOSSES.counter(registry)
         self._thread = threading.Thread(target=self._run, name="grammars")
 
@@ -108,7 +113,10 @@ class GrammarSession:
         logger.warning("sequences with a constraint wait for another grammar worker: %s", reason)
         with self._changed:
             self._num_lost.inc()
-            self._due = time.monotonic() + FIRST_S
+            now = time.monotonic()
+            is_steady = now - self._attached_at >= STEADY_S
+            self._after_loss_s = FIRST_S if is_steady else min(2 * self._after_loss_s, LONGEST_AFTER_LOSS_S)
+            self._due, self._is_changed = now + self._after_loss_s, True
             self._changed.notify_all()
 
     def gone(self, worker: GrammarWorker) -> None:
@@ -124,7 +132,7 @@ class GrammarSession:
                 self._changed.wait_for(self._has_work, self._until_try_s())
                 if self._is_stopped:
                     return
-                epoch, self._is_busy = self._epoch, True
+                epoch, self._is_busy, self._is_changed = self._epoch, True, False
             try:
                 self._work(epoch)
             except Exception:
@@ -134,7 +142,14 @@ class GrammarSession:
                 del epoch
 
     def _has_work(self) -> bool:
-        return self._is_stopped or bool(self._wanted) or self._until_try_s() == 0.0 or bool(self._left())
+        # After a change the thread looks anew how long to wait.
+        return (
+            self._is_stopped
+            or self._is_changed
+            or bool(self._wanted)
+            or self._until_try_s() == 0.0
+            or bool(self._left())
+        )
 
     def _left(self) -> list[GrammarWorker]:
         return [worker for worker in self._workers if worker.state is GrammarState.LEFT]
@@ -168,7 +183,7 @@ class GrammarSession:
                 self._wake()
             return
         with self._changed:
-            self._wait_s = FIRST_S
+            self._wait_s, self._attached_at = FIRST_S, time.monotonic()
             self._workers = (*self._workers, worker)
             if self._epoch is not epoch:
                 worker.state = GrammarState.LEFT

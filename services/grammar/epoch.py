@@ -7,6 +7,7 @@ import math
 import queue
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,20 @@ LOOK_S = 0.05
 """Between two looks, in a wait, whether the attachment is over."""
 FENCES = (pb.FENCE_VERIFY_PUBLISH, pb.FENCE_VERIFY_COPIED)
 """Fences that a command may wait for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarArrays:
+    """The shared memory of an attachment, without the masks."""
+
+    stamps: NDArray[np.int64]
+    """[slots]: the step of a slot's masks; negative where there are none."""
+    copied_tokens: NDArray[np.int64]
+    """[slots, K]: the draft tokens as verify checks them."""
+    num_accepted: NDArray[np.int32]
+    """[ring, slots]."""
+    output_tokens: NDArray[np.int64]
+    """[ring, slots, K + 1]."""
 
 
 class SharedPiece:
@@ -69,6 +84,53 @@ class SharedPiece:
             raise ManifestError(f"{name}: bytes {offset} to {offset + size} of {self._manifest.size}")
 
 
+class StepMasks:
+    """Makes the masks of each step: reads what verify publishes and copies out, once that is there."""
+
+    def __init__(
+        self,
+        arrays: GrammarArrays,
+        grammars: Grammars,
+        filler: MaskFiller,
+        *,
+        vocab_size: int,
+    ) -> None:
+        self._arrays = arrays
+        self._grammars = grammars
+        self._filler = filler
+        self._vocab_size = vocab_size
+        self.slots: dict[int, SlotMatcher] = {}
+
+    def make(self, command: pb.StepCommand) -> int:
+        """Makes them, and stamps them. Returns how many."""
+        arrays, rows = self._arrays, []
+        for row in command.grammar_rows:
+            matcher = self._advanced(row, command)
+            drafts = arrays.copied_tokens[row.slot, : row.num_draft_tokens].clip(0, self._vocab_size - 1).tolist()
+            rows.append((row.slot, matcher, drafts))
+        failed = self._filler.fill(rows)
+        for slot, *_ in rows:
+            # After the masks: x86-64 keeps stores in order.
+            arrays.stamps[slot] = -command.step if slot in failed else command.step
+        return sum(len(drafts) + 1 for *_, drafts in rows)
+
+    def _advanced(self, row: pb.GrammarRow, command: pb.StepCommand) -> Any:
+        """The matcher of a slot after all tokens of the steps before."""
+        arrays = self._arrays
+        if row.grammar:
+            self.slots[row.slot] = SlotMatcher(self._grammars.matcher(row.grammar))
+        output = self.slots[row.slot]
+        end = output.take(KnownTokens(row.num_known, row.tokens))
+        output.steps = [step for step in output.steps if step > command.consumed]
+        for step in output.steps:
+            at = step % len(arrays.num_accepted)
+            # Negative where there is no token: the sequence is over then, or will be taken in anew.
+            num_tokens = min(max(int(arrays.num_accepted[at, row.slot]) + 1, 0), arrays.output_tokens.shape[2])
+            end = output.take(KnownTokens(end, arrays.output_tokens[at, row.slot, :num_tokens].tolist()))
+        output.steps.append(command.step)
+        return output.matcher
+
+
 class GrammarEpoch:
     """Makes the masks of each step: what verify publishes and copies out is read, never waited for by anybody else."""
 
@@ -85,25 +147,26 @@ class GrammarEpoch:
         `on_failure` is called there, `on_filled` after each step with its masks, and the time that they took.
         """
         self.number = request.epoch
-        slots, self._width, self._ring = request.num_slots, request.num_draft_tokens + 1, request.run_ahead + 2
+        slots, self._width, ring = request.num_slots, request.num_draft_tokens + 1, request.run_ahead + 2
         own, given = SharedPiece(request.manifest, read_only=False), SharedPiece(request.given, read_only=True)
         results = SharedPiece(request.results, read_only=True)
         words = -(-request.peer.vocab_size // 32)
-        self._stamps = own.array("mask_stamps", (slots,), "int64")
-        self._filler = MaskFiller(own.array("masks", (slots, self._width, words), "int32"), executor)
-        self._copied_tokens = given.array("copied_tokens", (slots, max(self._width - 1, 1)), "int64")
-        self._num_accepted = results.array("num_accepted", (self._ring, slots), "int32")
-        self._output_tokens = results.array("output_tokens", (self._ring, slots, self._width), "int64")
+        arrays = GrammarArrays(
+            stamps=own.array("mask_stamps", (slots,), "int64"),
+            copied_tokens=given.array("copied_tokens", (slots, max(self._width - 1, 1)), "int64"),
+            num_accepted=results.array("num_accepted", (ring, slots), "int32"),
+            output_tokens=results.array("output_tokens", (ring, slots, self._width), "int64"),
+        )
+        filler = MaskFiller(own.array("masks", (slots, self._width, words), "int32"), executor)
+        self._masks = StepMasks(arrays, grammars, filler, vocab_size=request.peer.vocab_size)
         self._ready = own.fence(pb.FENCE_GRAMMAR_READY)
         self._waits = {
             pb.FENCE_VERIFY_PUBLISH: results.fence(pb.FENCE_VERIFY_PUBLISH),
             pb.FENCE_VERIFY_COPIED: given.fence(pb.FENCE_VERIFY_COPIED),
         }
-        self._vocab_size = request.peer.vocab_size
-        self._grammars = grammars
+        self._num_slots = slots
         self._on_failure = on_failure
         self._on_filled = on_filled
-        self._slots: dict[int, SlotMatcher] = {}
         self._is_over = threading.Event()
         self._commands: queue.SimpleQueue[pb.StepCommand | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
@@ -112,8 +175,8 @@ class GrammarEpoch:
     def enqueue(self, command: pb.StepCommand) -> None:
         """Queues a step and returns. Raises InvalidArgumentError for one that makes no sense."""
         for row in command.grammar_rows:
-            if not 0 < row.slot < len(self._stamps):
-                raise InvalidArgumentError("grammar_rows.slot", row.slot, f"1 to {len(self._stamps) - 1}")
+            if not 0 < row.slot < self._num_slots:
+                raise InvalidArgumentError("grammar_rows.slot", row.slot, f"1 to {self._num_slots - 1}")
             if row.num_draft_tokens >= self._width:
                 accepted = f"0 to {self._width - 1}"
                 raise InvalidArgumentError("grammar_rows.num_draft_tokens", row.num_draft_tokens, accepted)
@@ -147,29 +210,6 @@ class GrammarEpoch:
                 if self._is_over.is_set():
                     return
         begun = time.monotonic()
-        rows = []
-        for row in command.grammar_rows:
-            matcher = self._advanced(row, command)
-            drafts = self._copied_tokens[row.slot, : row.num_draft_tokens].clip(0, self._vocab_size - 1).tolist()
-            rows.append((row.slot, matcher, drafts))
-        failed = self._filler.fill(rows)
-        for slot, *_ in rows:
-            # After the masks: x86-64 keeps stores in order.
-            self._stamps[slot] = -command.step if slot in failed else command.step
+        num_masks = self._masks.make(command)
         self._ready.store(command.step)
-        self._on_filled(sum(len(drafts) + 1 for *_, drafts in rows), time.monotonic() - begun)
-
-    def _advanced(self, row: pb.GrammarRow, command: pb.StepCommand) -> Any:
-        """The matcher of a slot after all tokens of the steps before."""
-        if row.grammar:
-            self._slots[row.slot] = SlotMatcher(self._grammars.matcher(row.grammar))
-        output = self._slots[row.slot]
-        end = output.take(KnownTokens(row.num_known, row.tokens))
-        output.steps = [step for step in output.steps if step > command.consumed]
-        for step in output.steps:
-            at = step % self._ring
-            # Negative where there is no token: the sequence is over then, or will be taken in anew.
-            num_tokens = min(max(int(self._num_accepted[at, row.slot]) + 1, 0), self._width)
-            end = output.take(KnownTokens(end, self._output_tokens[at, row.slot, :num_tokens].tolist()))
-        output.steps.append(command.step)
-        return output.matcher
+        self._on_filled(num_masks, time.monotonic() - begun)

@@ -10,7 +10,7 @@ from slipstream.common.errors import ConnectionLostError, ResourceExhaustedError
 from slipstream.common.wire.job import FinishReason
 from slipstream.gateway.request import sample_seed
 from slipstream.protos import generation_pb2
-from tests.simulator.model import LEAST_TOKEN, NUM_TOKENS, reference
+from tests.simulator.model import LEAST_TOKEN, NUM_TOKENS, is_constrained, reference
 from tests.simulator.transport import ClientCall
 
 if TYPE_CHECKING:
@@ -118,7 +118,13 @@ class Client:
         self._has_left = self._has_cancelled = False
         self._most_tokens = 10**9
         self._expected = [
-            reference(plan.prompt, sample_seed(plan.seed, index), plan.max_new_tokens, plan.stops)
+            reference(
+                plan.prompt,
+                seed := sample_seed(plan.seed, index),
+                plan.max_new_tokens,
+                plan.stops,
+                has_grammar=world.has_grammars and is_constrained(seed),
+            )
             for index in range(plan.num_samples)
         ]
         world.at(plan.starts_at_s, self._open)

@@ -16,6 +16,8 @@ CLOCK_KINDS = ("step", "boot")
 STEPS_S = (-86_400.0, -60.0, 60.0, 21_600.0, 86_400.0)
 KINDS = ("kill", "kill", "kill", "stop", "cut", "slow", "hang", "stumble", "stumble")
 TYPICAL_EVENTS = 1200
+HANG_S = 3.0
+"""A grammar worker that hangs is killed then."""
 KEEPALIVE_S = 2.0
 """A process that is stopped for longer loses its connections."""
 
@@ -29,6 +31,7 @@ class Fault:
     """kill: SIGKILL. stop: SIGSTOP for `seconds`. cut: the stream between gateway and scheduler breaks.
     slow, hang: the stream of the worker rests for `seconds`, or for ever. stumble: first one, then the other, and
     verify's rests as long, so that a draft that was given up on writes late, and for the last time.
+    lie: the grammar worker signals without masks for `seconds`.
     full: the disk of the gateway's journal is full for `seconds`.
     swap: the scheduler is asked to put this draft in the place of the one that drafts; "none" takes it away.
     step: the wall clock is set forward by `seconds`, or back. boot: all processes end, and the host starts anew."""
@@ -65,6 +68,15 @@ class Faults:
             Fault(random.randrange(TYPICAL_EVENTS), "swap", random.choice(DRAFTS), 0.0) for _ in range(num_swaps)
         ]
         return cls(faults)
+
+    def lose_grammars(self, random: Random) -> None:
+        """Has a grammar worker die, stop, be slow, hang or lie."""
+        for _ in range(random.choice((0, 1, 1, 2, 3))):
+            kind, seconds = (
+                random.choice(("kill", "stop", "slow", "hang", "lie")),
+                random.choice((0.001, 0.02, 0.3, 3.0)),
+            )
+            self.faults.append(Fault(random.randrange(TYPICAL_EVENTS), kind, "grammar", seconds))
 
     def set_clocks(self, random: Random) -> None:
         """Adds boots and steps of the clock to half of the schedules, beside what else goes wrong."""
@@ -116,6 +128,8 @@ class Faults:
                 world.boot()
             case "slow":
                 process.stream.paused_until = world.now + fault.seconds
+            case "lie":
+                process.lies_until = world.now + fault.seconds
             case "stumble":
                 process.stream.paused_until = world.now + fault.seconds
                 process.stream.items_left = world.random.randrange(8)
@@ -125,3 +139,6 @@ class Faults:
                     verify.stream.paused_until = world.now + fault.seconds + 0.02 * world.random.random()
             case "hang":
                 process.stream.is_stuck = True
+                if fault.process == "grammar":
+                    # As a supervisor does: nothing goes on without it.
+                    world.at(HANG_S, process.kill)

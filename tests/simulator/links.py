@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.wire.step import Role, StepCommand
     from slipstream.common.wire.trace import HostRecords
-    from slipstream.common.wire.worker import Attachment, DraftRegion, WorkerDescription
+    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, WorkerDescription
     from tests.simulator.workers import SimulatedWorker
     from tests.simulator.world import Process
 
@@ -90,6 +90,14 @@ class SimulatedLink:
             worker.at(opening_s, worker.attach_draft, region, lambda error: answer(None, error))
 
         self._call(attach)
+
+    def attach_grammar(self, region: GrammarRegion) -> None:
+        """See `Link.attach_grammar`."""
+        self._call(lambda worker, answer: worker.attach_grammar(region, lambda error: answer(None, error)))
+
+    def prepare(self, grammar: str) -> None:
+        """See `Link.prepare`."""
+        self._call(lambda worker, answer: worker.prepare(grammar, lambda error: answer(None, error)))
 
     def release_draft(self, epoch: int, attachment: int) -> None:
         """See `Link.release_draft`."""

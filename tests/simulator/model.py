@@ -6,13 +6,14 @@ So the whole output of a job is known at once, and one wrong token anywhere in a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 from zlib import crc32
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -33,11 +34,34 @@ def token_of(state: int) -> int:
     return LEAST_TOKEN + (state >> 7) % NUM_TOKENS
 
 
-def reference(prompt: Sequence[int], seed: int, most: int, stops: Iterable[int]) -> list[int]:
+def allows(state: int, token: int) -> bool:
+    """Whether a grammar lets a token follow an output with this checksum, which begins with 0."""
+    return token % 2 == (state >> 5) % 2
+
+
+def chosen(state: int, is_allowed: Callable[[int], bool]) -> int:
+    """The first token from the model's own on, in turn, that is allowed."""
+    own = token_of(state)
+    return next(
+        token
+        for step in range(NUM_TOKENS)
+        if is_allowed(token := LEAST_TOKEN + (own - LEAST_TOKEN + step) % NUM_TOKENS)
+    )
+
+
+def is_constrained(seed: int) -> bool:
+    """Whether a sequence of this seed has a grammar, where there is a grammar worker."""
+    return seed % 2 == 0
+
+
+def reference(
+    prompt: Sequence[int], seed: int, most: int, stops: Iterable[int], *, has_grammar: bool = False
+) -> list[int]:
     """The complete output of a sequence."""
     state, output = extend(seed & 0xFFFFFFFF, prompt), []
     while len(output) < most:
-        output.append(token_of(state))
+        so_far = extend(0, output)
+        output.append(chosen(state, partial(allows, so_far)) if has_grammar else token_of(state))
         if output[-1] in stops:
             break
         state = extend(state, output[-1:])

@@ -175,6 +175,7 @@ class SchedulerProcess(Process):
             eos_token_ids=(EOS_ID,),
             max_sequences=self.queue.capacity,
             most_draft_tokens=sizes.batch.num_draft_tokens,
+            constraints=self.config.grammar is not None,
         )
 
 

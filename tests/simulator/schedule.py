@@ -15,6 +15,7 @@ from slipstream.scheduler.config import SchedulerConfig
 from tests.harness.workers import describe
 from tests.simulator.clients import Client, Plan
 from tests.simulator.faults import TYPICAL_EVENTS, Fault, Faults
+from tests.simulator.grammar import SimulatedGrammar
 from tests.simulator.memory import Host
 from tests.simulator.processes import GatewayProcess, Machine, SchedulerProcess
 from tests.simulator.substitutes import substituted
@@ -105,7 +106,18 @@ class Schedule:
         self.can_fail = False
         """True if the server may fail jobs, which their clients ask for again."""
         self._lack_room(Random(f"room {seed}"))
+        self._constrain(Random(f"grammars {seed}"))
         self.faults.set_clocks(Random(f"clocks {seed}"))
+
+    def _constrain(self, random: Random) -> None:
+        """Has sequences of some schedules keep to a grammar, whose worker is lost, late, or lies."""
+        if self.fence_kind != HOST or random.random() < 0.6:
+            return
+        self.world.has_grammars = True
+        # A draft knows nothing of grammars: it guesses wrong.
+        self.skill, self.other_skill = (replace(one, is_watched=False) for one in (self.skill, self.other_skill))
+        self.config = replace(self.config, grammar="unix:/grammar", grammar_timeout_ms=random.choice((None, 50.0)))
+        self.faults.lose_grammars(random)
 
     def _lack_room(self, random: Random) -> None:
         """Has some schedules fail jobs: the disk is full, the scheduler's queue is, or an outage takes too long."""
@@ -162,7 +174,8 @@ class Schedule:
     def _run(self, machine: Machine) -> Result:
         world = self.world
         drafts = ["draft"] * self.has_draft + ["other-draft"] * bool(self.num_swaps)
-        for name in ("verify", *drafts, "scheduler", "gateway"):
+        grammars = ["grammar"] * self.world.has_grammars
+        for name in ("verify", *drafts, *grammars, "scheduler", "gateway"):
             machine.start(name)
         clients = [
             Client(world, number, plan, lambda: machine.find("gateway"), can_fail=self.can_fail)  # type: ignore[no-any-return]
@@ -194,6 +207,7 @@ class Schedule:
                 has_paged_kv=role is Role.VERIFY or skill.is_paged,
                 takes_mixed_steps=self.mixes,
                 takes_ragged_steps=self.is_ragged,
+                takes_masks=True,
                 max_context_tokens=512 if role is Role.VERIFY else skill.context_tokens,
             )
             return SimulatedWorker(world, name, host, description, skill, self.fence_kind)
@@ -214,6 +228,7 @@ class Schedule:
                 "verify": partial(worker, "verify", Role.VERIFY, self.skill),
                 "draft": partial(worker, "draft", Role.DRAFT, self.skill),
                 "other-draft": partial(worker, "other-draft", Role.DRAFT, self.other_skill),
+                "grammar": lambda: SimulatedGrammar(world, host, describe(Role.GRAMMAR, pid=len(world.processes) + 1)),
                 "scheduler": scheduler,
                 "gateway": lambda: GatewayProcess(
                     world,

@@ -14,7 +14,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from slipstream.scheduler import attachment, draft_session, epoch, session, sizes
+from slipstream.scheduler import attachment, draft_session, epoch, grammar_session, session, sizes
 from tests.harness.random_choice import RandomChoice
 from tests.simulator.threads import SimulatedCondition, SimulatedEvent, SimulatedFuture, SimulatedThread
 
@@ -98,7 +98,7 @@ def substituted(world: World) -> Iterator[None]:
         if name.startswith(_UNDER_TEST):
             put(module, "time", clock)
             put(module, "threading", threads)
-    for module in (session, draft_session):
+    for module in (session, draft_session, grammar_session):
         put(module, "LinkThread", _NoLinks)
         put(module, "Heartbeats", _NoHeartbeats)
         put(module, "Future", partial(SimulatedFuture, world))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from slipstream.common.errors import ConnectionLostError, SlipstreamError
 from slipstream.gateway.scheduler import Message, SchedulerGoneError, take_all
+from tests.simulator.model import is_constrained
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
@@ -142,6 +143,8 @@ class SimulatedRunStream:
     def _take(self, request: scheduler_pb2.RunRequest | None) -> None:
         self._requests.append(request)
         for sequence in () if request is None else request.sequences:
+            if self._gateway.world.has_grammars and is_constrained(sequence.sampling.seed):
+                sequence.grammar = "a grammar"
             self._outputs[sequence.id] = (sequence.job_id, sequence.sampling.seed), len(sequence.output)
         if self._requested is not None and self._scheduler is not None:
             self._scheduler.loop.run_call(self._requested.set)

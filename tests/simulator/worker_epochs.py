@@ -17,6 +17,7 @@ from tests.simulator.model import PagedTokens
 
 if TYPE_CHECKING:
     from slipstream.common.wire.worker import Attachment
+    from slipstream.services.worker.masks import GrammarMasks
     from tests.simulator.memory import SimulatedArena, SimulatedDevice, SimulatedFence
     from tests.simulator.world import Process
 
@@ -58,6 +59,19 @@ class Piece:
             shared.check(process)
 
 
+class GrammarPiece:
+    """The memory of an attachment of a grammar worker, as verify sees it."""
+
+    def __init__(self, masks: GrammarMasks, own: SimulatedArena, given: SimulatedArena) -> None:
+        self.masks = masks
+        self.is_given_up = False
+        """True once verify waits for it no more."""
+        self.fences = {
+            FenceName.GRAMMAR_READY: own.fence(FenceName.GRAMMAR_READY),
+            FenceName.VERIFY_COPIED: given.fence(FenceName.VERIFY_COPIED),
+        }
+
+
 class Epoch:
     """A worker's part of an epoch or, for a draft, of its attachment."""
 
@@ -67,6 +81,8 @@ class Epoch:
         self.tokens = PagedTokens.of(attachment.num_pages, attachment.page_tokens)
         self.pieces: dict[int, Piece] = {}
         """By attachment; a draft has one."""
+        self.grammars: dict[int, GrammarPiece] = {}
+        """By attachment."""
         self.fences: dict[FenceName, SimulatedFence] = {}
         """Of the results."""
         self.waited: dict[SimulatedFence, int] = {}

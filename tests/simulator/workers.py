@@ -14,21 +14,25 @@ from slipstream.common.errors import (
     SlipstreamError,
     StaleEpochError,
 )
-from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART, DraftShape
+from slipstream.common.wire.events import EventLog
+from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART, BufferName, DraftShape, GrammarShape
 from slipstream.common.wire.step import DRAFT_FENCES, FenceName, Role, WaitPlace
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.future_map import VerifyResult
+from slipstream.services.worker.masks import GrammarMasks
+from tests.harness.workers import VOCAB_SIZE
 from tests.simulator.memory import SimulatedDevice
-from tests.simulator.model import extend, token_of
+from tests.simulator.model import chosen, extend, token_of
 from tests.simulator.threads import Signal
-from tests.simulator.worker_epochs import Epoch
+from tests.simulator.worker_epochs import Epoch, GrammarPiece
 from tests.simulator.world import Process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from slipstream.common.wire.step import PrefillChunk, StepCommand
-    from slipstream.common.wire.worker import Attachment, DraftRegion, WorkerDescription
+    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, WorkerDescription
+    from slipstream.services.worker.masks import Allowed
     from tests.simulator.links import SimulatedLink
     from tests.simulator.memory import Host
     from tests.simulator.worker_epochs import DraftSkill, Piece
@@ -114,20 +118,42 @@ class SimulatedWorker(Process):
         self.last_epoch = max(self.last_epoch, offered.attachment)
         then(None)
 
+    def attach_grammar(self, offered: GrammarRegion, then: Callable[[SlipstreamError | None], None]) -> None:
+        """See worker.proto."""
+        epoch = self.epoch
+        if epoch is None or epoch.is_ending or epoch.number != offered.epoch:
+            then(FailedPreconditionError(f"not attached in epoch {offered.epoch}"))
+            return
+        sizes = epoch.attachment.shape
+        shape = GrammarShape(num_slots=sizes.num_slots, num_draft_tokens=sizes.num_draft_tokens, vocab_size=VOCAB_SIZE)
+        try:
+            own, given = self._device.open_arena(offered.own, read_only=True), self._device.open_arena(offered.given)
+        except SlipstreamError as error:
+            then(error)
+            return
+        buffers = {BufferName(spec.name): own.tensor(spec.name) for spec in shape.own_specs()}
+        buffers |= {BufferName(spec.name): given.tensor(spec.name) for spec in shape.given_specs()}
+        masks = GrammarMasks(shape, buffers, number=offered.attachment, log=EventLog())
+        epoch.grammars[offered.attachment] = GrammarPiece(masks, own, given)
+        then(None)
+
     def release_draft(self, number: int, attachment: int) -> None:
         """See worker.proto. As on a GPU: what waits already looks at the word alone."""
         if self.epoch is not None and self.epoch.number == number and attachment in self.epoch.pieces:
             self.epoch.pieces[attachment].is_given_up = True
+        elif self.epoch is not None and self.epoch.number == number and attachment in self.epoch.grammars:
+            self.epoch.grammars[attachment].is_given_up = True
 
     def detach_draft(self, number: int, attachment: int, then: Callable[[], None]) -> None:
         """See worker.proto: answers when the stream is past the last use."""
         epoch = self.epoch
-        if epoch is None or epoch.number != number or attachment not in epoch.pieces:
+        if epoch is None or epoch.number != number or attachment not in {**epoch.pieces, **epoch.grammars}:
             then()
             return
 
         def gone() -> None:
             epoch.pieces.pop(attachment, None)
+            epoch.grammars.pop(attachment, None)
             self.soon(then)
 
         self.stream.enqueue(gone)
@@ -151,6 +177,8 @@ class SimulatedWorker(Process):
                 raise InvalidArgumentError("step", command.step, f"above {epoch.last_step}")
             if command.attachment and command.attachment not in epoch.pieces:
                 raise FailedPreconditionError(f"attachment {command.attachment} is not there")
+            if command.constrained and command.grammar not in epoch.grammars:
+                raise FailedPreconditionError(f"grammar worker {command.grammar} is not there")
         except SlipstreamError as error:
             link.has_refused = True
             self.end_stream(link)
@@ -158,7 +186,8 @@ class SimulatedWorker(Process):
             return
         epoch.last_step = command.step
         piece = epoch.pieces.get(command.attachment or epoch.number)
-        fences = epoch.fences | ({} if piece is None else piece.fences)
+        grammar = epoch.grammars.get(command.grammar)
+        fences = epoch.fences | ({} if piece is None else piece.fences) | ({} if grammar is None else grammar.fences)
         for update in command.updates:
             self.stream.enqueue(lambda update=update: epoch.tokens.update(update))
         memory = epoch.map if self.role is Role.VERIFY else epoch.own.region
@@ -166,7 +195,8 @@ class SimulatedWorker(Process):
         for before, phase, after in zip((None, *phases), phases, (*phases[1:], None), strict=False):
             for wait in command.ops.waits:
                 if wait.place is phase.place and not (
-                    piece is not None and piece.is_given_up and wait.fence in DRAFT_FENCES
+                    (piece is not None and piece.is_given_up and wait.fence in DRAFT_FENCES)
+                    or (grammar is not None and grammar.is_given_up and wait.fence is FenceName.GRAMMAR_READY)
                 ):
                     fence = fences[wait.fence]
                     epoch.waited[fence] = max(wait.value, epoch.waited.get(fence, 0))
@@ -248,6 +278,9 @@ class SimulatedWorker(Process):
                 assert piece is not None, "a step with a draft names it"
                 piece.check(self)
                 copied = epoch.map.copy_in(command.step, piece.region, command.slots, torch.tensor(command.slots))
+                if command.copies_tokens:
+                    masks = epoch.grammars[command.grammar].masks
+                    masks.copy_out(command.step, command.slots, torch.tensor(command.slots), copied)
                 drafts[:] = [row[:count] for row, count in zip(copied.tolist(), command.num_draft_tokens, strict=True)]
 
         def leave_states() -> None:
@@ -271,7 +304,7 @@ class SimulatedWorker(Process):
                     piece.region.stash(command.step, rows.tolist(), rows, result)
 
         return [
-            Phase(copy_in, place=WaitPlace.START),
+            Phase(copy_in, (FenceName.VERIFY_COPIED,), WaitPlace.START),
             Phase(leave_states, place=WaitPlace.PREFILL_HIDDEN),
             Phase(publish, (FenceName.VERIFY_PUBLISH,), WaitPlace.SAMPLING),
             Phase(stash, (FenceName.VERIFY_STASH,)),
@@ -305,10 +338,12 @@ class SimulatedWorker(Process):
             return rows, None
         lengths = [chunk.start + len(chunk.tokens) for chunk in ends]
         last = [epoch.tokens.state(chunk.slot, length) for chunk, length in zip(ends, lengths, strict=True)]
+        allowed = self._allowed(epoch, command, [chunk.slot for chunk in ends], 1)
         result = VerifyResult(
             seq_lens=torch.tensor(lengths),
             num_accepted=torch.zeros(len(ends), dtype=torch.int64),
-            tokens=torch.tensor([[token_of(state)] for state in last]),
+            tokens=torch.tensor([[_chosen(state, allowed, row, 0)] for row, state in enumerate(last)]),
+            faults=None if allowed is None else allowed.faults_of(len(ends)),
             hidden_states=_hidden([[state] for state in last]),
         )
         return rows, result
@@ -329,13 +364,15 @@ class SimulatedWorker(Process):
         rows = torch.tensor(slots)
         lengths, bonus = epoch.map.ends(command.step, rows, epoch.limits(slots))
         accepted, tokens, hidden = [], [], []
-        for slot, length, last, draft in zip(slots, lengths.tolist(), bonus.tolist(), drafts, strict=True):
+        allowed = self._allowed(epoch, command, slots, command.most_draft_tokens + 1)
+        rows_of_slots = zip(slots, lengths.tolist(), bonus.tolist(), drafts, strict=True)
+        for row, (slot, length, last, draft) in enumerate(rows_of_slots):
             epoch.tokens.write(slot, length, [last, *draft])
             state, said, states = epoch.tokens.state(slot, length), [], []
             for token in (last, *draft):
                 state = extend(state, (token,))
                 states.append(state)
-                said.append(token_of(state))
+                said.append(_chosen(state, allowed, row, len(said)))
             accepted.append(self._accept(epoch, piece, slot, length, draft, said))
             missing = [0] * (command.most_draft_tokens - len(draft))
             tokens.append(said + missing)
@@ -345,8 +382,15 @@ class SimulatedWorker(Process):
             seq_lens=lengths + num_accepted + 1,
             num_accepted=num_accepted,
             tokens=torch.tensor(tokens),
+            faults=None if allowed is None else allowed.faults_of(len(slots)),
             hidden_states=_hidden(hidden),
         )
+
+    @staticmethod
+    def _allowed(epoch: Epoch, command: StepCommand, slots: Sequence[int], width: int) -> Allowed | None:
+        if not command.constrained:
+            return None
+        return epoch.grammars[command.grammar].masks.take(command.step, command.constrained, slots, width)
 
     def _accept(
         self, epoch: Epoch, piece: Piece | None, slot: int, length: int, draft: list[int], said: list[int]
@@ -427,3 +471,11 @@ def _hidden(states: list[list[int]]) -> torch.Tensor:
 def _states_of(hidden: torch.Tensor) -> list[int]:
     """[W, HIDDEN_WIDTH] back to checksums; anything else gives any number."""
     return [(int(high) << 16 | int(low)) & 0xFFFFFFFF for high, low in hidden.tolist()]
+
+
+def _chosen(state: int, allowed: Allowed | None, row: int, place: int) -> int:
+    """The token that verify says, as far as the masks of the step allow it."""
+    at = [] if allowed is None else allowed.at.tolist()
+    if allowed is None or row not in at:
+        return token_of(state)
+    return chosen(state, lambda token: bool(allowed.tokens[at.index(row), place, token]))

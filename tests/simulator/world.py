@@ -107,6 +107,8 @@ class World:
         self.seed = seed
         self.random = Random(seed)
         self.now = START_S
+        self.has_grammars = False
+        """True if some sequences have a grammar; see `is_constrained`."""
         self.keeps_clocks = False
         """True if the processes' clocks go on evenly, whatever sets them."""
         self._booted_at = 0.0
