@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from slipstream.scheduler.records import ChooseDraftTokens
 
 MOST = 10
+FEW = 16
+"""Batches of fewer sequences make four times as many steps."""
 UNIFORM = 4
 """K, where all sequences have that or none: a fixed number, and `auto`, on a GPU."""
 FIXED = (0, 1, 2, 3, 4, 5, 7, 10)
@@ -56,7 +58,7 @@ class ChoicePlan(Settings):
 
     batches: Names = Names.of(BATCHES)
     curves: Names = Names.of((*CURVES, MIX))
-    steps: int = setting(3000, help="Steps of a run.", unit="N", low=200)
+    steps: int = setting(1200, help="Steps of a run.", unit="N", low=200)
     seed: int = setting(1, help="Seed of the acceptance.", unit="N")
 
 
@@ -205,7 +207,7 @@ def sample(plan: ChoicePlan, costs: MeasuredCosts, batch: int, curve: str) -> Ro
     def rate(fixed: int | None = None, **about: Any) -> float:
         server = Server(batch, shares, costs, np.random.default_rng(plan.seed), fixed, **about)
         server.run(plan.steps // 5)
-        return server.run(plan.steps)
+        return server.run(plan.steps * (1 if batch >= FEW else 4))
 
     rates = {fixed: rate(fixed) for fixed in FIXED}
     best, chosen = max(rates, key=lambda fixed: rates[fixed]), rate()
@@ -224,7 +226,7 @@ def sample(plan: ChoicePlan, costs: MeasuredCosts, batch: int, curve: str) -> Ro
 @benchmark(ChoicePlan)
 async def main(plan: ChoicePlan, file: Path | None) -> Many[str]:
     """Simulates every number of draft tokens, and the scheduler's choice, for each batch and survival curve."""
-    costs, table = MeasuredCosts(), Table(file, "batch", "curve")
+    costs, table = MeasuredCosts(), Table(file, "batch", "curve", order=lambda row: row["batch"])
     for batch, curve in product(map(int, plan.batches), plan.curves):
         table.add(sample(plan, costs, batch, curve))
     cells = [(row, CELL if row["curve"] != MIX else 1.0) for row in table.rows]

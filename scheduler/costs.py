@@ -38,7 +38,7 @@ _SERVER_WINDOW, _OWN_WINDOW = 1024.0, 64.0
 """Drafts of all sequences, and steps of one, that survivals go back over."""
 _FIRST_HAZARD, _SERVER_WEIGHT = 0.3, 2.0
 """Assumed share of first tokens that are refused, and the drafts that it counts for."""
-_FACTOR_WEIGHT, _OWN_WEIGHT = 2.0, 8.0
+_FACTOR_WEIGHT, _OWN_WEIGHT = 4.0, 16.0
 """Refusals, and drafts, that the server's count for in the estimate of a sequence."""
 
 
@@ -180,14 +180,14 @@ class Survivals:
         self._own[:], self._server[:] = 0.0, 0.0
 
     def take_in(self, rows: Ints, num_accepted: NDArray[np.uint32], num_drafted: Counts) -> None:
-        """Takes in what came of drafts: [rows] each. Rows without one say nothing."""
+        """Takes in what came of a step: [rows] each."""
         is_drafted = num_drafted > 0
+        self._own[:, rows] *= 1 - 1 / _OWN_WINDOW  # also of those without: a sequence once refused is not so for ever
         rows, accepted, drafted = rows[is_drafted], num_accepted[is_drafted, None], num_drafted[is_drafted, None]
         if not len(rows):
             return
         reached = (self._places <= accepted) & (self._places < drafted)
         ended = reached & (self._places == accepted)
-        self._own[:, rows] *= 1 - 1 / _OWN_WINDOW
         self._own[:, rows] += reached, ended
         self._server *= _SERVER_WINDOW / (_SERVER_WINDOW + len(rows))
         self._server += reached.sum(axis=0), ended.sum(axis=0)

@@ -9,7 +9,7 @@ What is not run cannot be known. One rule: 1/SAVED of the time is saved up, and 
 expected to lose no more than is saved, it is tried.
 
 Under steady arrivals, when every step would take in prompts, which says little of decoding, ALONE_STEPS decode alone
-after every MIXED_STEPS; the last of them is measured.
+after every MIXED_STEPS, or after each until everything was tried once; the last of them is measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SAVED = 256
 """One part in so many of the time may be lost by trials."""
 MOST_SAVED = 16
-"""The most that is saved, in steps: with a new draft so much is there."""
+"""The most that is saved, in steps. Until everything was tried once with a new draft, trials need no savings."""
 FIRST_STEPS, LEAST_PAUSE = 24, 256
 """Steps with a new draft before anything else is tried, and between two trials of the same."""
 TRIAL_STEPS = 8
@@ -82,11 +82,11 @@ class DraftChoice:
         self._most = num_draft_tokens
         """K of the draft that took part last."""
         self._is_ragged = False
-        self._saved_s = np.inf
+        self._saved_s = 0.0
         """Seconds that trials may lose."""
         self._step = 0
-        self._begun = 0
-        """The step when this draft began."""
+        self._begun, self._is_new = 0, True
+        """The step when this draft began; whether not everything was tried since."""
         self._run_at: dict[int, int] = {}
         """By length of the chain, KEPT and RESTING: the last step of that kind."""
         self._num_against = 0
@@ -106,7 +106,7 @@ class DraftChoice:
         self.survivals.forget_draft()
         self._run_at.clear()
         self._turn(drafts=True)
-        self._saved_s, self._trial_left, self._begun = np.inf, 0, self._step
+        self._saved_s, self._trial_left, self._begun, self._is_new = 0.0, 0, self._step, True
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -119,7 +119,7 @@ class DraftChoice:
 
     def decodes_alone(self) -> bool:
         """Whether the next step is to take in no prompts if it can decode, so that it can be measured."""
-        return self._num_mixed >= MIXED_STEPS
+        return self._num_mixed >= (1 if self._is_new else MIXED_STEPS)
 
     def sending(self, *, decodes: bool, takes_prompts: bool) -> None:
         """Takes notice of the next step."""
@@ -153,6 +153,7 @@ class DraftChoice:
             self._turn(drafts=False)
             self._on_rest(RestCause.SLOWER)
             return self._run(kept, most, survivals)
+        self._is_new = not {option.chain for option in (resting, *options)} <= self._run_at.keys()
         return self._run(self._tried([resting, *options], best) or best, most, survivals)
 
     def take_in(self, outcome: StepOutcome) -> None:
@@ -248,9 +249,10 @@ class DraftChoice:
         loss_s = oldest.loss_s(best) * (TRIAL_STEPS + self._num_back if is_turn else 1)
         last = self._run_at.get(oldest.chain)
         is_early = last is not None and self._step - last < LEAST_PAUSE
-        if oldest.chain == best.chain or loss_s > self._saved_s or is_early:
+        is_dear = loss_s > self._saved_s and not self._is_new
+        if oldest.chain == best.chain or is_dear or is_early:
             return None
-        self._saved_s -= loss_s
+        self._saved_s = max(0.0, self._saved_s - loss_s)
         self._run_at[oldest.chain] = self._step
         return oldest
 
