@@ -280,6 +280,7 @@ def _cell(ours: float | None, theirs: float | None, digits: int) -> str:
 SOURCES = {
     "capacity": ("capacity_h200", None),
     "delivery": ("", None),
+    "draft_choice": ("draft_choice", None),
     "peers": ("peers_h200", None),
     "near_ties": ("near_ties_h200", "rows"),
     "prices": ("near_ties_h200", "prices"),
