@@ -135,7 +135,10 @@ class SimulatedGrammar(Process):
             fences[wait.fence].wait(self.stream, wait.value)
 
         def make() -> None:
-            if self.world.now >= self.lies_until and self.link is link:
+            if self.world.now < self.lies_until:
+                # What it was not told then it does not know later.
+                self._masks = None
+            elif self.link is link and self._masks is masks:
                 masks.make(command_to_pb(command))
 
         self.stream.enqueue(make)
