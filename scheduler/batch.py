@@ -74,7 +74,7 @@ class Batch:
         """Replaced as a whole, so that any thread may read it."""
         self._running: dict[int, Sequence] = {}
         """By slot, in the order of their start."""
-        self._prompts = Prompts(sizes, self.pages, self.committed, self._count_looked_up)
+        self._prompts = Prompts(sizes, self.pages, self.committed)
         self._is_prefilled = np.zeros(sizes.num_slots, np.bool_)
         """[slots]: the slot has a sequence all of whose tokens were sent."""
         self._is_constrained = np.zeros(sizes.num_slots, np.bool_)
@@ -195,6 +195,8 @@ class Batch:
         else:
             self._num_without = 0
         prompts = self._prompts.take(room, self.sizes.doubling_context if num_decoded else None)
+        for sequence, num_hit in self._prompts.looked_up():
+            self._count_looked_up(sequence, num_hit)
         if prompts.yielding.slots:
             self._is_prefilled[prompts.yielding.rows] = True
             self._decoding = None

@@ -87,11 +87,12 @@ class Epoch:
         )
         self._has_constraints = grammars is not None
         limit_ms = config.grammar_timeout_ms
+        patience = self.speculation.patience
         self.constraints = Constraints(
             self.batch,
             link,
             grammars,
-            timeout_s=lambda: self.speculation.patience.timeout_s if limit_ms is None else limit_ms / 1000,
+            timeout_s=lambda: patience.timeout_s if limit_ms is None else limit_ms / 1000,
         )
         if grammars is not None:
             self.batch.gate = self.constraints
@@ -204,6 +205,7 @@ class Epoch:
         self.link.detach(drain=drain)
         self.speculation.end(None)
         self._running = None
+        self.batch.gate = None  # it refers to the batch, and nothing of an epoch waits for the collector
         self._held.close()
 
     def read_records(self, role: Role, from_step: int) -> HostRecords | None:

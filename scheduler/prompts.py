@@ -13,8 +13,6 @@ from slipstream.scheduler.records import NO_DRAFT, NO_SLOTS, Step, StepSlots
 from slipstream.scheduler.sizes import LEAST_PROMPTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from slipstream.scheduler.pages import PrefixCache
     from slipstream.scheduler.records import Sequence
     from slipstream.scheduler.sizes import BatchSizes
@@ -29,20 +27,13 @@ class Prompts:
     came, no later one goes before it.
     """
 
-    def __init__(
-        self,
-        sizes: BatchSizes,
-        pages: PrefixCache,
-        committed: CommittedTokens,
-        on_looked_up: Callable[[Sequence, int], None],
-    ) -> None:
-        """`on_looked_up` is told how many tokens of a sequence the cache had, once for each sequence."""
+    def __init__(self, sizes: BatchSizes, pages: PrefixCache, committed: CommittedTokens) -> None:
         self.draft = NO_DRAFT
         """Takes part in the steps."""
         self._sizes = sizes
         self._pages = pages
         self._committed = committed
-        self._on_looked_up = on_looked_up
+        self._looked_up: list[tuple[Sequence, int]] = []
         self.sequences: list[Sequence] = []
         """The running sequences of whose tokens some were not sent, in the order of `Sequence.turn`."""
         self._num_taken = 0
@@ -57,6 +48,14 @@ class Prompts:
         """A sequence gives its slot back."""
         if sequence in self.sequences:
             self.sequences.remove(sequence)
+
+    def looked_up(self) -> list[tuple[Sequence, int]]:
+        """Returns the sequences that began since the last call, and how many tokens of their prompts the cache had.
+
+        Each sequence is there once.
+        """
+        found, self._looked_up = self._looked_up, []
+        return found
 
     def exceed(self, num_tokens: int) -> bool:
         """Returns whether more tokens than that wait. Counts tokens that the prefix cache may have, too."""
@@ -129,5 +128,5 @@ class Prompts:
         sequence.num_cached = sequence.num_prefilled = len(found) * self._sizes.page_tokens
         if cache.is_enabled and not sequence.was_looked_up:
             sequence.was_looked_up = True
-            self._on_looked_up(sequence, min(sequence.num_cached, len(sequence.spec.prompt)))
+            self._looked_up.append((sequence, min(sequence.num_cached, len(sequence.spec.prompt))))
         return True

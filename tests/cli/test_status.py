@@ -151,7 +151,7 @@ def test_it_watches_a_server_that_works(server: str) -> None:
         assert watch.end() == 0
         assert watch.errors() == ""
         assert all(look["healthy"] for look in looks(watch))
-        assert [service["health"] for service in looks(watch)[0]["services"]] == ["SERVING"] * 4
+        assert [service["health"] for service in looks(watch)[0]["services"]] == ["SERVING"] * 5
         worked = [each for each in intervals() if each["step_s"]]
         assert num_tokens() == NUM_TOKENS
         assert all(sum(each["bubbles_s"].values()) <= each["step_s"] for each in worked)
@@ -196,7 +196,7 @@ def test_lines_elsewhere_and_one_table_on_a_terminal(server: str, state_dir: Pat
     assert len(blocks) >= 2
     for block in blocks:
         assert "\x1b" not in block
-        assert block.count("SERVING") == 4
+        assert block.count("SERVING") == 5
     assert exit_status == 0
     assert on_terminal.count("scheduler") >= 2
     assert "\x1b[" in on_terminal
@@ -260,7 +260,7 @@ class Server:
                     phase=DECODE, draft_ns=MS, verify_ns=13 * MS // 4, wall_ns=5 * MS, bubbles_ns=bubbles
                 )
             )
-            self.steps.decoded("", np.array([0, 2, 1, 1], np.int32), np.full(4, fill_value=True), 2)
+            self.steps.decoded("", np.array([0, 2, 1, 1], np.uint32), np.full(4, 2, np.int32))
         self.steps.observe(
             lambda: StepTiming(
                 phase=PREFILL, draft_ns=0, verify_ns=20 * MS, wall_ns=25 * MS, bubbles_ns={VERIFY_TO_VERIFY: 0}

@@ -99,7 +99,7 @@ class HostFence:
 
 
 class ReadOnlyFence(HostFence):
-    """A fence whose word this process can only read: it waits, and `release` ends the waits of this process alone."""
+    """A fence whose word this process can only read: it waits, and `release` ends only the waits of this process."""
 
     def __init__(self, memory: memoryview, offset: int) -> None:
         super().__init__(memory, offset)
@@ -111,7 +111,7 @@ class ReadOnlyFence(HostFence):
 
     def store(self, value: int) -> None:
         """Raises FailedPreconditionError."""
-        raise FailedPreconditionError(f"a fence that this process maps for reading alone cannot be set to {value}")
+        raise FailedPreconditionError(f"a fence that this process maps only for reading cannot be set to {value}")
 
     def poll(self) -> int:
         return max(self._word.value, self._floor)

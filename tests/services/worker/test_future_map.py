@@ -58,9 +58,8 @@ class Shared:
     def __init__(self, shape: DraftShape, *, is_debug: bool) -> None:
         self.arenas = SharedArenas(shape)
         self.log = RecordingLog()
-        names = [
-            name for name in BufferName if name not in LENT_WEIGHTS and (shape.hidden_width or "hidden" not in name)
-        ]
+        others = {*LENT_WEIGHTS, BufferName.COPIED_TOKENS, BufferName.MASKS, BufferName.MASK_STAMPS}
+        names = [name for name in BufferName if name not in others and (shape.hidden_width or "hidden" not in name)]
         buffers = {name: self.arenas.tensor(name) for name in names}
         results = {BufferName(spec.name): self.arenas.results.tensor(spec.name) for spec in epoch_shape(shape).specs()}
         self.map = FutureMap(epoch_shape(shape), results, vocab_size=VOCAB_SIZE, log=self.log, is_debug=is_debug)
