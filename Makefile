@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLIENTS := $(VENV)/.clients
 PIP_ARGS ?=
-# Two processes of tests; each takes over tests of the other when it has no more of its own.
-PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
+# Three processes of tests, as some tests wait; each takes over tests of the others when it has no more of its own.
+PYTEST_ARGS ?= --numprocesses 3 --dist worksteal
 
 .PHONY: install demo test test-all check protos images clean
 
