@@ -45,16 +45,16 @@ CELL = 0.98
 OUTPUT_TOKENS = 400
 SHAPE = "llama-3.1-8b"
 KV_MS = 0.045
-"""Of verify's time, for each row: the keys and values of its context, as both measurements agree on it."""
+"""Milliseconds of verify for the keys and values of a row's context, as both measurements agree on it."""
 WAY_BACK = 4
 """Steps in which the draft comes back."""
 KEPT_PART = 0.2
-"""Of a chain's first forward, which only takes in what was stashed: what a step takes longer by it."""
+"""Share of a chain's first forward that a step costs which only takes in what was stashed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChoicePlan(Settings):
-    """What is run."""
+    """The settings of a simulation."""
 
     batches: Names = Names.of(BATCHES)
     curves: Names = Names.of((*CURVES, MIX))

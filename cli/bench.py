@@ -88,7 +88,7 @@ class PromptMaker:
     vocab_size: int | None
 
     def prompt(self, num_tokens: int, rng: random.Random) -> str | tuple[int, ...]:
-        """Of exactly so many ids, or of so many words."""
+        """Returns a prompt of `num_tokens` ids, or of as many words."""
         if self.vocab_size is None:
             return " ".join(rng.choice(WORDS) for _ in range(num_tokens))
         first = min(FIRST_ID, self.vocab_size // 2)

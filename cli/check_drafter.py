@@ -17,8 +17,8 @@ from slipstream.common.errors import FailedPreconditionError, SlipstreamError, U
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.wire.manifest import TIMELINE
 from slipstream.common.wire.sequence import SamplingParams
-from slipstream.common.wire.step import Role
-from slipstream.common.wire.worker import PROTOCOL_VERSION, attachment_to_pb
+from slipstream.common.wire.step import PROTOCOL_VERSION, Role
+from slipstream.common.wire.worker import attachment_to_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.attachment import check_sharing

@@ -66,7 +66,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 class ConstraintOptions(TypedDict, total=False):
-    """What the output keeps to, one of these fields, as in generation.proto."""
+    """The constraint of an output: at most one of these fields, as in generation.proto."""
 
     json_schema: str | Mapping[str, Any] | None
     """A schema, in JSON or as it is loaded from there."""

@@ -39,7 +39,7 @@ TRIAL_STEPS = 8
 MARGIN, PATIENCE = 0.03, 16
 """The draft rests, or comes back, where that is faster by so much in so many steps, one after the other."""
 MIXED_STEPS, ALONE_STEPS = 16, 2
-"""So many mixed steps one behind the other, then so many that decode alone."""
+"""Mixed steps in a row, and the steps after them that only decode."""
 _SETTLING = 2
 """The first steps of a rest, which say nothing: those before them were drafted."""
 
@@ -210,7 +210,7 @@ class DraftChoice:
         self._num_stayed = self._num_against = 0
 
     def _survivals(self, slots: StepSlots, most: Counts) -> Floats:
-        """[slots, K]: 0 behind what a sequence may have."""
+        """[slots, K]: survivals, 0 after the draft tokens that a sequence may have."""
         places = np.arange(self._most)
         found: Floats = np.where(places < most[:, None], self.survivals.of(slots, self._most), 0.0)
         return found

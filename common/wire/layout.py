@@ -23,9 +23,9 @@ PADDING_SLOT = 0
 NOT_FINITE = -1
 """NUM_ACCEPTED of a slot whose step has no tokens: they would come of logits that are NaN or infinite."""
 UNMASKED = -2
-"""The same of a slot with a constraint whose masks were not there."""
+"""NUM_ACCEPTED of a slot with a constraint whose masks were not there: its step has no tokens."""
 UNMATCHED = -3
-"""The same where the grammar worker has no masks for the slot: its matcher has failed."""
+"""NUM_ACCEPTED of a slot with a constraint whose matcher has failed, so that it never has masks."""
 
 
 class BufferName(enum.StrEnum):
@@ -110,7 +110,7 @@ OWN_FENCES = DRAFT_FENCES
 
 GRAMMAR_GIVEN_FENCES = (FenceName.VERIFY_COPIED,)
 GRAMMAR_OWN_FENCES = (FenceName.GRAMMAR_READY,)
-"""The same of a grammar worker's region."""
+"""The fence words in the two pieces of a grammar worker's region."""
 
 
 def ring_rows(run_ahead: int) -> int:

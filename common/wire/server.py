@@ -41,7 +41,7 @@ class SamplingDefaults:
 
     @property
     def given(self) -> dict[str, float]:
-        """Those that there are, by their names."""
+        """Returns the defaults that are set, by their names."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class ServerState:
     reasoning_format: str = ""
     """Form in which it has the assistant's thoughts; empty if it has none that is known."""
     sampling_defaults: SamplingDefaults | None = None
-    """Those of the model's `generation_config.json`; None: it has none, or they do not count."""
+    """Sampling defaults of the model's `generation_config.json`; None: none, or they do not count."""
 
     def to_pb(self) -> generation_pb2.GetServerInfoResponse:
         return encode(generation_pb2.GetServerInfoResponse, self)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from slipstream.common.wire.sequence import SamplingParams
 
+PROTOCOL_VERSION = 4
+"""Grows when a message of the worker contract changes its meaning."""
 FINAL_NORM = 2**32 - 1
 """Among the layers whose inputs a draft reads: the output of the target's final norm."""
 

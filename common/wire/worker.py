@@ -15,6 +15,7 @@ from slipstream.common.wire.manifest import DTYPE_NAMES, DTYPES, BufferSpec, Fen
 from slipstream.common.wire.messages import decode, encode
 from slipstream.common.wire.sequence import MAX_TOP_LOGPROBS, SamplingParams
 from slipstream.common.wire.step import (
+    PROTOCOL_VERSION,
     FenceName,
     FenceOps,
     FencePoint,
@@ -31,8 +32,6 @@ from slipstream.protos import worker_pb2 as pb
 if TYPE_CHECKING:
     from slipstream.common.wire.layout import StepShape
 
-PROTOCOL_VERSION = 4
-"""Grows when a message of the worker contract changes its meaning."""
 LARGEST_EPOCH = 2**63 - 1
 """The largest number of an epoch and of an attachment: words of a step have 64 bits."""
 

@@ -16,7 +16,7 @@ from slipstream.common.errors import FailedPreconditionError, InvalidArgumentErr
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
-from slipstream.common.wire.step import Role
+from slipstream.common.wire.step import PROTOCOL_VERSION, Role
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.grammar.epoch import GrammarEpoch
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 4
-"""That of the worker contract; its other copy is in a module that imports torch."""
 MAX_RECEIVE_BYTES = 64 * 2**20
 """Of a command: many sequences may come with their grammars in one."""
 STOP_GRACE_S = 0.2

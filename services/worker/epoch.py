@@ -27,8 +27,8 @@ from slipstream.common.wire.layout import (
     GrammarShape,
 )
 from slipstream.common.wire.manifest import DTYPES
-from slipstream.common.wire.step import FenceName, Role
-from slipstream.common.wire.worker import PROTOCOL_VERSION, DraftSizes, hidden_of
+from slipstream.common.wire.step import PROTOCOL_VERSION, FenceName, Role
+from slipstream.common.wire.worker import DraftSizes, hidden_of
 from slipstream.services.models.config import MAX_VOCAB_SIZE
 from slipstream.services.worker.future_map import NO_REGION, CapturedStep, FutureMap, Region, StampPlace
 from slipstream.services.worker.graphs import CudaCapture, GraphedStep, HostCapture

@@ -13,8 +13,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slipstream.common.wire.layout import BufferName
-from slipstream.common.wire.step import FenceName
-from slipstream.common.wire.worker import PROTOCOL_VERSION, attachment_to_pb
+from slipstream.common.wire.step import PROTOCOL_VERSION, FenceName
+from slipstream.common.wire.worker import attachment_to_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from tests.harness.checkpoints import VOCAB_SIZE, write_json, write_tokenizer

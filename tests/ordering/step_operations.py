@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ATTACHMENT = 1000
 """Number of a draft's attachment where there is one."""
 GRAMMAR_ATTACHMENT = -1000
-"""The same of a grammar worker's; the next ones are below it."""
+"""Number of a grammar worker's first attachment; the next ones are below it."""
 
 Lanes = tuple[tuple[Operation, ...], ...]
 """The operations of draft, verify, the scheduler and the grammar worker."""

@@ -11,8 +11,7 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import MismatchError
 from slipstream.common.host import pid_namespace, shm_device
 from slipstream.common.wire.manifest import EVENT, TIMELINE
-from slipstream.common.wire.step import Role
-from slipstream.common.wire.worker import PROTOCOL_VERSION
+from slipstream.common.wire.step import PROTOCOL_VERSION, Role
 from slipstream.scheduler.attachment import check_sharing
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.waiting import until

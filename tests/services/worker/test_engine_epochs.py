@@ -21,8 +21,7 @@ from slipstream.common.errors import (
     StaleEpochError,
 )
 from slipstream.common.wire.events import EventLog, Site
-from slipstream.common.wire.step import Role, StepCommand, WaitPlace
-from slipstream.common.wire.worker import PROTOCOL_VERSION
+from slipstream.common.wire.step import PROTOCOL_VERSION, Role, StepCommand, WaitPlace
 from slipstream.services.worker import epoch
 from slipstream.services.worker.engine import Engine, Phase
 from tests.harness.leaks import nothing_left
