@@ -114,15 +114,8 @@ def dtype_of(config: WorkerConfig, device: Device) -> torch.dtype:
     return DTYPES[config.dtype]
 
 
-def check_dtype(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ConfigError for experts in a dtype that PyTorch's grouped products do not have on a GPU."""
-    if model.experts is not None and device.type == "cuda" and dtype != torch.bfloat16:
-        raise ConfigError("dtype", DTYPE_NAMES[dtype], "bfloat16, for a mixture of experts on a GPU")
-
-
 def _load(config: WorkerConfig, device: Device) -> LanguageModel:
     path, where, dtype = config.directory, device.torch_device, dtype_of(config, device)
-    check_dtype(ModelConfig.from_directory(path), where, dtype)
     with loading(path.name, where, lambda meta: Decoder(ModelConfig.from_directory(path), device=meta, dtype=dtype)):
         decoder = load_decoder(
             path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,19 +19,22 @@ _STEEPNESS = 1.702
 """Factor in the sigmoid of bounded gates."""
 _LEAST_SUM = 1e-20
 """Added to the sum of weights before they are divided by it."""
+ByKernels = Callable[["Experts", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Adds up what experts make of rows, [N, hidden_size], by the choice and the weights of `Experts.route`."""
 
 
 class Experts(nn.Module):
     """The experts of a layer, without the shared one.
 
-    Weights are stacked. On a GPU each product is one over all experts, whose rows are sorted by expert on the device;
-    the host reads nothing of the choice. On a CPU each expert multiplies its own rows, and a token's numbers do not
-    depend on those beside it.
+    Weights are stacked. On a CPU each expert multiplies its own rows, and a token's numbers do not depend on those
+    beside it. On a GPU kernels do this for all experts at once, and the host reads nothing of the choice.
     """
+
+    steepness = _STEEPNESS
 
     def __init__(self, config: ExpertsConfig, hidden_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self._config = config
+        self.config = config
         num_experts, width = config.num_experts, config.width
 
         def parameter(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
@@ -44,12 +48,16 @@ class Experts(nn.Module):
         self.down: nn.Parameter | None = parameter(num_experts, hidden_size, width)
         self.gate_up_bias = parameter(num_experts, 2 * width) if has_biases else None
         self.down_bias = parameter(num_experts, hidden_size) if has_biases else None
+        self.by_kernels: ByKernels | None = None
+        """Set where kernels run the experts."""
         self._each: list[tuple[Linear, Linear]] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, hidden_size] to the same."""
         chosen, weights = self.route(x)
-        by_choice = (self._by_expert if x.is_cpu else self._grouped)(x, chosen)
+        if self.by_kernels is not None:
+            return self.by_kernels(self, x, chosen, weights)
+        by_choice = self._by_expert(x, chosen)
         return (by_choice.view(*chosen.shape, -1) * weights[..., None].to(x.dtype)).sum(dim=1)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +65,7 @@ class Experts(nn.Module):
 
         Of equal scores that of the lower number is taken.
         """
-        config, scoring = self._config, self._config.mixture.scoring
+        config, scoring = self.config, self.config.mixture.scoring
         scores: torch.Tensor = self.router(x.to(torch.float32))
         if scoring is Scoring.SOFTMAX:
             scores = scores.softmax(dim=-1)
@@ -77,7 +85,7 @@ class Experts(nn.Module):
     def pack(self) -> None:
         """Gives the weights of each expert their fastest layout on a CPU; they cannot be read or set any more."""
         assert self.gate_up is not None, "experts are packed once"
-        if self.gate_up.is_cpu:
+        if self.gate_up.is_cpu and self.by_kernels is None:
             self._each = self._linears()
             for gate_up, down in self._each:
                 gate_up.pack()
@@ -93,7 +101,7 @@ class Experts(nn.Module):
             own = None if bias is None else nn.Parameter(bias, requires_grad=False)
             return Linear(nn.Parameter(weight, requires_grad=False), own)
 
-        no_biases = [None] * self._config.num_experts
+        no_biases = [None] * self.config.num_experts
         biases = [no_biases if bias is None else list(bias) for bias in (self.gate_up_bias, self.down_bias)]
         rows = zip(self.gate_up, self.down, *biases, strict=True)
         return [(linear(gate_up, first), linear(down, second)) for gate_up, down, first, second in rows]
@@ -105,29 +113,13 @@ class Experts(nn.Module):
         for expert in sorted(set(flat.tolist())):
             gate_up, down = each[expert]
             places = (flat == expert).nonzero()[:, 0]
-            output[places] = down(self._gated(gate_up(x[places // self._config.num_chosen])))
+            output[places] = down(self._gated(gate_up(x[places // self.config.num_chosen])))
         return output
-
-    def _grouped(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Runs all experts in one product each, on rows sorted by expert; see `_by_expert`."""
-        assert self.gate_up is not None, "weights are only given up on a CPU"
-        assert self.down is not None, "as the others"
-        experts, order = chosen.flatten().sort(stable=True)
-        numbers = torch.arange(self._config.num_experts, device=x.device)
-        ends = torch.searchsorted(experts, numbers, right=True).to(torch.int32)
-        rows = x.index_select(0, order // self._config.num_chosen)
-        gate_up = torch._grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends)
-        if self.gate_up_bias is not None:
-            gate_up = gate_up + self.gate_up_bias.index_select(0, experts)
-        made = torch._grouped_mm(self._gated(gate_up), self.down.transpose(1, 2), offs=ends)
-        if self.down_bias is not None:
-            made = made + self.down_bias.index_select(0, experts)
-        return torch.empty_like(made).index_copy_(0, order, made)
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[rows, 2 * width], which is overwritten, to [rows, width]."""
         gate, up = gate_up.chunk(2, dim=-1)
-        limit = self._config.limit
+        limit = self.config.limit
         if limit is None:
             return F.silu(gate).mul_(up)
         up = up.clamp_(-limit, limit).add_(1.0)

@@ -11,6 +11,7 @@ from slipstream.services.models.decoder import Decoder, RMSNorm
 from slipstream.services.models.head_config import EagleConfig
 from slipstream.services.models.heads import DraftHead, Eagle3Head, EagleHead, HeadModule
 from slipstream.services.models.kernels.block_ops import add_rms_norm, embed_and_norm, rms_norm, rotation_of, swiglu
+from slipstream.services.models.kernels.grouped import run_experts
 from slipstream.services.models.kernels.paged_attention import JoinedAttention, PagedAttention, paged_attention
 from slipstream.services.models.kernels.products import (
     Scaled,
@@ -33,12 +34,15 @@ if TYPE_CHECKING:
 class FusedDecoder(Decoder):
     """`Decoder` by kernels; the launches depend only on shapes, so that it can be captured in a CUDA graph.
 
-    Of layers that are not as Llama's, only attention is by kernels, and the rest by PyTorch.
+    Of layers that are not as Llama's, only attention and experts are by kernels, and the rest by PyTorch.
     """
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(config, device=device, dtype=dtype)
         self._stack = cast("list[DecoderLayer]", list(self.layers))
+        for layer in self._stack:
+            if layer.experts is not None:
+                layer.experts.by_kernels = run_experts
 
     def pack(self) -> None:
         super().pack()

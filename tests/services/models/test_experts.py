@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.common.errors import CheckpointError, ConfigError
-from slipstream.services.factory import check_dtype
+from slipstream.common.errors import CheckpointError
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
@@ -56,19 +55,6 @@ def test_a_sigmoid_has_the_same_bits_anywhere_in_a_tensor() -> None:
     assert torch.equal(torch.cat([sigmoid(number[None]) for number in numbers]), sigmoid(numbers))
 
 
-def test_one_product_of_all_experts_has_the_numbers_of_each(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The form of a GPU reads nothing of the choice on the host: it runs where tensors have no values, too."""
-    monkeypatch.setattr(Experts, "pack", lambda self: None)
-    decoder = load_decoder(path, device=CPU, dtype=torch.float32)
-    experts, rows = experts_of(decoder), some_rows(23)
-    chosen, _ = experts.route(rows)
-    assert len(set(chosen.flatten().tolist())) > 1
-    expected = experts._by_expert(rows, chosen)
-    torch.testing.assert_close(experts._grouped(rows, chosen), expected, atol=1e-5, rtol=1e-5)
-    there = experts_of(Decoder(decoder.config, device=META, dtype=torch.bfloat16))
-    assert there(torch.empty(23, 64, device=META, dtype=torch.bfloat16)).shape == (23, 64)
-
-
 def test_of_equal_scores_the_lower_expert_is_taken(path: Path) -> None:
     """Also of equal groups, and where a bias makes others equal."""
     decoder = load_decoder(path, device=CPU, dtype=torch.float32, load_format=LoadFormat.DUMMY)
@@ -112,16 +98,6 @@ def test_all_experts_count_in_memory(tmp_path: Path) -> None:
     assert first == second
     assert first > 8 * 3 * 4096 * 64 * 2, "the experts of one layer"
     assert more - little >= 3 * 3 * 4096 * 2
-
-
-def test_on_a_gpu_experts_have_one_dtype(tmp_path: Path) -> None:
-    cuda, sizes = torch.device("cuda"), MIXTURES["olmoe"] | {"architectures": ["OlmoeForCausalLM"]}
-    write_json(tmp_path / "config.json", sizes)
-    config = ModelConfig.from_directory(tmp_path)
-    check_dtype(config, cuda, torch.bfloat16)
-    check_dtype(config, CPU, torch.float32)
-    with pytest.raises(ConfigError, match=r"dtype: got 'float16', .*: bfloat16, for a mixture of experts on a GPU"):
-        check_dtype(config, cuda, torch.float16)
 
 
 def of_mixture(name: str, architecture: str, **changes: Any) -> dict[str, Any]:

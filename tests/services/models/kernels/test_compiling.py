@@ -19,6 +19,7 @@ TESTS = {
     ("paged_attention",): ("attention_kernels", "paged_attention"),
     ("block_ops", "rotate_and_keep"): ("block_ops",),
     ("products",): ("products",),
+    ("grouped",): ("grouped",),
     ("fp8",): ("fp8",),
     ("sampling",): ("sampling", "token_scores"),
     ("suffix_ring",): ("fused_suffix_cache",),

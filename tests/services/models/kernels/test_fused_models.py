@@ -46,7 +46,18 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "phi3-partial": {"family": "phi3", "partial_rotary_factor": 0.75, "head_dim": 24, "sliding_window": 5},
 }
-OTHER_FAMILIES = ("gemma2", "gemma3", "olmo3", "smollm3", "granite", "glm4", "ernie4.5", "qwen2-moe", "gpt-oss")
+OTHER_FAMILIES = (
+    "gemma2",
+    "gemma3",
+    "olmo3",
+    "smollm3",
+    "granite",
+    "glm4",
+    "ernie4.5",
+    "qwen2-moe",
+    "dots1",
+    "gpt-oss",
+)
 AUX_LAYERS = (0, 1, 2, FINAL_NORM)
 CPU = torch.device("cpu")
 
