@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.cli.check_drafter import run_check_drafter
+from slipstream.cli.scripted_verify import ScriptedVerify
 from slipstream.common.errors import UnavailableError
 from tests.harness.checkpoints import VOCAB_SIZE, write_json, write_tokenizer
 from tests.harness.example_drafters import OWN_DRAFTERS, serving
@@ -59,6 +60,22 @@ def test_nothing_is_broken_by_the_numpy_drafter(faulty: Path, capsys: pytest.Cap
     assert run_check_drafter(f"unix:{faulty}/none.sock", "cpu", timeout_s=20.0) == 0
     assert run_check_drafter(f"unix:{faulty}/none.sock", "cpu", timeout_s=20.0) == 0
     assert "✗" not in capsys.readouterr().out
+
+
+def test_memory_is_compared_when_all_parts_that_may_run_are_over(faulty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step's prefill part writes meanwhile would be taken for a fault of its decode part."""
+    check_memory, pending = ScriptedVerify.check_memory, []
+
+    def check(verify: ScriptedVerify, when: str) -> None:
+        if when.startswith("in step"):
+            may_run = [point for point, stash in verify._waits.items() if stash <= verify._released]
+            pending.append([point for point in may_run if verify._fences[point.fence].poll() < point.value])
+        check_memory(verify, when)
+
+    monkeypatch.setattr(ScriptedVerify, "check_memory", check)
+    assert run_check_drafter(f"unix:{faulty}/pauses.sock", "cpu", timeout_s=20.0) == 0
+    assert len(pending) > 10
+    assert not any(pending)
 
 
 @pytest.mark.sampled(1)

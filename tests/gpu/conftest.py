@@ -34,10 +34,12 @@ def load_all_kernels() -> None:
     """Initialises CUDA in this process so that no kernel is loaded later, when it is launched for the first time.
 
     Such a load waits for the streams of its context. Here both workers have one context and one thread, and draft's
-    stream may wait for a command to verify that this thread has yet to send. Processes that are started are as ever.
+    stream may wait for a command to verify that this thread has yet to send. For the same reason no stream shares a
+    hardware queue with another. Processes that are started are as ever.
     """
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("CUDA_MODULE_LOADING", "EAGER")
+        environment.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         if cuda_obstacle() is None:
             torch.zeros(1, device="cuda")
 

@@ -1,6 +1,6 @@
 """NumPy drafters, each with a fault of its own, in one process: faulty_drafters.py --tokenizer DIR --listen unix:DIR.
 
-Each serves at DIR/NAME.sock, by its name in `FAULTS`; "none" has no fault.
+Each serves at DIR/NAME.sock, by its name in `FAULTS`; "none" and "pauses" have no fault.
 """
 
 from __future__ import annotations
@@ -113,6 +113,19 @@ class SkipsSteps(Epoch):
         super()._carry_out(done)
 
 
+class Pauses(Epoch):
+    """Has no fault, and takes its time between the parts of a step."""
+
+    def _carry_out(self, command: Any) -> None:
+        for point in command.signals:
+            part = pb.StepCommand()
+            part.CopyFrom(command)
+            del part.signals[:]
+            part.signals.append(point)
+            super()._carry_out(part)
+            threading.Event().wait(0.005)
+
+
 class TakesAnything(DraftServicer):
     """Compares nothing with verify's description."""
 
@@ -122,6 +135,7 @@ class TakesAnything(DraftServicer):
 
 FAULTS: dict[str, Any] = {
     "none": Epoch,
+    "pauses": Pauses,
     "signals-first": SignalsFirst,
     "beyond-vocabulary": BeyondVocabulary,
     "scribbles": Scribbles,

@@ -67,6 +67,7 @@ class CudaDriver:
         self._context = _value(cu.cuDevicePrimaryCtxRetain, cu.cuDevicePrimaryCtxRetain(self.gpu))
         self._bound = threading.local()
         self._stream_calls = StreamCalls()
+        self._idle_streams: list[int] = []
 
     @property
     def streams(self) -> StreamCalls:
@@ -96,8 +97,18 @@ class CudaDriver:
         return True
 
     def create_stream(self) -> int:
-        """Makes a stream that does not wait for the default one, and returns its handle."""
+        """Returns the handle of a stream that does not wait for the default one: a new one, or one given back.
+
+        A context has few hardware queues (CUDA_DEVICE_MAX_CONNECTIONS). Where it has more streams, two of them share a
+        queue, and work of one waits for what the other waits for.
+        """
+        if self._idle_streams:
+            return self._idle_streams.pop()
         return int(self.call(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
+
+    def give_back_stream(self, stream: int) -> None:
+        """Takes an idle stream for `create_stream`. It is not destroyed: PyTorch keeps memory by stream."""
+        self._idle_streams.append(stream)
 
     def _bind(self) -> None:
         if not hasattr(self._bound, "here"):

@@ -74,8 +74,10 @@ class CudaStream:
             self._on_failure(error)
 
     def close(self) -> None:
-        """The handle lives as long as the process: PyTorch keeps its memory by stream."""
-        PollBackoff().wait(self._is_idle, time.monotonic() + CLOSE_TIMEOUT_S)
+        """Gives the handle back to the driver if its work ends in time."""
+        is_idle = PollBackoff().wait(self._is_idle, time.monotonic() + CLOSE_TIMEOUT_S)
+        if is_idle and self.failure is None:
+            self._driver.give_back_stream(self.handle)
 
     def _is_idle(self) -> bool:
         try:

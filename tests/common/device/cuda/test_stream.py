@@ -17,6 +17,7 @@ from slipstream.common.device.cuda.poll_backoff import MAX_SLEEP_S, MIN_SLEEP_S,
 from slipstream.common.device.interface import ANY_TIME, Look
 from slipstream.common.errors import DeadlineExceededError
 from tests.harness import fake_cuda
+from tests.harness.fake_cuda import Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -158,3 +159,21 @@ def test_what_is_late_or_unknown_is_looked_for_at_once(clock: Clock) -> None:
 def test_a_deadline_comes_before_an_expected_end(clock: Clock) -> None:
     assert not wait_for_expected(at(clock, 200.0), 100.02, Look(100.05, usual_s=0.05))
     assert clock.now == pytest.approx(100.02)
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_used_again"), [(Result.CUDA_SUCCESS, True), (Result.CUDA_ERROR_NOT_READY, False)]
+)
+def test_a_closed_stream_that_is_idle_is_used_again(answer: Result, *, is_used_again: bool) -> None:
+    """A context that has more streams than hardware queues has two that wait for each other."""
+    with fake_cuda.installed() as cuda:
+        streams, driver = fake_cuda.module("cuda.stream"), fake_cuda.driver()
+        streams.torch = SimpleNamespace(cuda=SimpleNamespace(ExternalStream=lambda *_, **__: None))
+        streams.CLOSE_TIMEOUT_S = 0.01
+        cuda.answers["cuStreamQuery"] = (answer,)
+        made = []
+        for _ in range(2):
+            stream = streams.CudaStream("verify", driver, torch.device("cuda"), lambda error: None)
+            stream.close()
+            made.append(stream.handle)
+    assert (made[0] == made[1]) == is_used_again
