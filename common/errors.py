@@ -32,7 +32,7 @@ from __future__ import annotations
 from typing import Self
 
 RETRY_AFTER_MS = 500
-"""Time after which a call may come again that found a server full, or without its workers."""
+"""Time after which a call that found a server full, or without its workers, may be repeated."""
 
 
 class SlipstreamError(Exception):
@@ -41,7 +41,7 @@ class SlipstreamError(Exception):
     def again(self) -> Self:
         """The same error without a traceback, for one that is kept and ends several calls.
 
-        Each time that an exception is raised, it keeps the frames that it comes through, with all that they refer to.
+        Each time that an exception is raised, it keeps the frames that it passes, with all that they refer to.
         """
         error = type(self).__new__(type(self), *self.args)
         error.__dict__ |= self.__dict__

@@ -122,7 +122,7 @@ def token_by_token(chunk: OutputChunk) -> Iterator[OutputChunk]:
 async def merged(
     outputs: Sequence[AsyncGenerator[OutputChunk, None]],
 ) -> AsyncGenerator[tuple[int, OutputChunk], None]:
-    """Yields the chunks of several jobs as they come, each with the index of its job. Ends all with the first error."""
+    """Yields the chunks of several jobs as they arrive, with the index of the job. Ends all with the first error."""
     if len(outputs) == 1:
         async with aclosing(outputs[0]) as output:
             async for chunk in output:

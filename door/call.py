@@ -122,7 +122,7 @@ class Door:
 
 
 class Call:
-    """A call: what came, who sent it, and how to answer."""
+    """A call: its request, its sender, and how to answer."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ async def send_error(send: Send, error: ApiError) -> None:
 async def send_stream(
     send: Send, events: AsyncGenerator[bytes, None], to_error: Callable[[SlipstreamError], ApiError]
 ) -> None:
-    """Sends events as they come. Raises what the first one raises; a later error is an event, as `to_error` has it."""
+    """Sends events as they arrive. Raises what the first one raises; a later error is an event, by `to_error`."""
 
     async def send_part(part: bytes, *, has_more: bool = True) -> None:
         await send({"type": "http.response.body", "body": part, "more_body": has_more})

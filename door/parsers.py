@@ -1,4 +1,4 @@
-"""Finds in an output what is thought, said and called, as the text comes.
+"""Finds in an output what is thought, said and called, while the text arrives.
 
 The forms are those of chat templates. Text that has the form of no call stays text.
 """

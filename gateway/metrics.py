@@ -66,7 +66,7 @@ PUBLISH_TO_SEND = histogram(
 )
 COALESCED = counter(
     "slipstream_coalesced_messages_total",
-    "Messages with the output of more than one step because the gateway or a client was behind.",
+    "Messages with the output of more than one step because the gateway or a client was late.",
 )
 CUT_OFF = counter("slipstream_streams_cut_off_total", "Streams given up because their client read nothing.")
 GIVEN_UP = counter(

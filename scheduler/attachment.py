@@ -43,7 +43,7 @@ class Mapping(enum.Enum):
     TAKEN = "taken"
     """The process has it, and so has released all earlier ones."""
     RELEASED = "released"
-    """The process has come to an end of its work, or was attached anew; on a GPU its word is no proof."""
+    """The process has finished its work, or was attached anew; on a GPU its word is no proof."""
 
 
 class DraftAttachment:

@@ -81,7 +81,7 @@ class Batch:
         """[slots]: the last sequence of the slot has a constraint."""
         self._decoding: Step | None = None
         """What the sequences that decode do in a step, without its number and updates: the same from step to step until
-        one comes, goes or is sure to end. None if one came or went since it was made."""
+        one starts, ends or is sure to end. None if one started or ended since it was made."""
         self._decoding_for = 0
         """The K that it was made for."""
         self._chosen: tuple[Step | None, Step] = None, Step(0, NO_SLOTS, NO_SLOTS, np.ones(0, np.int32))
@@ -99,7 +99,7 @@ class Batch:
         self.last_step = 0
         """Number of the last step that was made."""
         self._is_decodes_turn = False
-        """True behind a step of prompts. Counts where steps are not mixed."""
+        """True after a step of prompts. Counts where steps are not mixed."""
         self._num_without = 0
         """Steps that drafted none since fewer prompts waited than make them do so."""
 
@@ -217,7 +217,7 @@ class Batch:
         return decoding._replace(number=self.last_step, updates=self._page_lists.take_updates())
 
     def _joined(self, step: Step, prompts: Step) -> Step:
-        """The same step with the chunks of `prompts`, whose first tokens come after those of the rows that decode."""
+        """The same step with the chunks of `prompts`, whose first tokens follow those of the rows that decode."""
         yielding, num_ending = step.yielding + prompts.yielding, len(prompts.yielding.slots)
         is_beyond = step.is_beyond_draft
         return step._replace(
@@ -253,7 +253,7 @@ class Batch:
         """Takes in the result of a step. Rows of sequences that are over are dropped.
 
         Raises PendingLengthError, and takes in nothing, if no step under way was to bring it.
-        `published_ns`: when the result was on the host; None is now.
+        `published_ns`: when the result was on the host; None: now.
         """
         for reason, rows in ((_NOT_FINITE, result.not_finite), (_UNMATCHED, result.unmatched)):
             for at in rows:

@@ -83,7 +83,7 @@ class ServingSettings(Settings, heading="Steps and memory"):
     )
     memory_reserve_mib: int = setting(
         1024,
-        help="GPU memory that is left free, in MiB, where --kv-memory-mib is not given: another draft may come.",
+        help="GPU memory that is left free, in MiB, where --kv-memory-mib is not given: another draft may arrive.",
         unit="N",
         low=0,
         high=2**24,

@@ -129,7 +129,7 @@ class Constraints:
         """`timeout_s` returns the time that a step may wait for masks now."""
         self.active: GrammarWorker | None = None
         self.problem: SlipstreamError | None = None
-        """Why no grammar worker can be attached, so that sequences are refused; None while one may come."""
+        """Why no grammar worker can be attached, so that sequences are refused; None while one may arrive."""
         self._batch = batch
         self._verify = verify
         self._listener = listener
@@ -208,7 +208,7 @@ class Constraints:
     def check(self) -> None:
         """Takes in a worker that was offered, and looks at the link of the active one."""
         while self._offered:
-            self.lose(UnavailableError("another grammar worker has come"))
+            self.lose(UnavailableError("another grammar worker has arrived"))
             self.active = self._offered.popleft()
         if self.active is not None and (failure := self.active.link.failure) is not None:
             self.lose(UnavailableError(str(failure)), has_died=True)

@@ -85,7 +85,7 @@ class _Curve:
         known = np.array([mean.at for mean in means])
         seconds = np.maximum.accumulate(np.array([mean.value * level / mean.level for mean in means]))
         found: Floats = np.interp(places, known, seconds)
-        # Before the first and behind the last that is known.
+        # Before the first and after the last that is known.
         nearest = np.clip(places, known[0], known[-1])
         return found * (1 + _GROWTH * (places / nearest - 1))
 
@@ -165,7 +165,7 @@ class Survivals:
 
     A chain goes on from one position to the next or ends there, so what was drafted says how many go on, also where
     chains have different lengths. A sequence begins with the server's hazards, all of which are scaled by how often its
-    own tokens are refused, and then come to be its own, each by its own position.
+    own tokens are refused, and then become its own, each by its own position.
     """
 
     def __init__(self, num_slots: int, num_draft_tokens: int) -> None:
@@ -180,7 +180,7 @@ class Survivals:
         self._own[:], self._server[:] = 0.0, 0.0
 
     def take_in(self, rows: Ints, num_accepted: NDArray[np.uint32], num_drafted: Counts) -> None:
-        """Takes in what came of a step: [rows] each."""
+        """Takes in a step's outcome: [rows] each."""
         is_drafted = num_drafted > 0
         self._own[:, rows] *= 1 - 1 / _OWN_WINDOW  # also of those without: a sequence once refused is not so for ever
         rows, accepted, drafted = rows[is_drafted], num_accepted[is_drafted, None], num_drafted[is_drafted, None]

@@ -6,7 +6,7 @@
     CATCHING_UP  takes in the tokens of the running sequences, in commands of its own
     STASHED      a plain step stashes for it, and it takes part from the next step on
     ACTIVE       drafts in each step
-    RESTING      takes part in no step, as plain ones are faster (`DraftChoice`); it comes back by catching up
+    RESTING      takes part in no step, as plain ones are faster (`DraftChoice`); it catches up to take part again
     LEAVING      takes part in no further step, but steps under way refer to it
     LEFT         no step refers to it: the loop looks at its memory no more, and the session may detach it
     DETACHED     detached on both sides, by the session's thread
@@ -56,7 +56,7 @@ class DraftState(enum.Enum):
 
 _NEXT = {
     DraftState.OFFERED: {DraftState.CATCHING_UP},
-    # To rest again, if another draft arrives while it comes back; at once active, if nothing decodes.
+    # To rest again, if another draft arrives while it catches up; at once active, if nothing decodes.
     DraftState.CATCHING_UP: {DraftState.STASHED, DraftState.ACTIVE, DraftState.RESTING, DraftState.LEAVING},
     DraftState.STASHED: {DraftState.ACTIVE, DraftState.LEAVING},
     # To catch up, if a step was stashed for another draft, which was lost then.

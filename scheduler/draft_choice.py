@@ -8,7 +8,7 @@ taken. No tokens at all is plain decoding, and where that stays the best, the dr
 What is not run cannot be known. One rule: 1/SAVED of the time is saved up, and once what was run longest ago is
 expected to lose no more than is saved, it is tried.
 
-Under steady arrivals, when every step would take in prompts, which says little of decoding, ALONE_STEPS decode alone
+Under steady arrivals, when every step would take in prompts, which says little of decoding, ALONE_STEPS only decode
 after every MIXED_STEPS, or after each until everything was tried once; the last of them is measured.
 """
 
@@ -35,9 +35,9 @@ MOST_SAVED = 16
 FIRST_STEPS, LEAST_PAUSE = 24, 256
 """Steps with a new draft before anything else is tried, and between two trials of the same."""
 TRIAL_STEPS = 8
-"""Steps of a trial for which the draft has to rest, or to come back."""
+"""Steps of a trial for which the draft has to rest, or to take part again."""
 MARGIN, PATIENCE = 0.03, 16
-"""The draft rests, or comes back, where that is faster by so much in so many steps, one after the other."""
+"""Least gain, in so many steps in turn, for which the draft rests or takes part again."""
 MIXED_STEPS, ALONE_STEPS = 16, 2
 """Mixed steps in a row, and the steps after them that only decode."""
 _SETTLING = 2
@@ -90,15 +90,15 @@ class DraftChoice:
         self._run_at: dict[int, int] = {}
         """By length of the chain, KEPT and RESTING: the last step of that kind."""
         self._num_against = 0
-        """The last steps after which it seemed better to rest, or to come back."""
+        """The last steps after which it seemed better to rest, or to take part again."""
         self._num_stayed = 0
         """Steps of the present rest."""
         self._trial_left = 0
         """Steps until the end of a rest that is a trial; or of drafted steps after a rest, which are to be measured."""
         self._num_back = 0
-        """Steps until the draft took part again, when it came back last."""
+        """Steps until the draft took part again, when it last did."""
         self._num_mixed = self._num_alone = 0
-        """Mixed steps that were sent since ALONE_STEPS decoded alone, and steps that have decoded alone since."""
+        """Mixed steps that were sent since ALONE_STEPS only decoded, and steps that have only decoded since."""
 
     def joined(self) -> None:
         """Begins anew with another draft: only what is known of plain steps still holds."""
@@ -157,7 +157,7 @@ class DraftChoice:
         return self._run(self._tried([resting, *options], best) or best, most, survivals)
 
     def take_in(self, outcome: StepOutcome) -> None:
-        """Takes in what came of a step's draft tokens."""
+        """Takes in the outcome of a step's draft tokens."""
         self.survivals.take_in(outcome.rows, outcome.num_accepted, outcome.num_drafted)
 
     def took(self, step: Step, seconds: float, verify_s: float, *, has_draft: bool) -> None:
@@ -271,6 +271,6 @@ class DraftChoice:
 
 
 def _by_likelihood(survivals: Floats) -> Ints:
-    """Where survivals are in the order of positions, the most likely first: a token comes after those before it."""
+    """Where survivals are in the order of positions, the most likely first: a token follows those before it."""
     order: Ints = np.argsort(-survivals.T.ravel(), kind="stable")
     return order

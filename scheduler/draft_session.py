@@ -430,7 +430,7 @@ class DraftSession:
 
     @contextmanager
     def _breakable(self, link: Link, epoch: Epoch | None = None) -> Iterator[None]:
-        """`leave` ends a call of the link meanwhile. Raises UnavailableError if it came before, for an epoch's link."""
+        """`leave` ends a call of the link meanwhile. Raises UnavailableError after `leave`, for an epoch's link."""
         with self._changed:
             if epoch is not None and self._epoch is not epoch:
                 raise UnavailableError(_VERIFY_LOST)

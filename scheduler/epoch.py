@@ -1,4 +1,4 @@
-"""An epoch: verify attached to the memory of its results, and the scheduler's state for it. Drafts come and go."""
+"""An epoch: verify attached to the memory of its results, and the scheduler's state for it. Drafts arrive and leave."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
 from slipstream.scheduler.constraints import Constraints
 from slipstream.scheduler.draft_choice import DraftChoice
 from slipstream.scheduler.link import DispatchAcknowledged, DispatchTogether
-from slipstream.scheduler.loop import CPU_LEAD_S, GPU_LEAD_S, LoopSettings, StepLoop
+from slipstream.scheduler.loop import LoopSettings, StepLoop
 from slipstream.scheduler.observer import DecodeRecord, StepObserver, StepTimes, StepTrace
 from slipstream.scheduler.page_log import PageLog
+from slipstream.scheduler.result_poller import CPU_LEAD_S, GPU_LEAD_S
 from slipstream.scheduler.results import ResultReader
 from slipstream.scheduler.speculation import Speculation
 

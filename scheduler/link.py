@@ -80,7 +80,7 @@ WORKER_UP = gauge(
 )
 HEARTBEAT_AGE = gauge(
     "slipstream_worker_heartbeat_age_seconds",
-    "Time since a worker last answered the scheduler's health check, which comes once a second; "
+    "Time since a worker last answered the scheduler's health check, which is sent once a second; "
     "since the scheduler's start for one that never did.",
     "service",
 )
@@ -486,7 +486,7 @@ class DispatchAcknowledged:
         self._draft_timeout_s = draft_timeout_s
 
     def send(self, link: Link, command: StepCommand, draft: Link | None) -> None:
-        """See `Dispatch.send`. Raises DeadlineExceededError if an acknowledgement does not come."""
+        """See `Dispatch.send`. Raises DeadlineExceededError if an acknowledgement does not arrive."""
         for point in command.ops.waits:
             if point.fence is FenceName.GRAMMAR_READY:
                 continue  # it is sent its command after this one
@@ -560,7 +560,7 @@ class _Pulse:
         return time.monotonic() - self._answered_at
 
     async def beat(self) -> None:
-        # Without this bound gRPC waits longer before it sees a worker that comes back.
+        # Without this bound gRPC waits longer before it sees a worker that is back.
         options = [*SAME_HOST.options(), ("grpc.max_reconnect_backoff_ms", int(1000 * self._interval_s))]
         while True:
             if not (address := self._address()):

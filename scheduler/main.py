@@ -1,4 +1,4 @@
-"""`slipstream-scheduler`: the service behind the gateways. Nothing heavy is imported before the address is claimed."""
+"""`slipstream-scheduler`: the service that gateways submit to. Imports nothing heavy before the address is claimed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's metrics: where the time of steps goes, what drafting brings, drafts that come and go, and sizes.
+"""The scheduler's metrics: where the time of steps goes, what drafting gains, drafts that arrive and leave, and sizes.
 
 One scrape is a snapshot of all step metrics: they are collected under the lock under which a step is counted. So a
 ratio of two of them, or of their differences between two scrapes, is over the same steps.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     _CompleteStep = tuple[int, _Sizes, FenceOps | None, FenceOps, Interval, Interval | None, Interval | None]
 
 TIDY_STEPS = 32
-"""Steps that are counted together: what each touches then comes from memory once, not once a step."""
+"""Steps that are counted together, so that what they touch is fetched from memory once."""
 RESOLUTION_NS = 10**6
 """Coarsest resolution of a GPU's clock, in nanoseconds."""
 LONGEST_STEP_NS = 600 * 10**9
@@ -63,7 +63,7 @@ class StepObserver:
         decodes: DecodeRecord,
         choice: DraftChoice | None,
     ) -> None:
-        """`choice`: is told what came of draft tokens."""
+        """`choice`: is told the outcome of draft tokens."""
         self._log = log
         self._times = times
         self._trace = trace
@@ -113,7 +113,7 @@ class StepObserver:
             self._metrics.tidy()
 
     def _count_step(self, sent: SentStep) -> None:
-        """Counts a step, and tells the choice of draft tokens what came of them."""
+        """Counts a step, and tells the choice of draft tokens their outcome."""
         step, outcome = sent.step, sent.outcome
         decoded = self._decodes.add(sent)
         skips_drafting = step.is_kept and not step.most_draft_tokens
@@ -129,8 +129,8 @@ class StepObserver:
 class StepTimes:
     """Takes in the stamps of each step, one step late.
 
-    As a rule they come with the next step's result. Those of draft's prefill part may come later: they are read from
-    its own memory once it has signalled.
+    As a rule they arrive with the next step's result. Those of draft's prefill part may arrive later: they are read
+    from its own memory once it has signalled.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class StepTimes:
         self._is_idle = True
 
     def on_result(self, sent: SentStep, stamps_before: tuple[Interval, ...]) -> None:
-        """Takes in the stamps of the step before, which come with the result of `sent`: verify's and draft's.
+        """Takes in the stamps of the step before, which arrive with the result of `sent`: verify's and draft's.
 
         Verify's are complete, and so are those of draft's decode part. Those of its prefill part are if verify has
         waited for a later part of draft by then: in this step.
@@ -251,7 +251,7 @@ class StepTimes:
 
 
 def _parts(sent: SentStep) -> tuple[bool, bool]:
-    """Returns whether stamps of draft's decode part and of its prefill part are to come.
+    """Returns whether draft's decode part and its prefill part will be stamped.
 
     A draft that was lost leaves none, and the memory of one that no step refers to is gone.
     """
@@ -270,7 +270,7 @@ def _interval(stamps: torch.Tensor) -> Interval:
 def _is_plausible(verify: Interval, draft: Interval, *, is_before: bool = False) -> bool:
     """Returns whether stamps may be those of work: a draft may write anything there.
 
-    `is_before`: draft's work came before verify's.
+    `is_before`: draft's work preceded verify's.
     """
     if is_before and draft[1] > verify[0] + RESOLUTION_NS:
         return False
@@ -359,12 +359,12 @@ class DecodedStep(NamedTuple):
     num_new: NDArray[np.int32]
     """[num_sequences] tokens."""
     has_prompts: bool = False
-    """True if it took in prompts, or the step before it did, which may do so behind its tokens: its time is theirs."""
+    """True if it took in prompts, or the step before it did, which may do so after its tokens: its time is theirs."""
 
     @property
     def num_tokens(self) -> int:
         """New tokens of all sequences."""
-        # Cheaper than a sum of NumPy's, whose code comes from memory in each step.
+        # Cheaper than a sum of NumPy's, whose code is fetched from memory in each step.
         return sum(self.num_new.tolist())
 
 
@@ -392,7 +392,7 @@ class DecodeRecord:
         has_prompts, self._had_chunks = bool(step.chunks) or self._had_chunks, bool(step.chunks)
         num_sequences = len(outcome.rows)
         if step.chunks:
-            # After them come the prompts that end, with their first tokens.
+            # After them are the prompts that end, with their first tokens.
             num_sequences = int(np.isin(outcome.rows, step.decoded.rows).sum())
         if not num_sequences or not gap_ns:
             return None

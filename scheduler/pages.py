@@ -29,10 +29,10 @@ class _Entry(NamedTuple):
     attachment: int
     """The draft whose keys and values it has; 0 for none."""
     following: bytes
-    """For a head: the tokens behind the page that its content depends on."""
+    """For a head: the tokens after the page that its content depends on."""
 
     def serves(self, draft: DraftKV, following: bytes) -> bool:
-        """True if a sequence may use the page that has `following` behind it, while `draft` drafts."""
+        """Returns whether a sequence may use the page that is followed by `following`, while `draft` drafts."""
         if not draft.attachment:
             return True
         return draft.is_paged and self.attachment == draft.attachment and self.following == following
@@ -123,7 +123,7 @@ class PrefixCache:
         None if the next page is among those that other sequences are `filling`: a step later it may be there. `tokens`:
         the sequence's, of which the first `num_tokens` are to be taken in; `draft`: takes part.
         """
-        # The last token is computed in any case: the first one of the output comes from it.
+        # The last token is computed in any case: the output's first token is sampled from it.
         num_pages = (num_tokens - 1) // self._page_tokens
         keys = prefix.keys(tokens, num_pages) if self.is_enabled else []
         found: list[int] = []
@@ -145,7 +145,7 @@ class PrefixCache:
         """Puts the full pages of a sequence into the cache, as far as their content does not change any more.
 
         `pages`: the sequence's; `tokens`: at least `num_settled`, those whose content is settled, and what a draft
-        reads behind them.
+        reads after them.
         """
         num_pages = num_settled // self._page_tokens
         if not self.is_enabled or num_pages <= prefix.num_kept:
@@ -159,7 +159,7 @@ class PrefixCache:
         prefix.num_kept = num_pages
 
     def _following(self, tokens: NDArray[np.int32], num_pages: int, draft: DraftKV) -> bytes:
-        """The tokens behind the first `num_pages` pages that a draft's entries in them depend on."""
+        """Returns the tokens after the first `num_pages` pages that a draft's entries in them depend on."""
         end = num_pages * self._page_tokens
         return tokens[end : end + draft.tokens_ahead].tobytes()
 
@@ -199,7 +199,7 @@ class PrefixCache:
 class PageAllocator:
     """Hands out page numbers 1 and up, for the KV pools of draft and verify alike; page 0 is padding, never read.
 
-    A freed page may be handed out at once: stale work that still writes to it comes before its new
+    A freed page may be handed out at once: stale work that still writes to it precedes its new
     owner's on the same stream, and only at positions that are written again before they are read.
     """
 
@@ -257,7 +257,7 @@ class PageLists:
         """Sequences that the workers are to be told of with the next step, and the index of the first new page."""
 
     def fits(self, sequence: Sequence, *, is_alone: bool) -> bool:
-        """True if the pages to prefill a sequence are free, beside the kept ones unless it runs alone."""
+        """True if the pages to prefill a sequence are free, beside the kept ones unless no other sequence runs."""
         num_kept = 0 if is_alone else self._num_kept
         return self._pages.num_free - self._num_to_prefill(sequence) >= num_kept
 
@@ -339,6 +339,6 @@ class PageLists:
         return min(self._sizes.pages_for(len(sequence.tokens)), most)
 
     def _num_for(self, sequence: Sequence, length: int, num_steps: int) -> int:
-        # Positions at the limit and behind it have no pages.
+        # Positions at the limit and after it have no pages.
         most = length + num_steps * self._sizes.most_step_tokens - 1
         return self._sizes.pages_of(len(sequence.spec.prompt) + min(most, sequence.spec.max_new_tokens))

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class Prompts:
     """The running sequences whose tokens were not sent in full, in the order in which they get room in steps.
 
-    One that comes goes before those of its priority that are longer by more tokens than were taken in since they came.
+    A new prompt precedes those of its priority that are longer by more tokens than were taken in since they arrived.
     So a short one does not wait for the long ones before it. Once as many tokens as a prompt has were taken in since it
-    came, no later one goes before it.
+    arrived, no later one precedes it.
     """
 
     def __init__(self, sizes: BatchSizes, pages: PrefixCache, committed: CommittedTokens) -> None:
@@ -68,7 +68,7 @@ class Prompts:
     def take(self, room: int, doubling_context: int | None = None) -> Step:
         """Takes chunks of `room` tokens together, at least one token. Returns a step of these, without a number.
 
-        `doubling_context`: c, if a token behind a context of L tokens counts for 1 + L / c, but a chunk has part of the
+        `doubling_context`: c, if a token after a context of L tokens counts for 1 + L / c, but a chunk has part of the
         room in any case; None if each counts for one.
         """
         chunks, updates, num_taken = [], [], self._num_taken
@@ -91,7 +91,7 @@ class Prompts:
             room = 0 if sequence.is_prefilling else max(0, room - ceil(num_tokens * weight))
             self._num_taken += num_tokens
             members.append(sequence)
-        # After this step they are filled, as every later one is behind it on all streams.
+        # After this step they are filled, as every later step follows it on all streams.
         for sequence in members:
             tokens = self._committed.row(sequence.lease.slot)
             num_settled = sequence.num_prefilled - max(1, sequence.prefix.draft.tokens_ahead)
@@ -109,7 +109,7 @@ class Prompts:
         )
 
     def _begin(self, sequence: Sequence, filling: set[bytes]) -> bool:
-        """Begins to prefill a sequence, behind the pages that the cache has. False if it waits for pages of `filling`.
+        """Begins to prefill a sequence, after the pages that the cache has. False if it waits for pages of `filling`.
 
         `filling`: the keys of pages that sequences before it are filling; those that this one fills are added.
         """

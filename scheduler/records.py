@@ -1,4 +1,4 @@
-"""The plain data of the scheduler: sequences, steps and what comes of them, drafts and why they leave.
+"""The plain data of the scheduler: sequences, steps and their outcomes, drafts and why they leave.
 
 Nothing here imports another module of the scheduler, so every one of them may import this.
 """
@@ -90,7 +90,7 @@ class DraftKV(NamedTuple):
     is_paged: bool = True
     """False if it knows sequences by slot, not by page: then it has to be sent all of their tokens."""
     tokens_ahead: int = 0
-    """Of a head: the tokens behind a position that its entry there depends on."""
+    """Of a head: the tokens after a position that its entry there depends on."""
     context_tokens: int = NO_LIMIT
     """Its context: the longest sequence that it has keys and values for."""
 
@@ -166,7 +166,7 @@ class Sequence:
     is_queued: bool = False
     """True while it is in the queue. Belongs to the queue's lock."""
     is_over: bool = False
-    """True if no more output comes. This and the rest belong to the loop's thread."""
+    """True if no more output follows. This and the rest belong to the loop's thread."""
     was_preempted: bool = False
     """True once it has given its slot and its pages back for another one's sake; it waits again then."""
     lease: SlotLease = NO_SLOT
@@ -185,7 +185,7 @@ class Sequence:
     prefix: Prefix = field(init=False)
     """Its pages as the prefix cache knows them."""
     tokens: tuple[int, ...] = field(init=False)
-    """The tokens to prefill: the prompt, and the output that it came with."""
+    """The tokens to prefill: the prompt, and the output that it was submitted with."""
 
     def __post_init__(self) -> None:
         self.tokens = self.spec.prompt + self.spec.output
@@ -213,7 +213,7 @@ class Sequence:
 
     @property
     def max_draft_tokens(self) -> int | None:
-        """Draft tokens that verify may accept in a step; None is all of them."""
+        """Draft tokens that verify may accept in a step; None: all."""
         return 0 if self.is_beyond_draft else self.spec.max_draft_tokens
 
     def num_drafted(self, num_draft_tokens: int) -> int:
@@ -237,7 +237,7 @@ class Sequence:
         )
 
     def update_of_running(self, *, history_from: int) -> SlotUpdate:
-        """The same for a draft that comes while it runs. `history_from`: see `SlotUpdate`."""
+        """The same for a draft that arrives while it runs. `history_from`: see `SlotUpdate`."""
         prompt_tokens = len(self.spec.prompt)
         return replace(self.slot_update(), prompt_tokens=prompt_tokens, history_from=history_from, cached_tokens=0)
 
@@ -521,7 +521,7 @@ class StepDraft(Protocol):
 # Not frozen: what is known of a step grows until its stamps are read, and it is one record all the time.
 @dataclass(slots=True, eq=False)
 class SentStep:
-    """A step that was sent, and what came of it. Written by the loop's thread."""
+    """A step that was sent, and its outcome. Written by the loop's thread."""
 
     step: Step
     draft: StepDraft | None
@@ -543,7 +543,7 @@ class SentStep:
     gap_ns: int = 0
     """From the result before to its own, where that is the time of decoding alone; else 0."""
     is_resting: bool = False
-    """True if a draft rested meanwhile, or came back from it."""
+    """True if a draft rested meanwhile, or took part again."""
     wait_ns: int = 0
     """When the loop began to wait for its result."""
     arrived_ns: int = 0
@@ -551,4 +551,4 @@ class SentStep:
     applied_ns: int = 0
     """When the loop had made progress of it."""
     outcome: StepOutcome = NO_OUTCOME
-    """What came of it for the sequences that still run."""
+    """Its outcome for the sequences that still run."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from slipstream.common.device.interface import Arena, Look
+    from slipstream.common.device.interface import Arena, PollTime
     from slipstream.common.errors import SlipstreamError
     from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.layout import EpochShape
@@ -62,7 +62,7 @@ class ResultReader:
         self._logprobs = list(zip(*(arena.tensor(name).unbind() for name in _LOGPROBS), strict=True))
         self._last_consumed = 0
 
-    def resolve(self, step: Step, timeout_s: float, look: Look = ANY_TIME) -> StepResult | None:
+    def resolve(self, step: Step, timeout_s: float, poll_time: PollTime = ANY_TIME) -> StepResult | None:
         """Waits for the row; None if the time is over first.
 
         Raises FutureMapError if the row was consumed before, if it cannot be the step's result, as it has more tokens
@@ -70,7 +70,7 @@ class ResultReader:
         """
         if step.number <= self._last_consumed:
             raise FutureMapError(f"step {step.number} is consumed again, after step {self._last_consumed}")
-        if not self._publish.wait_on_host(step.number, timeout_s, look):
+        if not self._publish.wait_on_host(step.number, timeout_s, poll_time):
             return None
         row = step.number % self._ring
         self._last_consumed = step.number
@@ -224,7 +224,7 @@ class Outbox:
 
     def add_step(self, outcome: StepOutcome, published_ns: int) -> None:
         """Adds the outcome of a step; one at a time."""
-        assert not self._outgoing.outcomes, "the outcome of a step goes out before the next one's comes in"
+        assert not self._outgoing.outcomes, "the outcome of a step leaves before the next one's arrives"
         if not len(outcome.rows):
             return
         num_drafted = outcome.num_drafted
@@ -246,7 +246,7 @@ class Outbox:
         self._outgoing.cached_tokens.setdefault(sequence.stream, {})[sequence.id] = num_tokens
 
     def add_aborted(self, sequence: Sequence) -> None:
-        """Adds the end of a cancelled sequence, behind all output that it has."""
+        """Adds the end of a cancelled sequence, after all its output."""
         self._outgoing.aborted.setdefault(sequence.stream, []).append(sequence.id)
 
     def add_refused(self, sequence: Sequence, error: SlipstreamError) -> None:

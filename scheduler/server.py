@@ -167,7 +167,7 @@ class _Serving:
 
     def _changed(self, state: SchedulerState) -> None:
         self.servicer.set_state(state)
-        # Workers may come back while the server is shutting down.
+        # Workers may be back while the server is shutting down.
         self._server.set_serving(state.serving is not None and not self._is_ending)
 
     def _drafts(self) -> DraftSession:

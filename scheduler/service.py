@@ -68,7 +68,7 @@ class SequenceLimits:
             raise InvalidArgumentError("grammar", "a grammar", "none: this server has no grammar worker")
         room = self.context_tokens - len(spec.prompt)
         if spec.max_new_tokens > room:
-            raise InvalidArgumentError("max_new_tokens", spec.max_new_tokens, f"at most {room} behind this prompt")
+            raise InvalidArgumentError("max_new_tokens", spec.max_new_tokens, f"at most {room} after this prompt")
 
 
 class GatewayStream:
@@ -101,7 +101,7 @@ class GatewayStream:
         self.end(ResourceExhaustedError(unread, retry_after_ms=1000))
 
     def end(self, error: SlipstreamError | None) -> None:
-        """Ends the stream behind what is queued, with an error or well."""
+        """Ends the stream after what is queued, with an error or without."""
         if not self._is_over:
             self._end, self._is_over = error, True
             self._changed.set()

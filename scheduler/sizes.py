@@ -23,7 +23,7 @@ LEAST_SMALL. With fewer a token takes longer on a GPU."""
 MANY_GUESSES, FEW_WAITING, MOST_WITHOUT = 32, 8, 32
 """While more wait than that, steps of more than LEAST_SMALL tokens draft none if draft tokens would be one in
 MANY_GUESSES of these or more, and two prompts wait at least, and more than one for FEW_WAITING sequences that decode.
-First tokens come sooner then, and others later. So MOST_WITHOUT steps do so at most until fewer wait: what lasts
+First tokens are sooner then, and other tokens later. So MOST_WITHOUT steps do so at most until fewer wait: what lasts
 longer is no burst, but the usual load."""
 
 
@@ -43,7 +43,7 @@ class BatchSizes:
     run_ahead: int
     has_prefix_cache: bool = True
     shared_chunk_tokens: int | None = None
-    """As `chunk_tokens` while sequences decode, which wait for the step: verify's measurement; None is no less."""
+    """Token budget of a step that also decodes, measured by verify. None: same as `chunk_tokens`."""
     doubling_context: int | None = None
     """Behind so many tokens, a prompt's token counts for two in such a step: verify's measurement; None if each counts
     for one."""
@@ -146,9 +146,9 @@ class Workers:
 
     verify: WorkerDescription
     draft: WorkerDescription | None
-    """The draft that is expected: it may come and go."""
+    """The draft that is expected: it may arrive and leave."""
     num_draft_tokens: int | None = None
-    """K of that draft; None is the configuration's, 0 that no draft is wanted for now."""
+    """K of that draft. None: the configuration's; 0: no draft is wanted for now."""
 
     @property
     def all(self) -> list[WorkerDescription]:
@@ -247,7 +247,7 @@ class MemoryPlan:
 
     @property
     def free(self) -> int:
-        """Free bytes, as the first worker reported: verify, or a draft that comes beside it."""
+        """Free bytes, as the first worker reported: verify, or a draft that arrives beside it."""
         return self.workers[0].memory.free
 
     @property
@@ -298,7 +298,7 @@ class MemoryPlan:
 
 
 def check_draft_memory(draft: WorkerDescription, sizes: EpochSizes) -> None:
-    """Raises OutOfMemoryError if a draft that comes while an epoch is open does not fit beside it."""
+    """Raises OutOfMemoryError if a draft that arrives while an epoch is open does not fit beside it."""
     batch = sizes.batch
     choices = batch.most_choices
     page_bytes = batch.page_tokens * draft.kv_bytes_per_token

@@ -2,7 +2,7 @@
 
 Every operation is over all rows of a step at once, so that its time hardly grows with their number. It is the same few
 operations of NumPy in each step, of arrays of one type: the loop's thread sleeps between steps, so that their code
-comes from memory. Reductions and conversions take several times as much of it as the others.
+is fetched from memory. Reductions and conversions take several times as much of it as the others.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class SlotAccounts:
 
     def __init__(self, num_slots: int, num_draft_tokens: int) -> None:
         self.lengths = PendingLengths(num_slots)
-        """Of the outputs, with what the sequences came with."""
+        """Counts the outputs, with the tokens that sequences were submitted with."""
         self.num_drafted = np.zeros(num_slots, np.int32)
         """How many tokens drafted in a step may be for the sequence; 0 while it is too long for the draft."""
         self.top_logprobs = np.full(num_slots, -1, np.int64)
@@ -171,7 +171,7 @@ class SlotAccounts:
         """The most stop tokens of a sequence so far, of those with up to NUM_STOPS."""
         self._many_stops: dict[int, frozenset[int]] = {}
         self._places = np.arange(num_draft_tokens + 1)
-        # Of the last step: steps have the same `StepSlots` while no sequence comes or goes.
+        # Of the last step: steps have the same `StepSlots` while no sequence starts or ends.
         self._last_slots: StepSlots | None = None
         self._last_more: Counts | None = None
         """Its `most_more`, also the same while each sequence has as many draft tokens."""
@@ -301,9 +301,9 @@ class SlotAccounts:
 
 
 class CommittedTokens:
-    """One row for each slot: the prompt of its sequence, and the output as far as results have come.
+    """One row for each slot: the prompt of its sequence, and the output of all results that arrived.
 
-    A draft that comes later has to take them in.
+    A draft that arrives later has to take them in.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -314,7 +314,7 @@ class CommittedTokens:
         """Of the last steps."""
 
     def begin(self, slot: int, tokens: tuple[int, ...], most: int) -> None:
-        """A sequence has the slot that comes with `tokens` and has up to `most` tokens at its end."""
+        """Gives the slot to a sequence that starts with `tokens` and has up to `most` tokens at its end."""
         self.tidy()
         num_columns = self._tokens.shape[1]
         if most > num_columns:
@@ -336,7 +336,7 @@ class CommittedTokens:
         return int(self._lengths[slot])
 
     def row(self, slot: int) -> NDArray[np.int32]:
-        """The tokens of the slot's sequence, with more behind them that mean nothing."""
+        """Returns the tokens of the slot's sequence; what follows them means nothing."""
         self.tidy()
         row: NDArray[np.int32] = self._tokens[slot]
         return row
@@ -360,7 +360,7 @@ class CommittedTokens:
         is_new = np.arange(tokens.shape[2]) < num_tokens[:, :, None]
         num_new = num_tokens.sum(1)
         ends = self._lengths[rows] + num_new
-        # New tokens come slot by slot, those of a slot one behind the other, in the table as in `tokens`.
+        # New tokens are ordered by slot, those of a slot by position, in the table as in `tokens`.
         first = rows * self._tokens.shape[1] + ends - num_new.cumsum()
         new_tokens = tokens[is_new]
         self._tokens.reshape(-1)[np.arange(len(new_tokens)) + first.repeat(num_new)] = new_tokens

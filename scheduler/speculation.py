@@ -1,8 +1,8 @@
 """Which draft takes part in the steps: it joins beside the running steps, and leaves without a trace in any output.
 
-A draft that comes while sequences run catches up first (`CatchUp`). Then it joins: step n-1 decodes plainly and stashes
-for it; when the results of all steps before n-1 are known, a last command brings the tokens before n-1's, and step n
-is drafted. A head that reads hidden states has no use for tokens: it begins with what n-1 stashes, and its attention
+A draft that arrives while sequences run catches up first (`CatchUp`). Then it joins: step n-1 decodes plainly and
+stashes for it; when the results of all steps before n-1 are known, a last command has the tokens before n-1's, and step
+n is drafted. A head that reads hidden states has no use for tokens: it begins with what n-1 stashes, and its attention
 masks the rest. The states on the way are those of `Draft`.
 
 The fence of a draft that is lost is released until no step under way refers to it: a late producer's write may set the
@@ -92,7 +92,7 @@ class Patience:
             known = self._step_s[is_drafted]
             self._step_s[is_drafted] += (seconds - known) * (_SMOOTHING if known else 1.0)
 
-    def brought(self, seconds: float) -> None:
+    def caught_up(self, seconds: float) -> None:
         """Takes in the time of a command to catch up."""
         self._tokens_s = max(self._tokens_s, seconds)
 
@@ -137,7 +137,7 @@ class Speculation:
 
     @property
     def resting(self) -> Draft | None:
-        """The draft that rests, or comes back."""
+        """The draft that rests, or catches up to take part again."""
         resting, joining = self._resting, self._joining
         return joining if resting is None and joining is not None and joining.has_joined else resting
 
@@ -248,7 +248,7 @@ class Speculation:
         self._keep()
 
     def _prepare(self, last_step: int) -> None:
-        """Takes in what became of drafts, and what is chosen: has a draft rest, or begin to come back."""
+        """Takes in what became of drafts, and what is chosen: has a draft rest, or begin to catch up."""
         self.check()
         choice, active, resting = self._choice, self.active, self._resting
         if self._joining is not None:
@@ -259,7 +259,7 @@ class Speculation:
             resting.look()
             is_late = last_step > max(resting.last_step, resting.last_command)  # for its commands' numbers
             if resting.pending and time.monotonic() - resting.moved_at > CATCH_UP_TIMEOUT_S:
-                self._lose(resting, LossCause.TIMEOUT, "the draft service did not come to an end of its work")
+                self._lose(resting, LossCause.TIMEOUT, "the draft service did not finish its work")
             elif not resting.pending and (is_late or not self._batch.num_running):
                 self._move(resting, DraftState.CATCHING_UP)
 
@@ -299,7 +299,7 @@ class Speculation:
             return
         if catch_up.number and joining.pending:
             joining.look()
-            self.patience.brought(time.monotonic() - catch_up.sent_at)
+            self.patience.caught_up(time.monotonic() - catch_up.sent_at)
         missing = catch_up.num_missing()
         if missing and last_step == catch_up.number:
             return  # a command needs a number of its own
@@ -311,7 +311,7 @@ class Speculation:
         elif catch_up.gets_near(missing):
             self._bring(joining, catch_up, last_step)
         else:
-            reason = f"the draft service takes in tokens no faster than they come: it lacks {missing}"
+            reason = f"the draft service takes in tokens no faster than they are made: it lacks {missing}"
             self._lose(joining, LossCause.TIMEOUT, reason)
 
     def _check_catch_up(self, joining: Draft, catch_up: CatchUp) -> None:
@@ -330,7 +330,7 @@ class Speculation:
         if draft.pending and draft.pending[0].takes_tokens:
             limit_s += self.patience.tokens_timeout_s
         if waited_s > limit_s:
-            reason = f"the draft service did not come to an end of its work within {waited_s:.3f} s"
+            reason = f"the draft service did not finish its work within {waited_s:.3f} s"
             self._lose(draft, LossCause.TIMEOUT, reason)
 
     def _growth(self, joining: Draft, catch_up: CatchUp) -> int:
@@ -374,7 +374,7 @@ class Speculation:
         if joining is not None and joining.has_joined:
             self._move(joining, DraftState.RESTING)
         elif joining is not None:
-            self._leave(joining, LossCause.SWAPPED, "another draft has come")
+            self._leave(joining, LossCause.SWAPPED, "another draft has arrived")
         self._drafts = (*self._drafts, draft)
         self._move(draft, DraftState.CATCHING_UP)
 

@@ -72,7 +72,7 @@ class Swap:
         self._before = before
 
     def run(self, wanted: DraftTarget | None, target: DraftTarget | None) -> SwapOutcome:
-        """Puts `target` in the place of `wanted`, the draft that was wanted until now. None is no draft.
+        """Puts `target` in the place of `wanted`, the draft that was wanted until now. None: no draft.
 
         Raises UnavailableError, FailedPreconditionError (and its kinds).
         """
@@ -111,7 +111,7 @@ class Swap:
         return self._compared(0, since, None)
 
     def _compared(self, number: int, since: int, draft: Draft | None) -> list[DecodedStep]:
-        """The first steps of a draft, as many as the comparison wants, or as come."""
+        """The first steps of a draft, as many as the comparison wants, or as there are."""
         record, wanted = self._epoch.decodes, min(self._request.terms.judge_steps, KEPT_STEPS)
         steps: list[DecodedStep] = []
         moved_at, num_seen = time.monotonic(), 0
@@ -119,7 +119,7 @@ class Swap:
             if self._session.wait_for(self._epoch, lambda: draft is not None and draft.cause is not None, LOOK_S):
                 break
             steps = record.first(number, wanted, since=since)
-            # Steps that draft none say nothing of the draft, but it guesses again behind them.
+            # Steps that draft none say nothing of the draft, but it guesses again after them.
             if len(steps) + record.num_drafting_none > num_seen:
                 moved_at, num_seen = time.monotonic(), len(steps) + record.num_drafting_none
         return steps
@@ -147,7 +147,7 @@ class Swap:
 
         If it cannot, the new one leaves all the same, and the session goes on to try.
         """
-        logger.warning("the new draft is worse: the one before comes back")
+        logger.warning("the new draft is worse: the draft before takes its place again")
         self._session.want(wanted)
         back, problem = None, ""
         try:
@@ -159,7 +159,7 @@ class Swap:
             return ""
         self._session.take_away(self._epoch, but=back)
         problem = problem or (back and back.reason) or "it still catches up"
-        return f"; the new one was taken away, and the one before did not come back yet: {problem}"
+        return f"; the new draft was taken away, and the draft before is not back yet: {problem}"
 
 
 def _figures_of(draft: Draft | None, steps: list[DecodedStep]) -> DraftFigures:

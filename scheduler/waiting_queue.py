@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.records import Sequence
 
 MOST_OVERTAKING = 16
-"""Sequences that may be started before one for which there is no room, though they come behind it."""
+"""Most sequences that may be started before an earlier one for which there is no room."""
 MOST_HELD = 32
 """Sequences that wait for a grammar to be compiled and are asked about in one turn."""
 _MOST_STALE = 64
@@ -27,7 +27,7 @@ class WaitingQueue:
     """All sequences that the scheduler holds: those that wait for a slot in order, and those to cancel.
 
     The order is by priority, the highest first, then by arrival. Where there is no room for a sequence, up to
-    MOST_OVERTAKING behind it may be started first; then none is until it was.
+    MOST_OVERTAKING after it may be started first; then none is until it was.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -47,11 +47,11 @@ class WaitingQueue:
         self._num_added = 0
         self.cancelled: list[Sequence] = []
         """Sequences to end, for `take_cancelled`. It and `deadlines` are for a look without the lock, as in each step:
-        a later one finds what comes now."""
+        a later one finds what arrives now."""
         self._changed = threading.Condition()
 
     def add(self, *sequences: Sequence, epoch: int | None = None) -> bool:
-        """Adds sequences, all or none. Returns False, with none added, unless `epoch` is open; None is any.
+        """Adds sequences, all or none. Returns False, with none added, unless `epoch` is open; None: any epoch.
 
         Raises ResourceExhaustedError.
         """
@@ -187,7 +187,7 @@ class WaitingQueue:
             self._is_woken = False
 
     def wake(self) -> None:
-        """Has the step loop look around, at once if it sleeps: a draft came, or a worker is lost."""
+        """Has the step loop look around, at once if it sleeps: a draft arrived, or a worker is lost."""
         with self._changed:
             self._is_woken = True
             self._changed.notify_all()

@@ -1,1 +1,1 @@
-"""Streams, fences and arenas of one device, behind one interface: `cpu/` and `cuda/`."""
+"""Streams, fences and arenas of one device, by one interface: `cpu/` and `cuda/`."""

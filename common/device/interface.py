@@ -41,7 +41,7 @@ class Stream(Protocol):
         """Puts tensor operations of the calling thread on this stream from now on, where that is possible."""
 
     def fail(self, error: BaseException) -> None:
-        """Gives the stream up, as if its work had raised: what it waits for will never come."""
+        """Gives the stream up, as if its work had raised: what it waits for will never happen."""
 
     def close(self) -> None:
         """Ends the stream after what is enqueued; fences that it waits for must have been released.
@@ -50,16 +50,16 @@ class Stream(Protocol):
         """
 
 
-class Look(NamedTuple):
-    """When something should be looked for that is expected."""
+class PollTime(NamedTuple):
+    """When to poll for what is expected."""
 
     first_s: float = 0.0
-    """No sooner than that, by `time.monotonic`."""
+    """The first poll, by `time.monotonic`."""
     usual_s: float = 0.0
-    """How long it usually takes: of that, a small part may pass between two looks. 0 if nothing is known."""
+    """Seconds that it usually takes: a small part of them may pass between two polls. 0 if nothing is known."""
 
 
-ANY_TIME = Look()
+ANY_TIME = PollTime()
 
 
 class Fence(Protocol):
@@ -77,7 +77,7 @@ class Fence(Protocol):
     def poll(self) -> int:
         """Returns the counter. All that was written before that value was signalled can be read."""
 
-    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
+    def wait_on_host(self, value: int, timeout_s: float, poll_time: PollTime = ANY_TIME) -> bool:
         """Blocks the calling thread until the counter is at least `value`. Returns False after `timeout_s`."""
 
     def release(self, value: int) -> None:

@@ -117,7 +117,7 @@ def check_internal(address: str, *, field: str = "listen") -> None:
 
 
 def is_public(address: str) -> bool:
-    """True if other hosts may reach a server at `address`: it is neither a Unix socket nor on loopback alone.
+    """True if other hosts may reach a server at `address`: it is neither a Unix socket nor only on loopback.
 
     A name that cannot be resolved counts as public. Raises ConfigError for what is no address.
     """

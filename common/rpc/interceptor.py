@@ -64,7 +64,7 @@ def replaced(
     """Returns a gRPC handler like `handler` that does what `make` makes of it.
 
     The function that `make` gets writes a stream's messages itself, and closes an asynchronous generator before it
-    returns, so that its `finally` runs at once, also when the client has gone away. With `is_raw` requests come as
+    returns, so that its `finally` runs at once, also when the client has gone away. With `is_raw` requests arrive as
     bytes; with `passes_bytes` responses may be bytes. With `reads_itself` the function that `make` returns reads the
     request from the context, though it is no stream: gRPC receives no message before.
     """
@@ -159,7 +159,7 @@ class StatusInterceptor(ServerInterceptor):
 
 
 class CallLimit(ServerInterceptor):
-    """Refuses calls beyond a number at a time with RESOURCE_EXHAUSTED; those that come together begin in turns.
+    """Refuses calls beyond a number at a time with RESOURCE_EXHAUSTED; those that arrive together begin in turns.
 
     Health checks have room of their own, and do not wait.
     """

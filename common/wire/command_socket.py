@@ -238,7 +238,7 @@ class CommandReceiver:
         self._listener: socket.socket | None = None
 
     def listen(self, address: str) -> None:
-        """Listens beside a worker's address, which this process has claimed; without success commands come by gRPC."""
+        """Listens beside a worker's address, which this process has claimed; if that fails commands arrive by gRPC."""
         path = command_path(address, ENDING)
         if path is None:
             logger.info("commands come by gRPC: the path of %s has no room for %s", address, ENDING)

@@ -62,7 +62,7 @@ class Site(enum.IntEnum):
     FIRST_TOKEN = 11
     """Gateway: from there, until its first token was sent to a client."""
     HOLD = 12
-    """Scheduler, loop: the step is under way and takes long; the next one is held back for requests that may come."""
+    """Scheduler, loop: the step is under way and takes long; the next one is held back for requests that may arrive."""
     PREFILL = 13
     """Draft, stream: its prefill part of the step, after its waits. On the stamps' clock."""
     DRAFT_BACKLOG = 14
@@ -185,7 +185,7 @@ class EventLog:
         self._append(op, step, f'"buffer":"{buffer.value}","rows":[{text}],"attachment":{attachment}')
 
     def fence(self, op: FenceLogOp, fence: FenceName, value: int, *, step: int, attachment: int = 0) -> None:
-        """Logs that the stream signals `value`, or has come past it by a wait or by a poll that was seen true."""
+        """Logs that the stream signals `value`, or has passed it by a wait or by a poll that was seen true."""
         self._append(op, step, f'"fence":"{fence.name}","value":{value},"attachment":{attachment}')
 
     def release(self, fence: FenceName, value: int, *, epoch: int, attachment: int = 0) -> None:

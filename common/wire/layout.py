@@ -21,7 +21,7 @@ PADDING_SLOT = 0
 
 
 NOT_FINITE = -1
-"""NUM_ACCEPTED of a slot whose step has no tokens: they would come of logits that are NaN or infinite."""
+"""NUM_ACCEPTED of a slot whose step has no tokens, as its logits are NaN or infinite."""
 UNMASKED = -2
 """NUM_ACCEPTED of a slot with a constraint whose masks were not there: its step has no tokens."""
 UNMATCHED = -3

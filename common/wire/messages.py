@@ -111,7 +111,7 @@ class Varints(dict[int, bytes]):
 
 VARINTS = Varints()
 varint = VARINTS.__getitem__
-"""The same for numbers that come again, as token ids and lengths do."""
+"""Cached varints, for values that repeat, such as token ids and lengths."""
 
 
 def tag(number: int, wire_type: int) -> bytes:

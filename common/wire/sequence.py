@@ -1,4 +1,4 @@
-"""Sequences between gateway and scheduler: sampling parameters, submission, and the output of a step as it comes back.
+"""Sequences between gateway and scheduler: sampling parameters, submission, and the output of a step.
 
 A client's job has a sequence for each output that it asks for.
 """
@@ -171,7 +171,7 @@ class SequenceSpec:
     stop_token_ids: frozenset[int]
     """Every token that ends the output: the request's own and, unless ignored, the model's."""
     top_logprobs: int | None = None
-    """Number of most likely tokens that come with each output token's own logprob; None: no logprobs at all."""
+    """Number of most likely tokens beside each output token's own logprob; None: no logprobs."""
     max_draft_tokens: int | None = None
     """Draft tokens that may be accepted in a step; None: as many as are drafted, 0: no speculation."""
     priority: int = 0

@@ -169,8 +169,8 @@ class SwapTerms:
     judge_steps: int = DEFAULT_JUDGE_STEPS
     """Steps compared, before and after; 0 does not judge."""
     rollback_below: float = DEFAULT_ROLLBACK_BELOW
-    """The draft before comes back if the new one has fewer than this many times its accepted tokens in a step, of the
-    draft tokens that both have."""
+    """The draft before takes its place again if the new one has fewer than this many times its accepted tokens in a
+    step, of the draft tokens that both have."""
 
     def __post_init__(self) -> None:
         if self.num_draft_tokens is not None and self.num_draft_tokens < 1:

@@ -116,7 +116,7 @@ class GrammarRow:
     grammar: str = ""
     """In llguidance's serialised form, for a sequence that the worker does not know; else empty."""
     num_known: int = 0
-    """Tokens of the output that earlier commands have brought; 0 for such a sequence."""
+    """Tokens of the output that earlier commands had; 0 for such a sequence."""
     tokens: tuple[int, ...] = ()
     """Tokens of the output after those, as far as they are known."""
     num_draft_tokens: int = 0
@@ -125,7 +125,7 @@ class GrammarRow:
 # Not frozen, here and below: the scheduler's loop makes some in each step, and a frozen one takes longer to make.
 @dataclass(slots=True, kw_only=True)
 class SlotUpdate:
-    """A change of a slot before the step that it comes with; a worker keeps it until the next change."""
+    """A change of a slot before the step that it is sent with; a worker keeps it until the next change."""
 
     slot: int
     generation: int
@@ -140,7 +140,7 @@ class SlotUpdate:
     max_draft_tokens: int | None = None
     """Most draft tokens of the slot that verify accepts in a step; None: all."""
     prompt_tokens: int | None = None
-    """Set for a sequence that comes with output: chunks hold both, and positions from here on are its output."""
+    """Set for a sequence that has output already: chunks hold both, and positions from here on are its output."""
     history_from: int = 0
     """Counts where `sampling` is set: position from which on the draft has the slot's history (keys and values, or a
     head's entries, each of the state at its position and the token after it); its attention masks the rest."""

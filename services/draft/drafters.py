@@ -4,7 +4,7 @@ A language model of its own, or a head, which reads the target's hidden states (
 the head's module i pairs a state of position p, which is the target's or what module i - 1 left there, with the token
 at p + i; its keys and values are those of position p. A chunk [s, e) of a prompt has the states s .. e-1 and the tokens
 s .. e-1, so the entries s-i .. e-1-i are made of it: the state at s-i is kept here from the chunk before. The entries
-at the prompt's end pair with the first sampled token, which comes with the stash of the first decode step like every
+at the prompt's end pair with the first sampled token, which is in the stash of the first decode step like every
 other, and with drafted ones. Entries of drafted tokens are made again in the next step, with the tokens that verify
 chose: a module's entries of a step begin where those of known tokens ended in the step before.
 
@@ -62,7 +62,7 @@ class StandaloneDrafter:
         positions = stash.seq_lens[:, None] + torch.arange(-1, 1, device=tokens.device)
         is_valid = torch.stack((stash.num_new > 1, torch.ones_like(stash.num_new, dtype=torch.bool)), dim=1)
         output = self._model.forward(slots, tokens, positions.clamp(min=0), is_valid=is_valid)
-        # [num_tokens, B, 1]: where the tokens come to be.
+        # [num_tokens, B, 1]: where the tokens are written.
         ahead = (stash.seq_lens + torch.arange(1, num_tokens + 1, device=tokens.device)[:, None])[:, :, None]
         sample, logits = self._model.slots.sample, self._model.decoder.logits
         proposed = [sample(slots, logits(output.hidden[:, -1:]), ahead[0], mode)]
@@ -139,7 +139,7 @@ class HeadDrafter:
         slots = self._slots.take(rows)
         self._slots.record_output(rows, stash.last_tokens, stash.num_new)
         num_tokens = max(num_tokens, self._num_modules)
-        # [num_tokens + 1, B, 1]: where the entries are, the first of which is made, and where their tokens come to be.
+        # [num_tokens + 1, B, 1]: where the entries are, the first of which is made, and where their tokens are written.
         ahead = (stash.seq_lens + torch.arange(num_tokens + 1, device=self._device)[:, None])[:, :, None]
         proposed: list[torch.Tensor] = []
 

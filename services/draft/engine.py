@@ -160,7 +160,7 @@ class DraftGraphs:
         self._graphed.stamp_end()
 
     def _make(self, mode: SamplingMode, size: int, *, num_draft_tokens: int | None = None) -> GraphedPart:
-        """`num_draft_tokens`: None is K."""
+        """`num_draft_tokens`: None: K."""
         graphed, rows = self._graphed, self._graphed.slots[:size]
         if num_draft_tokens is None:
             num_draft_tokens = self._state.attachment.shape.num_draft_tokens

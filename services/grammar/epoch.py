@@ -191,7 +191,7 @@ class GrammarEpoch:
         self._thread.join()
 
     def abandon(self) -> None:
-        """Ends without the remaining steps: what they wait for may never come."""
+        """Ends without the remaining steps: what they wait for may never happen."""
         self._is_over.set()
         self.finish()
 

@@ -72,7 +72,7 @@ class SlotMatcher:
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
         self.steps: list[int] = []
-        """Steps that masks were made for, and whose tokens no command has brought yet."""
+        """Steps that masks were made for, and whose tokens were in no command yet."""
         self._num_taken = 0
         """Tokens of the output that the matcher has."""
 

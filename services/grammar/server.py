@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_RECEIVE_BYTES = 64 * 2**20
-"""Of a command: many sequences may come with their grammars in one."""
+"""Most bytes of a command: it may have many sequences with their grammars."""
 STOP_GRACE_S = 0.2
 
 

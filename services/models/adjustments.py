@@ -1,6 +1,6 @@
 """Adjusts logits before a token is chosen from them: bias, penalties, mask.
 
-In vLLM's order: logit bias, repetition penalty, frequency penalty, presence penalty; the mask comes last here and first
+In vLLM's order: logit bias, repetition penalty, frequency penalty, presence penalty; the mask is last here and first
 there, which is the same, as nothing brings a token back from minus infinity.
 """
 

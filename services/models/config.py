@@ -68,7 +68,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
-    """`yarn`: wavelengths that go this often into the original positions, or more often, are left alone."""
+    """`yarn`: wavelengths that go this often into the original positions, or more often, are not scaled."""
     beta_slow: float = 1.0
     """`yarn`: wavelengths that go this often into the original positions, or less often, are scaled in full."""
     truncate: bool = True

@@ -311,7 +311,7 @@ def paired_dimensions(config: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    # Long wavelengths are scaled, short ones left alone, and those between interpolated.
+    # Long wavelengths are scaled, short ones not, and those between interpolated.
     wavelengths = 2 * math.pi / frequencies
     low_freq_wavelength = config.original_max_position_embeddings / config.low_freq_factor
     high_freq_wavelength = config.original_max_position_embeddings / config.high_freq_factor

@@ -6,7 +6,7 @@ longer than a pause may be:
 
 - On a GPU PAUSE_S. Many tokens take hardly longer there than few, so that smaller steps would be dear.
 - On a CPU, where a token takes about as long among few as among many, as long as verify's part of a decode step of one
-  sequence: then a stream's steps take about twice as long while a prompt comes in beside.
+  sequence: then a stream's steps take about twice as long while a prompt is taken in beside.
 
 On a CPU a long prompt's attention takes longer than all else. So verify measures the same forward after a long
 context, too, and answers after which context a step of so many tokens takes twice as long as at the prompt's begin,

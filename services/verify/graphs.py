@@ -1,7 +1,7 @@
 """Verify's decode steps as graphs: copying in with the forward, then sampling with publish and stash.
 
 Two graphs a step, so that a step whose requests ask for more than the graphs were captured for still has its forward
-from one. They find the draft's region by words that come with each step (`RegionWord`), so that drafts come and go
+from one. They find the draft's region by words of each step (`RegionWord`), so that drafts arrive and leave
 without a capture, unless one reads other layers or drafts another number of tokens.
 """
 

@@ -1,7 +1,7 @@
 """Carries out a worker's steps: wait, stamp, work, signal, all enqueued on its one stream.
 
-Draft and verify each implement `RoleEngine`, whose device work comes in `Phase`s, and share `Engine`. Everything here
-runs on the thread that owns the device (`enqueue` may run on another). Only `attach`, `drain`, `abandon` and
+Draft and verify each implement `RoleEngine`, whose device work is a list of `Phase`s, and share `Engine`. Everything
+here runs on the thread that owns the device (`enqueue` may run on another). Only `attach`, `drain`, `abandon` and
 `synchronize` wait for the stream, and `enqueue` where the device is a whole ring of steps late.
 """
 
@@ -47,7 +47,7 @@ DRAIN_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A piece of a step's work. The waits of its place come before it, the signals of its fences after it."""
+    """A piece of a step's work. The waits of its place precede it, the signals of its fences follow it."""
 
     work: Callable[[], None]
     fences: tuple[FenceName, ...] = ()
@@ -94,7 +94,7 @@ class Engine:
     ) -> None:
         """`refuses_waits`: a wait of PyTorch's for the device, while a step is enqueued, breaks the stream.
 
-        `on_stuck` is called on the device's thread when the stream does not come to its end, with what it waits for and
+        `on_stuck` is called on the device's thread when the stream does not end, with what it waits for and
         before anything is freed: on a GPU freeing waits for the stream, so the process has to end without.
         """
         self._role = role
@@ -212,7 +212,7 @@ class Engine:
             opened.add_grammar(offered.attachment, masks, memory)
 
     def release_draft(self, epoch: int, attachment: int) -> None:
-        """Verify: ends its waits for a draft that is lost, also those of commands to come; no effect without it."""
+        """Verify: ends its waits for a draft that is lost, also those of later commands; no effect without it."""
         opened = self._verify_epoch(epoch)
         if opened is not None:
             with self._enqueueing:
@@ -245,7 +245,7 @@ class Engine:
         return self._open if epoch == self.epoch else None
 
     def _mark(self) -> Callable[[], bool]:
-        """Returns a function that says whether the stream has come past what is enqueued now."""
+        """Returns a function that says whether the stream has done what is enqueued now."""
         if self._device.torch_device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._stream.enqueue(event.record)
@@ -351,7 +351,7 @@ class Engine:
         """Ends the epoch after its scheduler was lost: the stream's waits may never be signalled.
 
         No effect if another epoch is open by now, or none. The release is repeated, because a late producer's
-        write may set a word back. A stream that does not come to its end is given up, and with it the process.
+        write may set a word back. A stream that does not end is given up, and with it the process.
         """
         if self._open is None or self.epoch != epoch:
             return
@@ -362,7 +362,7 @@ class Engine:
         while self._stream.failure is None and not self._is_released(self._open):
             if time.monotonic() > deadline:
                 self._on_stuck(self, unmet)
-                reason = f"what the stream waits for does not come, nor can be released: {unmet}"
+                reason = f"what the stream waits for does not happen, nor can be released: {unmet}"
                 self._stream.fail(DeadlineExceededError(reason))
         self._close_epoch()
 

@@ -245,7 +245,7 @@ class Epoch:
 
     @property
     def release_timeout_s(self) -> float:
-        """Time for the stream to come to its end once its producers are gone."""
+        """Seconds for the stream to end once its producers are gone."""
         is_releasable = all(memory.is_releasable for memory in (self._own, *self._drafts.values()))
         return RELEASED_TIMEOUT_S if is_releasable else HOPELESS_TIMEOUT_S
 
@@ -394,7 +394,7 @@ def check_attachment(attachment: Attachment, own: WorkerDescription, last_epoch:
             raise MismatchError([f"vocabulary size: verify has {vocab_size}, not 1 to {MAX_VOCAB_SIZE}"])
     shape, is_draft = attachment.shape, own.role is Role.DRAFT
     if isinstance(shape, DraftShape) is not is_draft:
-        raise ManifestError(f"the memory that verify gives is {'missing' if is_draft else 'for a draft alone'}")
+        raise ManifestError(f"the memory that verify gives is {'missing' if is_draft else 'only for a draft'}")
     if isinstance(shape, DraftShape):
         if shape.hidden_width != own.hidden_width:
             width = shape.hidden_width

@@ -162,7 +162,7 @@ class VerifyResult:
     scores: torch.Tensor | None = None
     """[B, 1 to K+1]: the logits of `tokens`. Of a slot where one that counts is not finite, no token is published."""
     faults: torch.Tensor | None = None
-    """[B] int64: where it is not 0 it is published in place of tokens, as the slot's masks are missing; None is 0."""
+    """[B] int64: what is published in place of tokens where the slot's masks are missing, else 0; None: 0 for all."""
     hidden_states: torch.Tensor | None = None
     """[B, 1 to K+1, width]: the states that these tokens were sampled from, if a draft reads them."""
     logprobs: Logprobs | None = None
@@ -336,7 +336,7 @@ class FutureMap(SharedBuffers):
         regions: Mapping[int, Region] | None = None,
         is_debug: bool = False,
     ) -> None:
-        """`vocab_size`: tokens are below it. `regions`: of attached drafts, by number; read on a host alone."""
+        """`vocab_size`: tokens are below it. `regions`: of attached drafts, by number; read only by the host."""
         super().__init__(buffers, BufferName.VERIFY_STAMPS, log, attachment=0)
         self._shape = shape
         self._vocab_size = vocab_size

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GRAPHED_MODES = (SamplingMode.NOISE, SamplingMode.FILTERS)
-"""Adjustments and logprobs come without a graph: they take tables of the vocabulary for each row."""
+"""Adjustments and logprobs have no graph: they take tables of the vocabulary for each row."""
 MIB = 2**20
 _SPACINGS = ((4, 1), (16, 2), (64, 4), (256, 16), (math.inf, 64))
 """Up to so many rows, the sizes of batches that are captured are so many apart."""
@@ -170,7 +170,7 @@ def sizes_up_to(most: int) -> list[int]:
 def with_padding(chunks: Sequence[PrefillChunk], most: int, *, beside: int = 0) -> tuple[PrefillChunk, ...]:
     """Adds a chunk in the padding slot that gives a forward over the chunks its size.
 
-    `most`: tokens of the largest step of prompts alone, which is a size, too; `beside`: the forward's other tokens.
+    `most`: tokens of the largest step of only prompts, which is a size, too; `beside`: the forward's other tokens.
     """
     num_tokens = beside + sum(len(chunk.tokens) for chunk in chunks)
     size = forward_size(num_tokens)

@@ -302,7 +302,7 @@ class PagedSlots:
         return tokens.view(num_rows, width)
 
     def record_prompt(self, chunks: FlatChunks) -> None:
-        """Records chunks of prompts, and of output that their sequences came with, for the penalties."""
+        """Records chunks of prompts, and of output that their sequences had already, for the penalties."""
         slots = self.state.slots
         if slots.has_penalties:
             rows, tokens = chunks.slots.index_select(0, chunks.ragged.rows), chunks.tokens[:, None]

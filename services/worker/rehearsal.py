@@ -18,13 +18,13 @@ _MIXED_SIZES = (1, 16, 128, 512, 1024)
 _FEW_TOKENS = 8
 _PLAIN = SamplingParams()
 _MODES = (SamplingParams(temperature=1.0, repetition_penalty=1.1), SamplingParams(temperature=1.0, top_p=0.9), _PLAIN)
-"""A request for each way to sample. The last one leaves nothing behind."""
+"""A request for each way to sample. The last one leaves nothing over."""
 
 
 def rehearse_prompts(role: RoleEngine, state: EpochState) -> None:
     """Runs prefill steps of all kinds, of one prompt and of two, in slots without pages.
 
-    The largest comes first: the others then live in its memory.
+    The largest is first: the others then live in its memory.
     """
     shape = state.attachment.shape
     for size in sorted({*sizes_up_to(shape.chunk_tokens), 1}, reverse=True):
@@ -35,7 +35,7 @@ def rehearse_prompts(role: RoleEngine, state: EpochState) -> None:
 def rehearse_mixed(role: RoleEngine, state: EpochState, num_draft_tokens: int = 0, attachment: int = 0) -> None:
     """Verify: runs steps that decode and take in chunks of all sizes, in every way to sample, in slots without pages.
 
-    `num_draft_tokens`: of each row; `attachment`: of the draft that takes part. The largest comes first.
+    `num_draft_tokens`: of each row; `attachment`: of the draft that takes part. The largest is first.
     """
     shape = state.attachment.shape
     most_rows, most_tokens = shape.num_slots - 2, shape.chunk_tokens

@@ -81,7 +81,7 @@ STUCK_AFTER_S = 120.0
 ATTACH_STUCK_AFTER_S = 300.0
 """The same for Attach, which warms up and captures graphs: the scheduler waits as long."""
 DETACH_INTERVAL_S = 0.005
-"""Between two looks at whether the stream has come past the last use of a draft's memory."""
+"""Seconds between polls of whether the stream has done the last use of a draft's memory."""
 NUM_CALLS = 5
 """How many of a hanging thread's last calls are named."""
 RECORDER = trace_pb2.DESCRIPTOR.services_by_name["Recorder"].full_name
@@ -161,7 +161,7 @@ def end_at_once(engine: Engine, unmet: str) -> NoReturn:
     """Ends this process, whose stream waits for `unmet` and does not end; freeing anything would wait for it, too."""
     context = {"epoch": engine.last_epoch, "step": engine.last_step}
     logger.error(
-        "the %s stream waits for what does not come, nor can be released, as when the process is gone that was to "
+        "the %s stream waits for what does not happen, nor can be released, as when the process is gone that was to "
         "signal it (%s): this process ends at once, freeing nothing, and must be started again",
         engine.description.role.value,
         unmet,
@@ -324,7 +324,7 @@ class WorkerServicer(pb_grpc.WorkerServicer):
             outgoing.put_nowait(None)
 
     def _take(self, put: Callable[[pb.StepAck], object], message: pb.StepCommand) -> None:
-        """Carries out a command that comes by the socket, on the thread that reads it."""
+        """Carries out a command that arrived by the socket, on the thread that reads it."""
         command = self._enqueue(message)
         if command.wants_acknowledgement:
             put(_acknowledgement(command))
@@ -461,13 +461,13 @@ class DeviceThread(ThreadPoolExecutor):
         wait.register(reader, select.POLLIN)
         while not is_over.is_set():
             ready = dict(wait.poll())
-            # Commands first: a Drain that came behind them finishes them, too.
+            # Commands first: a Drain that arrived after them finishes them, too.
             if reader.fileno() in ready and not read():
                 break
             if self._has_work in ready:
                 os.eventfd_read(self._has_work)
                 with suppress(RuntimeError):  # shut down
-                    # Behind the work that has come.
+                    # After the work that has arrived.
                     ThreadPoolExecutor.submit(self, self._serve, reader, is_over)
                     return
                 break

@@ -113,7 +113,7 @@ class PinnedStaging:
         """[num_slots] int64 on the device: the step's slots, then padding."""
 
     def begin(self, step: int, slots: Sequence[int], region_words: Sequence[int] = NO_REGION) -> None:
-        """See `Staging.begin`. Blocks only if the device is a whole ring of steps behind."""
+        """See `Staging.begin`. Blocks only if the device is late by a whole ring of steps."""
         self._turn = (self._turn + 1) % len(self._host)
         if self._copied and not self._copied[self._turn].query():  # type: ignore[no-untyped-call]
             with self._blocked(step):
@@ -332,7 +332,7 @@ class SlotTable:
         self._words.index_copy_(0, changes.places, changes.words)
         if changes.taken is None or changes.sampling is None:
             return
-        assert changes.have_cache_salt is not None, "it comes with what is taken"
+        assert changes.have_cache_salt is not None, "it is set with what is taken"
         self.sampling.put(changes.taken, changes.sampling)
         self.have_cache_salt.index_copy_(0, changes.taken, changes.have_cache_salt)
         self._late = self._late.difference(changes.params) | changes.late

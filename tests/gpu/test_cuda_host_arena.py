@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from slipstream.common.device.interface import Look
+from slipstream.common.device.interface import PollTime
 from slipstream.common.wire.step import FenceName
 from tests.gpu.conftest import SPECS
 from tests.harness.other_process import GpuUser
@@ -54,7 +54,7 @@ def test_results_come_to_the_host_past_everything_else(
             other.do(*(f"fill {name} {step}" for name in names), f"signal {int(PROPOSED)} {step}")
             if step == 5:
                 other.do("spin 100000")
-            assert fence.wait_on_host(step, 10.0, Look(time.monotonic(), usual_s=0.0001))
+            assert fence.wait_on_host(step, 10.0, PollTime(time.monotonic(), usual_s=0.0001))
             for name in names:
                 tensor = hosted.tensor(name)
                 assert tensor.device.type == "cpu"

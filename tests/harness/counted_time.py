@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.common.device.cpu.fence import HostFence
-    from slipstream.common.device.interface import Look, Stream
+    from slipstream.common.device.interface import PollTime, Stream
     from slipstream.common.wire.manifest import BufferSpec, Manifest
     from slipstream.common.wire.step import FenceName
 
@@ -73,7 +73,7 @@ class _CountedFence:
         self._fence.wait(stream, value)
         stream.enqueue(lambda: self._reach(value))
 
-    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
+    def wait_on_host(self, value: int, timeout_s: float, poll_time: PollTime = ANY_TIME) -> bool:
         has_come = self._fence.wait_on_host(value, timeout_s)
         if has_come:
             self._reach(value)

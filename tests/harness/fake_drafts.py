@@ -14,7 +14,7 @@ from slipstream.scheduler.records import NO_LIMIT, DraftKV, DraftTraits
 from tests.harness.step_kinds import Kind, kind_to_draft
 
 if TYPE_CHECKING:
-    from slipstream.common.device.interface import Look
+    from slipstream.common.device.interface import PollTime
     from slipstream.common.wire.step import SlotUpdate, StepCommand
     from slipstream.scheduler.attachment import DraftAttachment
 
@@ -31,7 +31,7 @@ class FakeFence:
         """See `Fence.poll`."""
         return self.value
 
-    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
+    def wait_on_host(self, value: int, timeout_s: float, poll_time: PollTime = ANY_TIME) -> bool:
         """See `Fence.wait_on_host`; does not wait."""
         return self.value >= value
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream.common.wire.events import Site
-from slipstream.scheduler import loop
+from slipstream.scheduler import loop, result_poller
 from slipstream.scheduler.batch import Batch
-from slipstream.scheduler.loop import LEAST_HOLD_S, MOST_HOLD_S, PACE_STEPS
+from slipstream.scheduler.loop import LEAST_HOLD_S
+from slipstream.scheduler.result_poller import GAP_STEPS, MOST_HOLD_S
 from tests.harness.dummy_epoch import make_epoch, make_job, workers
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def test_long_steps_are_decided_on_late(verify_ms: float, monkeypatch: pytest.Mo
         if verify_ms:
             assert len(held) > 5
             assert all(LEAST_HOLD_S <= seconds <= MOST_HOLD_S for seconds, _, _ in held)
-            assert all(last_sent == num_tokens + 1 > PACE_STEPS for _, last_sent, num_tokens in held)
+            assert all(last_sent == num_tokens + 1 > GAP_STEPS for _, last_sent, num_tokens in held)
         else:
             assert not held
 
@@ -55,7 +56,7 @@ def test_who_comes_while_a_step_is_held_back_is_in_it(monkeypatch: pytest.Monkey
         return step
 
     monkeypatch.setattr(Batch, "next_step", recorded)
-    monkeypatch.setattr(loop, "MOST_HOLD_S", 1.0)  # so that part of a step is long on a busy machine, too
+    monkeypatch.setattr(result_poller, "MOST_HOLD_S", 1.0)  # so that part of a step is long on a busy machine, too
     with workers(verify_ms=120.0) as both:
         epoch, job, late = make_epoch(both[:1]), make_job(max_new_tokens=16), make_job(max_new_tokens=2)
 

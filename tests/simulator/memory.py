@@ -22,7 +22,7 @@ from tests.simulator.threads import Signal
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from slipstream.common.device.interface import Look
+    from slipstream.common.device.interface import PollTime
     from slipstream.common.wire.manifest import BufferSpec
     from tests.simulator.world import Process, World
 
@@ -162,7 +162,7 @@ class SimulatedFence:
         """See `Fence.poll`."""
         return self._word[0] if self._is_there() else 0
 
-    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
+    def wait_on_host(self, value: int, timeout_s: float, poll_time: PollTime = ANY_TIME) -> bool:
         """See `Fence.wait_on_host`."""
         if self.poll() >= value:
             return True

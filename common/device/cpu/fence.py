@@ -16,7 +16,7 @@ from slipstream.common.errors import FailedPreconditionError
 if TYPE_CHECKING:
     import mmap
 
-    from slipstream.common.device.interface import Look, Stream
+    from slipstream.common.device.interface import PollTime, Stream
 
 _SYS_FUTEX = 202
 _FUTEX_WAIT = 0
@@ -67,7 +67,7 @@ class HostFence:
         address = ctypes.c_void_p(self._address)
         _syscall_holding_interpreter(_SYS_FUTEX, address, _FUTEX_WAKE, _ALL_WAITERS, None, None, 0)
 
-    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
+    def wait_on_host(self, value: int, timeout_s: float, poll_time: PollTime = ANY_TIME) -> bool:
         if self._word.value >= value:
             return True
         deadline = time.monotonic() + timeout_s
@@ -116,7 +116,7 @@ class ReadOnlyFence(HostFence):
     def poll(self) -> int:
         return max(self._word.value, self._floor)
 
-    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
+    def wait_on_host(self, value: int, timeout_s: float, poll_time: PollTime = ANY_TIME) -> bool:
         deadline = time.monotonic() + timeout_s
         # The word is read once: one that changes after that must end the sleep.
         while max(now := self._word.value, self._floor) < value:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.cuda.driver import CudaDriver, CudaKernels
     from slipstream.common.device.cuda.stream import SideStream
-    from slipstream.common.device.interface import Look, Stream
+    from slipstream.common.device.interface import PollTime, Stream
     from slipstream.common.wire.manifest import BufferSpec
     from slipstream.common.wire.step import FenceName
 
@@ -196,7 +196,7 @@ class CudaArena:
         """
         _check(manifest)
         if any(word.kind == TIMELINE for word in manifest.fences) and not gpu.has_timelines:
-            raise MismatchError(["fence: scheduler has 'timeline', this worker can do 'event' alone (--fence event)"])
+            raise MismatchError(["fence: scheduler has 'timeline', this worker can only do 'event' (--fence event)"])
         memory = own or CudaMemory.open(gpu.driver, manifest.handle, manifest.size)
         rings = {word.fence: _open_ring(word, gpu.driver) for word in manifest.fences if word.events}
         return cls(manifest, memory, rings, gpu)
@@ -275,11 +275,11 @@ class PolledFence(HostFence):
         """Raises FailedPreconditionError: a stream cannot wait for it."""
         raise FailedPreconditionError(f"stream {stream.name}: a fence that is only for the host cannot be waited for")
 
-    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
+    def wait_on_host(self, value: int, timeout_s: float, poll_time: PollTime = ANY_TIME) -> bool:
         if self._word.value >= value:
             return True
         deadline = time.monotonic() + timeout_s
-        return wait_for_expected(lambda: self._word.value >= value, deadline, look)
+        return wait_for_expected(lambda: self._word.value >= value, deadline, poll_time)
 
 
 class PolledArena(HostArena):

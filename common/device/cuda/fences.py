@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.cuda.driver import CudaDriver, CudaKernels
     from slipstream.common.device.cuda.stream import SideStream
-    from slipstream.common.device.interface import Look, Stream
+    from slipstream.common.device.interface import PollTime, Stream
 
 
 _NEGATIVE = 1 << 63
@@ -51,7 +51,7 @@ class WordFence:
         word = self._side.read_word(self.address)
         return word if word < _NEGATIVE else word - 2 * _NEGATIVE
 
-    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
+    def wait_on_host(self, value: int, timeout_s: float, poll_time: PollTime = ANY_TIME) -> bool:
         return PollBackoff().wait(lambda: self.poll() >= value, time.monotonic() + timeout_s)
 
     def release(self, value: int) -> None:
@@ -119,7 +119,7 @@ class EventRing:
         return tuple(bytes(self._driver.call(cu.cuIpcGetEventHandle, event).reserved) for event in self._events)
 
     def at(self, value: int) -> object:
-        """Returns the event of a value, which it shares with values a ring before and behind."""
+        """Returns the event of a value, which it shares with values a ring before and after."""
         return self._events[value % len(self._events)]
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.common.device.interface import Look
+    from slipstream.common.device.interface import PollTime
 
 MIN_SLEEP_S = 0.00002
 MAX_SLEEP_S = 0.001
@@ -76,15 +76,15 @@ class PollBackoff:
         self._sleep(max(0.0, min(seconds, deadline - now)))
 
 
-def wait_for_expected(is_done: Callable[[], bool], deadline: float, look: Look) -> bool:
+def wait_for_expected(is_done: Callable[[], bool], deadline: float, poll_time: PollTime) -> bool:
     """Looks at something that is expected until `is_done`. The longer it takes, the less a late look matters.
 
     Returns False at `deadline` of `time.monotonic`.
     """
-    if (early_s := min(look.first_s, deadline) - time.monotonic()) > 0:
+    if (early_s := min(poll_time.first_s, deadline) - time.monotonic()) > 0:
         sleep_precisely(early_s)
     if is_done():
         return True  # as a rule
-    min_sleep_s = min(MAX_SLEEP_S, max(MIN_SLEEP_S, MIN_SLEEP_PART * look.usual_s))
+    min_sleep_s = min(MAX_SLEEP_S, max(MIN_SLEEP_S, MIN_SLEEP_PART * poll_time.usual_s))
     backoff = PollBackoff(time.monotonic, sleep_precisely, min_sleep_s=min_sleep_s, growth=EXPECTED_GROWTH)
     return backoff.wait(is_done, deadline)

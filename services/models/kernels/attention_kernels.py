@@ -170,7 +170,7 @@ def attend_kernel(
     if HAS_WINDOW:
         lowest = tl.maximum(tl.min(tl.where(is_seeing, first_seen, num_seen), axis=0), lowest)
     if has_first:
-        # A query's keys come in the same blocks, wherever the windows of those beside it begin.
+        # A query's keys are in the same blocks, wherever the windows of those beside it begin.
         first = lowest // BLOCK_N * BLOCK_N
 
     # Where they can, splits are even to 16 keys, not to whole blocks, of which a short row has few.
@@ -212,7 +212,7 @@ def attend_kernel(
         accumulated = accumulated * decay[:, None]
         best = with_sink
 
-    has_keys = is_seeing & (total != 0.0)  # NaN where a key or value is: so is what comes of it
+    has_keys = is_seeing & (total != 0.0)  # NaN where a key or value is: so is the result
     result = tl.where(has_keys[:, None], accumulated / tl.where(has_keys, total, 1.0)[:, None], 0.0)
     is_partial = IS_SPLIT and (num_splits > 1 if IS_RAGGED else True)
     if is_partial:

@@ -92,7 +92,7 @@ def run_layer(
     attend: PagedAttention | JoinedAttention,
     norm: RMSNorm,
 ) -> tuple[torch.Tensor, torch.Tensor | Scaled]:
-    """Runs a layer. `x`: [N, hidden_size]. `attention_input`: [N, input_size], normed. `norm`: of what comes next.
+    """Runs a layer. `x`: [N, hidden_size]. `attention_input`: [N, input_size], normed. `norm`: the next one.
 
     Returns x with both branches added, and its norm as the input of the next layer: of the last layer, of what is read,
     which may be more rows than went in: padding makes them a size whose kernels are loaded.
@@ -183,7 +183,7 @@ class FusedEagleHead(FusedHead, EagleHead):
         if not self.config.has_norms:
             embedded = F.embedding(tokens.clamp(0, len(self.embedding) - 1), self.embedding)
             x = linear(torch.cat((embedded, states), dim=-1), step.fc)
-            # What comes next is not normed: of the branches' sum, and of its norm, only the sum is used.
+            # What follows is not normed: of the branches' sum, and of its norm, only the sum is used.
             return run_layer(step.layer, x, x, rotation, attend, step.layer.mlp_norm)[0]
         assert isinstance(embedding_norm, RMSNorm), "the configuration says so"
         assert isinstance(state_norm, RMSNorm), "the configuration says so"

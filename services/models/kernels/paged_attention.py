@@ -220,7 +220,7 @@ _PROMPT_TILE = _Tile(_LARGE, 64, 8, 3)
 """For heads of up to 128. Two groups of four warps share a block of keys, of which the next two are under way."""
 _WIDE_PROMPT_TILE = _Tile(_LARGE, 64, 8, 2)
 _SMALL_TILE = _Tile(64, 64, 4, 3)
-"""For heads of up to 128 where keys come in blocks, and for rows of which most have a few tokens: a larger tile would
+"""For heads of up to 128 where keys are in blocks, and for rows of which most have a few tokens: a larger tile would
 compute mostly with padding."""
 _LONG_TOKENS, _LONG_ROW = 512, 128
 """Tokens of ragged rows, together and on average, from which a large tile is faster."""

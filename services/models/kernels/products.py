@@ -51,7 +51,7 @@ def product_kernel(
     arrivals: tl.tensor,  # the same
     bias: tl.tensor,  # [COLUMNS], or twice as many if IS_GATED; read if HAS_BIAS
     residual: tl.tensor,  # [num_rows, COLUMNS], read if HAS_RESIDUAL
-    norm_weight: tl.tensor,  # [COLUMNS], of the norm that comes next; read if SCALES
+    norm_weight: tl.tensor,  # [COLUMNS], of the next norm; read if SCALES
     output: tl.tensor,  # [num_rows, COLUMNS], written
     scaled: tl.tensor,  # [num_rows, COLUMNS], written if SCALES: output times that weight
     squares_after: tl.tensor,  # [programs, num_rows] float32, written if SCALES: sums over each program's columns

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from slipstream.common.device.interface import Look
+from slipstream.common.device.interface import PollTime
 from slipstream.common.errors import DeviceError, FailedPreconditionError, ManifestError
 from slipstream.common.wire.manifest import BufferSpec
 from slipstream.common.wire.step import FenceName
@@ -67,7 +67,7 @@ def test_the_host_sees_a_value_that_nobody_wakes_it_for(cuda: FakeCuda) -> None:
     memory = fake_cuda.module("cuda.arena").HostArena.open(arena.manifest)
     thread = threading.Thread(target=memory.fence(PROPOSED).release, args=(3,))
     thread.start()
-    assert fence.wait_on_host(2, 10.0, Look(time.monotonic() + 0.001, usual_s=0.001))
+    assert fence.wait_on_host(2, 10.0, PollTime(time.monotonic() + 0.001, usual_s=0.001))
     thread.join()
     assert fence.poll() == 3
     arena.close()

@@ -138,7 +138,7 @@ def test_events_that_cannot_be_opened_have_the_remedy(cuda: FakeCuda) -> None:
 
 
 def test_a_fence_that_this_gpu_has_not_is_refused_with_the_other(cuda: FakeCuda) -> None:
-    with pytest.raises(MismatchError, match="scheduler has 'timeline', this worker can do 'event' alone"):
+    with pytest.raises(MismatchError, match="scheduler has 'timeline', this worker can only do 'event'"):
         open_arena(manifest(TIMELINE), has_timelines=False)
 
 

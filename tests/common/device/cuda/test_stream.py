@@ -14,7 +14,7 @@ import torch
 
 from slipstream.common.device.cuda import poll_backoff
 from slipstream.common.device.cuda.poll_backoff import MAX_SLEEP_S, MIN_SLEEP_S, PollBackoff, wait_for_expected
-from slipstream.common.device.interface import ANY_TIME, Look
+from slipstream.common.device.interface import ANY_TIME, PollTime
 from slipstream.common.errors import DeadlineExceededError
 from tests.harness import fake_cuda
 from tests.harness.fake_cuda import Result
@@ -135,7 +135,7 @@ def at(clock: Clock, when: float) -> Callable[[], bool]:
 
 
 def test_nobody_looks_before_the_first_look(clock: Clock) -> None:
-    assert wait_for_expected(at(clock, 100.04), 101.0, Look(100.05, usual_s=0.05))
+    assert wait_for_expected(at(clock, 100.04), 101.0, PollTime(100.05, usual_s=0.05))
     assert len(clock.sleeps) == 1
     assert clock.now == pytest.approx(100.05)
 
@@ -144,20 +144,20 @@ def test_the_longer_it_takes_the_less_often_one_looks(clock: Clock) -> None:
     for usual_s, most in ((0.0008, 0.00003), (0.05, 0.0012)):
         clock.sleeps.clear()
         begun = clock.now
-        assert wait_for_expected(at(clock, begun + usual_s), begun + 1.0, Look(begun + usual_s - 0.00006, usual_s))
+        assert wait_for_expected(at(clock, begun + usual_s), begun + 1.0, PollTime(begun + usual_s - 0.00006, usual_s))
         assert begun + usual_s <= clock.now < begun + usual_s + most
         assert len(clock.sleeps) < 5
 
 
 def test_what_is_late_or_unknown_is_looked_for_at_once(clock: Clock) -> None:
-    for look in (ANY_TIME, Look(91.0, usual_s=1.0)):
+    for look in (ANY_TIME, PollTime(91.0, usual_s=1.0)):
         begun = clock.now
         assert wait_for_expected(at(clock, begun + 0.0001), begun + 1.0, look)
         assert clock.sleeps[0] <= MAX_SLEEP_S
 
 
 def test_a_deadline_comes_before_an_expected_end(clock: Clock) -> None:
-    assert not wait_for_expected(at(clock, 200.0), 100.02, Look(100.05, usual_s=0.05))
+    assert not wait_for_expected(at(clock, 200.0), 100.02, PollTime(100.05, usual_s=0.05))
     assert clock.now == pytest.approx(100.02)
 
 

@@ -9,17 +9,17 @@ import pytest
 
 from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.wire.step import FenceOps, PrefillChunk
-from slipstream.scheduler.loop import (
+from slipstream.scheduler.records import SentStep, SlotLease, Step, StepSlots
+from slipstream.scheduler.result_poller import (
     CPU_LEAD_S,
     EARLY_S,
+    GAP_STEPS,
     GPU_LEAD_S,
     LAST_STEPS,
     LATE_PART,
-    PACE_STEPS,
     UNSURE_PART,
-    Pace,
+    ResultPoller,
 )
-from slipstream.scheduler.records import SentStep, SlotLease, Step, StepSlots
 
 OFFSET_NS = -7 * 10**18
 """From the device's clock to the host's."""
@@ -53,7 +53,7 @@ class Run:
     def __init__(self, lead_s: float = CPU_LEAD_S) -> None:
         self.ends_ns: dict[int, int] = {0: 0}
         """By step, of the device."""
-        self.pace = Pace(lambda number: self.ends_ns.get(number, 0), lead_s)
+        self.poller = ResultPoller(lambda number: self.ends_ns.get(number, 0), lead_s)
         self.number = 0
         self.hold_s = 0.0
         """Of the last step, when it was sent."""
@@ -70,17 +70,17 @@ class Run:
     ) -> None:
         """A step of this length, whose result is seen late. None: when it is looked for, and then polled."""
         sent = self.send(self.arrived_ns - 1, num_prompt_tokens=num_prompt_tokens)
-        self.hold_s = self.pace.hold_s
-        look = self.pace.look(sent, self.arrived_ns)
+        self.hold_s = self.poller.hold_s
+        poll_time = self.poller.poll_time(sent, self.arrived_ns)
         self.end_ns += length_ns
-        self.looks.append((look.first_s - self.end_ns / 1e9, look.usual_s))
+        self.looks.append((poll_time.first_s - self.end_ns / 1e9, poll_time.usual_s))
         if late_ns is None:
             late_ns = round(1e9 * self.looks[-1][0]) - SIGHT_NS
             late_ns = late_ns if late_ns >= 0 else min(1_000_000, length_ns // 30)
         self.late_ns.append(late_ns)
         before_ns, self.arrived_ns = self.arrived_ns, self.end_ns + SIGHT_NS + late_ns
         sent.arrived_ns = self.arrived_ns
-        self.pace.arrived(sent, before_ns)
+        self.poller.arrived(sent, before_ns)
         if has_stamp:
             self.ends_ns[self.number] = self.end_ns - OFFSET_NS
 
@@ -88,7 +88,7 @@ class Run:
         """The next step is under way."""
         self.number += 1
         step = step_of(self.number, num_slots, num_prompt_tokens)
-        self.pace.sent(step)
+        self.poller.sent(step)
         return sent_step(step, sent_ns)
 
 
@@ -147,7 +147,7 @@ def test_steps_with_prompts_are_looked_for_by_the_shortest() -> None:
 def test_nothing_is_known_of_a_new_size() -> None:
     run = Run()
     run.do(12_000_000)
-    assert run.pace.look(run.send(0, num_slots=20), run.arrived_ns) == ANY_TIME
+    assert run.poller.poll_time(run.send(0, num_slots=20), run.arrived_ns) == ANY_TIME
 
 
 def test_a_step_that_was_sent_late_is_looked_for_from_its_sending() -> None:
@@ -155,24 +155,24 @@ def test_a_step_that_was_sent_late_is_looked_for_from_its_sending() -> None:
     for _ in range(20):
         run.do(12_000_000)
     sent_ns = run.arrived_ns + 5_000_000
-    look = run.pace.look(run.send(sent_ns), run.arrived_ns)
-    assert look.first_s == pytest.approx(sent_ns / 1e9 + 0.012 * (1 - UNSURE_PART), abs=2e-6)
+    poll_time = run.poller.poll_time(run.send(sent_ns), run.arrived_ns)
+    assert poll_time.first_s == pytest.approx(sent_ns / 1e9 + 0.012 * (1 - UNSURE_PART), abs=2e-6)
 
 
 def test_the_next_step_is_held_back_by_the_shortest_of_many() -> None:
     run = Run()
-    for number in range(PACE_STEPS):
+    for number in range(GAP_STEPS):
         run.do(40_000_000 + 1_000_000 * number)
         assert run.hold_s == 0
     run.send(0)
-    assert run.pace.hold_s == pytest.approx(0.75 * 0.040, rel=0.01)
-    assert LAST_STEPS < PACE_STEPS
+    assert run.poller.hold_s == pytest.approx(0.75 * 0.040, rel=0.01)
+    assert LAST_STEPS < GAP_STEPS
 
 
 @pytest.mark.parametrize("lead_s", [GPU_LEAD_S, CPU_LEAD_S])
 def test_commands_of_a_short_step_have_the_lead_at_least(lead_s: float) -> None:
     run = Run(lead_s)
-    for _ in range(PACE_STEPS):
+    for _ in range(GAP_STEPS):
         run.do(8_000_000)
     run.send(0)
-    assert run.pace.hold_s == pytest.approx(0.008 - lead_s, abs=1e-4)
+    assert run.poller.hold_s == pytest.approx(0.008 - lead_s, abs=1e-4)
