@@ -93,6 +93,7 @@ def forget_kernels() -> None:
                     kernel.device_caches.clear()
 
 
+@pytest.mark.timeout(300)  # where Triton's cache is empty all kernels are compiled
 @pytest.mark.usefixtures("tiny_small_steps")
 @pytest.mark.parametrize(
     ("draft", "slots", "lengths_of_waves"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
 from slipstream.common.wire.step import Role
+from tests.harness.doors import is_listening
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses
 
@@ -50,10 +51,11 @@ class ExampleDrafted(WorkerProcesses):
 @contextmanager
 def serving(folder: Path, *arguments: str) -> Iterator[str]:
     """Runs a drafter, given by Python's arguments; yields its address when it serves."""
-    socket = folder / "draft.sock"
-    with subprocess.Popen((sys.executable, *arguments, "--listen", f"unix:{socket}")) as process:
+    path = str(folder / "draft.sock")
+    with subprocess.Popen((sys.executable, *arguments, "--listen", f"unix:{path}")) as process:
         try:
-            asyncio.run(until(socket.exists))
-            yield f"unix:{socket}"
+            # The address is claimed long before it is listened at.
+            asyncio.run(until(lambda: is_listening(path)))
+            yield f"unix:{path}"
         finally:
             process.terminate()
