@@ -15,6 +15,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slipstream.client.connection import open_async_channel, open_channel, with_key
+from slipstream.client.delivery import Delivery
 from slipstream.client.requests import (
     RECONNECT_S,
     FirstContact,
@@ -62,6 +63,9 @@ class _Server:
         self.channel = channel
         self.health: Any = health_pb2_grpc.HealthStub(channel)
         self.stub: Any = generation_pb2_grpc.GenerationStub(channel)  # type: ignore[no-untyped-call]
+        self.num_outputs = 0
+        """Outputs that an `AsyncClient` reads."""
+        self.delivery: Delivery | None = None
 
 
 @dataclass(slots=True)
@@ -206,6 +210,23 @@ class AsyncClient(_Client):
 
     _open_channel = staticmethod(open_async_channel)
 
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        together_from: int | None = None,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        keepalive: Keepalive | None = None,
+        **access: Unpack[AccessOptions],
+    ) -> None:
+        """See `Client`.
+
+        `together_from`: while so many outputs of `generate` arrive, further ones arrive together, on one stream, which
+        takes less work for each. None: each on a stream of its own.
+        """
+        super().__init__(address, connect_timeout_s=connect_timeout_s, keepalive=keepalive, **access)
+        self._together_from = together_from
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -214,6 +235,8 @@ class AsyncClient(_Client):
 
     async def close(self) -> None:
         """Ends the connection and every call on it."""
+        deliveries = [server.delivery for server in self._servers if server.delivery is not None]
+        await asyncio.gather(*(delivery.close() for delivery in deliveries), return_exceptions=True)
         await asyncio.gather(*(server.channel.close(None) for server in self._servers))
 
     def generate(
@@ -330,11 +353,25 @@ class AsyncClient(_Client):
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
+    async def _call(self, output: _Output) -> Any:
+        server = output.server
+        if output.method != "Generate" or self._together_from is None or server.num_outputs <= self._together_from:
+            return output.call()
+        if server.delivery is None or server.delivery.is_over:
+            server.delivery = Delivery(server.stub)
+        delivery = server.delivery
+        if not await delivery.opened():
+            return output.call()
+        return delivery.generate(output.next_request(), output.retry.time_left_s, output.call)
+
     async def _follow(self, output: _Output) -> AsyncGenerator[OutputChunk, None]:
         while not output.reader.is_over:
-            call = output.call()
+            server = output.server
+            server.num_outputs += 1
+            call: Any = None
             try:
-                with output.server.contact.our_errors():
+                call = await self._call(output)
+                with server.contact.our_errors():
                     async for message in call:
                         chunk = output.read(message)
                         if chunk is not None:
@@ -342,14 +379,18 @@ class AsyncClient(_Client):
                 output.reader.check_end()
             except SlipstreamError as error:
                 pause_s = output.pause_after(error)
-                for server in self._others(output, error):
-                    if await self._serves(server, MOVE_TIMEOUT_S):
-                        self._move(output, server)
+                for other in self._others(output, error):
+                    if await self._serves(other, MOVE_TIMEOUT_S):
+                        self._move(output, other)
                         break
                 else:
                     await asyncio.sleep(pause_s)
             finally:
-                call.cancel()
+                server.num_outputs -= 1
+                if not server.num_outputs and server.delivery is not None:
+                    server.delivery.close()
+                if call is not None:
+                    call.cancel()
 
 
 class Client(_Client):

@@ -324,6 +324,7 @@ class OutputReader:
 
     def resumed(self, request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateRequest:
         """The request again, for the rest of the output of the job that the server may have named."""
+        request.ClearField("delivery")
         if self._attempt:
             request.job_id = self._job_id
             resume = generation_pb2.Resume(from_tokens=self._offsets_in_order(), attempt=self._attempt)

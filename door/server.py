@@ -38,6 +38,8 @@ SPARE_FILES = 256
 """Open files beside the connections of clients."""
 SWITCH_INTERVAL_S = 0.0005
 """Time for which the thread that reads a large body keeps the interpreter from the event loop."""
+TOGETHER_FROM = 4
+"""Outputs of a key from which on further ones arrive together."""
 KEEP_ALIVE_S = 65
 """Time for which a connection may wait for its next request."""
 
@@ -195,7 +197,7 @@ async def run_door(config: DoorConfig, listener: Listener, metrics_port: int, me
             Listener.claim(config.private_listen, field="private_listen")
         )
         held.enter_context(serve_metrics(registry, metrics_port, metrics_host))
-        async with AsyncClient(config.gateway) as client:
+        async with AsyncClient(config.gateway, together_from=TOGETHER_FROM) as client:
             app = make_app(Door(client, config, RpcMetrics(registry)), registry)
             listeners = [(one, tls_context(config)) for one in bound_sockets(listener)]
             listeners += [(one, None) for one in (bound_sockets(private) if private else ())]

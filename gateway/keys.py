@@ -21,6 +21,7 @@ from slipstream.common.errors import (
     UnauthenticatedError,
 )
 from slipstream.common.rpc.interceptor import ServerInterceptor, is_health_check, refusing, replaced
+from slipstream.protos import generation_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -41,6 +42,7 @@ MIN_TOKEN_CHARACTERS = 16
 _ACCEPTED = f"lines NAME:TOKEN, a name of letters, digits or ._-, a token of {MIN_TOKEN_CHARACTERS} characters or more"
 _LINE = re.compile(rf"([A-Za-z0-9._-]{{1,64}}):([!-~]{{{MIN_TOKEN_CHARACTERS},1024}})")
 
+_DELIVER = f"/{generation_pb2.DESCRIPTOR.services_by_name['Generation'].full_name}/Deliver"
 _DIGEST_DIGITS = 32
 """Hexadecimal digits of a token's SHA-256 in the name of its key."""
 
@@ -178,7 +180,9 @@ class KeyInterceptor(ServerInterceptor):
         owner = self._owner_of(handler_call_details.invocation_metadata)
         if owner is None:
             return refusing(handler, UnauthenticatedError("no valid API key: send `authorization: Bearer TOKEN`"))
-        return replaced(handler, lambda handle: self._owned(handle, owner, is_stream=handler.response_streaming))
+        # The outputs in a delivery are those of other streams, which count.
+        is_stream = handler.response_streaming and handler_call_details.method != _DELIVER
+        return replaced(handler, lambda handle: self._owned(handle, owner, is_stream=is_stream))
 
     def _owner_of(self, metadata: Any) -> str | None:
         given = [value for key, value in metadata or () if key == "authorization"]

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from slipstream.gateway.config import GatewayConfig
+    from slipstream.gateway.delivery import Deliveries
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ async def run_gateway(
             )
             for server in servers:
                 server.add_service(vllm.SERVICE_NAME, vllm.add_to_server, engine)
-        return await _serve(link, jobs, servers, forwarding, signals, config.grace_s)
+        return await _serve(link, jobs, servers, forwarding, servicer.deliveries, signals, config.grace_s)
 
 
 class _Health:
@@ -180,6 +181,7 @@ async def _serve(
     jobs: JobManager,
     servers: Sequence[GrpcServer],
     forwarding: Forwarding,
+    deliveries: Deliveries,
     signals: ShutdownSignals,
     grace_s: float,
 ) -> int:
@@ -196,6 +198,7 @@ async def _serve(
     logging_load.cancel()
     if not linked.done():  # otherwise no job can end
         await _finish(link, jobs, forwarding, grace_s)
+    deliveries.close()
     await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in servers))
     collecting.cancel()
     linked.cancel()

@@ -15,6 +15,7 @@ from slipstream.common.errors import FailedPreconditionError, InvalidArgumentErr
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.common.wire.trace import HostRecords
 from slipstream.gateway.constraints import constraint_of
+from slipstream.gateway.delivery import Deliveries
 from slipstream.gateway.keys import client_of, current_owner
 from slipstream.gateway.metrics import TimesOfRequests
 from slipstream.gateway.request import (
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.wire.server import ServerState
     from slipstream.gateway.constraints import GrammarCompiler
+    from slipstream.gateway.delivery import DeliveredOutput
     from slipstream.gateway.job import Job
     from slipstream.gateway.jobs import JobManager
     from slipstream.gateway.model import ServedModel
@@ -79,13 +81,23 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._writes = writes
         self._served_names = served_names
         self.request_times = TimesOfRequests()
+        self.deliveries = Deliveries(writes)
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:
         from_tokens, attempt = _take_resume(request)
         if not from_tokens:
             from_tokens = [len(output.ids) for output in request.continuation.outputs]
-        job = await self.admit(request, client_of(context), attempt=attempt)
-        await self.follow(job, context, from_tokens, attempt=attempt)
+        output = self.deliveries.take(request)
+        try:
+            job = await self.admit(request, client_of(context), attempt=attempt)
+            await self.follow(job, context, from_tokens, attempt=attempt, output=output)
+        finally:
+            if output is not None:
+                output.leave()
+
+    async def Deliver(self, request: generation_pb2.DeliverRequest, context: Any) -> None:
+        reject_unknown_fields(request)
+        await self.deliveries.serve(context)
 
     async def CreateJob(
         self, request: generation_pb2.CreateJobRequest, context: Any
@@ -216,12 +228,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         *,
         attempt: int = 0,
         encode: Encode | None = None,
+        output: DeliveredOutput | None = None,
     ) -> None:
-        """Sends a job's output to a caller that it lives for: each chunk or the messages that `encode` makes of it."""
+        """Sends a job's output to a caller that it lives for: each chunk or the messages that `encode` makes of it.
+
+        `output`: where it is delivered in place of the call.
+        """
         self._jobs.enter(job)
         try:
             reader = self._jobs.reader(job, from_tokens, field="resume.from_tokens", attempt=attempt)
-            await self._send(reader, context, encode)
+            if output is None:
+                await self._send(reader, context, encode)
+            else:
+                await asyncio.create_task(output.send(reader, context.time_remaining()))
         finally:
             self._jobs.leave(job, context.time_remaining())
 

@@ -33,7 +33,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("job_id", "text", "input_ids", "messages", "sampling_params", "speculation", "resume", "priority", "cache_salt", "json_schema", "json_object", "regex", "grammar", "choice", "structural_tag", "continuation")
+    __slots__ = ("job_id", "text", "input_ids", "messages", "sampling_params", "speculation", "resume", "priority", "cache_salt", "json_schema", "json_object", "regex", "grammar", "choice", "structural_tag", "continuation", "delivery")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class GenerateRequest(_message.Message):
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     STRUCTURAL_TAG_FIELD_NUMBER: _ClassVar[int]
     CONTINUATION_FIELD_NUMBER: _ClassVar[int]
+    DELIVERY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     text: str
     input_ids: TokenIds
@@ -66,7 +67,38 @@ class GenerateRequest(_message.Message):
     choice: Choices
     structural_tag: str
     continuation: Continuation
-    def __init__(self, job_id: _Optional[str] = ..., text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., choice: _Optional[_Union[Choices, _Mapping]] = ..., structural_tag: _Optional[str] = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ...) -> None: ...
+    delivery: Delivery
+    def __init__(self, job_id: _Optional[str] = ..., text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., choice: _Optional[_Union[Choices, _Mapping]] = ..., structural_tag: _Optional[str] = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., delivery: _Optional[_Union[Delivery, _Mapping]] = ...) -> None: ...
+
+class Delivery(_message.Message):
+    __slots__ = ("id", "output")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    output: int
+    def __init__(self, id: _Optional[int] = ..., output: _Optional[int] = ...) -> None: ...
+
+class DeliverRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DeliverResponse(_message.Message):
+    __slots__ = ("delivery", "parts")
+    DELIVERY_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    delivery: int
+    parts: _containers.RepeatedCompositeFieldContainer[DeliveredPart]
+    def __init__(self, delivery: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[DeliveredPart, _Mapping]]] = ...) -> None: ...
+
+class DeliveredPart(_message.Message):
+    __slots__ = ("output", "response", "status")
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    output: int
+    response: GenerateResponse
+    status: bytes
+    def __init__(self, output: _Optional[int] = ..., response: _Optional[_Union[GenerateResponse, _Mapping]] = ..., status: _Optional[bytes] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("from_tokens", "attempt")

@@ -40,6 +40,11 @@ class GenerationStub:
                 request_serializer=slipstream_dot_protos_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=slipstream_dot_protos_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Deliver = channel.unary_stream(
+                '/slipstream.v1.Generation/Deliver',
+                request_serializer=slipstream_dot_protos_dot_generation__pb2.DeliverRequest.SerializeToString,
+                response_deserializer=slipstream_dot_protos_dot_generation__pb2.DeliverResponse.FromString,
+                _registered_method=True)
         self.CreateJob = channel.unary_unary(
                 '/slipstream.v1.Generation/CreateJob',
                 request_serializer=slipstream_dot_protos_dot_generation__pb2.CreateJobRequest.SerializeToString,
@@ -88,6 +93,15 @@ class GenerationServicer:
 
     def Generate(self, request, context):
         """Creates a job and streams its output. Ending the call, or its deadline, cancels the job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Deliver(self, request, context):
+        """Streams the outputs of those calls of Generate that name this delivery, for a client that follows many jobs: a
+        message has what several of them have to say by then. It ends with its caller, and those calls then with
+        UNAVAILABLE. RESOURCE_EXHAUSTED cuts off a client that does not read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,6 +175,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     request_deserializer=slipstream_dot_protos_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=slipstream_dot_protos_dot_generation__pb2.GenerateResponse.SerializeToString,
             ),
+            'Deliver': grpc.unary_stream_rpc_method_handler(
+                    servicer.Deliver,
+                    request_deserializer=slipstream_dot_protos_dot_generation__pb2.DeliverRequest.FromString,
+                    response_serializer=slipstream_dot_protos_dot_generation__pb2.DeliverResponse.SerializeToString,
+            ),
             'CreateJob': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateJob,
                     request_deserializer=slipstream_dot_protos_dot_generation__pb2.CreateJobRequest.FromString,
@@ -230,6 +249,33 @@ class Generation:
             '/slipstream.v1.Generation/Generate',
             slipstream_dot_protos_dot_generation__pb2.GenerateRequest.SerializeToString,
             slipstream_dot_protos_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Deliver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slipstream.v1.Generation/Deliver',
+            slipstream_dot_protos_dot_generation__pb2.DeliverRequest.SerializeToString,
+            slipstream_dot_protos_dot_generation__pb2.DeliverResponse.FromString,
             options,
             channel_credentials,
             insecure,

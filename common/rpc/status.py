@@ -72,9 +72,17 @@ def error_from_rpc(error: grpc.RpcError) -> errors.SlipstreamError:
     Whatever the server says, the text of the error has no characters that act on a terminal.
     """
     call: Any = error
-    code: grpc.StatusCode = call.code()
-    message = escaped_lines(call.details() or code.name)
-    status = _status_in(call.trailing_metadata())
+    return _error_of(call.code(), call.details(), _status_in(call.trailing_metadata()))
+
+
+def error_from_status(encoded: bytes) -> errors.SlipstreamError:
+    """Returns the exception of a google.rpc.Status. Raises DecodeError if it is none."""
+    status = status_pb2.Status.FromString(encoded)
+    return _error_of(_CODES_BY_NUMBER.get(status.code, grpc.StatusCode.UNKNOWN), status.message, status)
+
+
+def _error_of(code: grpc.StatusCode, text: str | None, status: status_pb2.Status) -> errors.SlipstreamError:
+    message = escaped_lines(text or code.name)
     info = error_details_pb2.ErrorInfo()
     is_ours = _unpack(status, info) and info.domain == DOMAIN
     kind = _FROM_REASON.get(info.reason) if is_ours else None
