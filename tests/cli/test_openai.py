@@ -20,9 +20,9 @@ from slipstream.bundled import standalone_dir
 from slipstream.client import AsyncClient
 from slipstream.common.wire.job import JobState
 from slipstream.gateway.tokenizer import load_tokenizer
-from tests.harness.doors import is_listening, write_chat_model
+from tests.harness.doors import write_chat_model
 from tests.harness.running import running_up, slipstream
-from tests.harness.waiting import until
+from tests.harness.waiting import is_listening, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

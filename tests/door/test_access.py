@@ -22,9 +22,9 @@ from slipstream.door.fields import parse
 from slipstream.door.server import MAX_HEAD_BYTES
 from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota
 from tests.harness.certificates import Certificates
-from tests.harness.doors import RunningDoor, is_listening, running_door
+from tests.harness.doors import RunningDoor, running_door
 from tests.harness.generation_server import generation_server
-from tests.harness.waiting import until
+from tests.harness.waiting import is_listening, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

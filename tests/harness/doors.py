@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import socket
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -73,12 +72,6 @@ async def running_door(gateway: str, *, api_key: str = "none", **settings: Any) 
             finally:
                 server.should_exit = True
                 await serving
-
-
-def is_listening(path: str) -> bool:
-    """Whether something listens there."""
-    with socket.socket(socket.AF_UNIX) as one:
-        return one.connect_ex(path) == 0
 
 
 def write_chat_model(path: Path, template: str) -> Path:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
 from slipstream.common.wire.step import Role
-from tests.harness.doors import is_listening
-from tests.harness.waiting import until
+from tests.harness.waiting import is_listening, until
 from tests.harness.worker_processes import WorkerProcesses
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from typing import TYPE_CHECKING
 
@@ -35,3 +36,9 @@ def runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def is_listening(path: str) -> bool:
+    """Whether something listens at a Unix socket."""
+    with socket.socket(socket.AF_UNIX) as one:
+        return one.connect_ex(path) == 0
