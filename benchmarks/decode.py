@@ -25,6 +25,7 @@ from slipstream.common.settings import setting
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.experts import Experts
 from slipstream.services.models.head_config import HEADS
 from slipstream.services.models.heads import make_head
 from slipstream.services.worker.config import WorkerConfig
@@ -47,9 +48,17 @@ META = torch.device("meta")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBytes:
-    """Bytes that a step reads at least: each weight, and keys and values of the context, once a forward."""
+    """Bytes that a step reads at least: each weight, and keys and values of the context, once a forward.
+
+    Of experts, those that a step's tokens choose on average if each choice is as likely as any other.
+    """
 
     verify_weights: int
+    """Without experts."""
+    verify_experts: int
+    """All experts of all layers."""
+    chosen_share: float
+    """Part of the experts that a token chooses."""
     draft_weights: int
     """Weight bytes that all the draft's forwards of a step read together; `draft_kv_per_token` counts likewise."""
     verify_kv_per_token: int
@@ -60,18 +69,23 @@ class StepBytes:
         """A target and a draft that compute in `dtype`."""
         config = ModelConfig.from_directory(setup.target)
         draft_weights, draft_kv_per_token = _draft_bytes(setup, num_draft_tokens, dtype)
+        target, mixture = Decoder(config, device=META, dtype=dtype), config.experts
+        experts = sum(_nbytes(part.gate_up, part.down) for part in target.modules() if isinstance(part, Experts))
         return cls(
-            verify_weights=_weights(Decoder(config, device=META, dtype=dtype), is_tied=config.tie_word_embeddings),
+            verify_weights=_weights(target, is_tied=config.tie_word_embeddings) - experts,
+            verify_experts=experts,
+            chosen_share=mixture.num_chosen / mixture.num_experts if mixture else 0.0,
             draft_weights=draft_weights,
             verify_kv_per_token=config.kv_bytes_per_token(dtype),
             draft_kv_per_token=draft_kv_per_token,
         )
 
-    def draft_and_verify(self, context_tokens: float, batch: int) -> tuple[float, float]:
-        """Bytes that each worker reads."""
+    def draft_and_verify(self, context_tokens: float, batch: int, num_verified: int) -> tuple[float, float]:
+        """Bytes that each worker reads. `num_verified`: tokens of verify's forward for each sequence."""
         num_tokens = batch * context_tokens
         draft = self.draft_weights + num_tokens * self.draft_kv_per_token
-        return draft, self.verify_weights + num_tokens * self.verify_kv_per_token
+        experts = self.verify_experts * (1 - (1 - self.chosen_share) ** (batch * num_verified))
+        return draft, self.verify_weights + experts + num_tokens * self.verify_kv_per_token
 
 
 def copy_bandwidth() -> float:
@@ -121,7 +135,11 @@ def _weights(model: nn.Module, *, is_tied: bool) -> int:
     parameters = dict(model.named_parameters())
     if not is_tied:
         del parameters["embedding"]
-    return sum(math.prod(parameter.shape) * parameter.dtype.itemsize for parameter in parameters.values())
+    return _nbytes(*parameters.values())
+
+
+def _nbytes(*parameters: nn.Parameter | None) -> int:
+    return sum(math.prod(each.shape) * each.dtype.itemsize for each in parameters if each is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +246,9 @@ class DecodeBenchmark:
             windows.append(await self._window(served, batch))
         whole = reduce(add, windows)
         # What a step finds, on average over the output.
-        num_bytes = self._bytes.draft_and_verify(setup.prompt_tokens + setup.max_new_tokens / 2, batch)
+        context_tokens = setup.prompt_tokens + setup.max_new_tokens / 2
+        num_verified = 1 if mode == PLAIN else NUM_DRAFT_TOKENS + 1
+        num_bytes = self._bytes.draft_and_verify(context_tokens, batch, num_verified)
         draft_floor_ms, verify_floor_ms = (
             None if self._bandwidth is None else 1e3 * count / self._bandwidth for count in num_bytes
         )

@@ -56,6 +56,14 @@ def test_bytes_that_a_draft_reads(name: str, algorithm: str, draft: str | None, 
     assert (found.draft_kv_per_token, found.verify_kv_per_token) == (kv_bytes, 32 * KV_BYTES)
 
 
+def test_bytes_of_experts_are_of_those_that_are_chosen() -> None:
+    found = StepBytes.of(Setup.named("qwen3-30b-a3b"), num_draft_tokens=4, dtype=torch.bfloat16)
+    assert found.verify_experts == 2 * 48 * 128 * 3 * 2048 * 768
+    one, more = (found.draft_and_verify(0, 1, num_verified)[1] - found.verify_weights for num_verified in (1, 5))
+    assert one == pytest.approx(found.verify_experts * 8 / 128)
+    assert one < more < 5 * one
+
+
 def test_a_shape_without_a_drafts_name_has_an_eagle3_head() -> None:
     setup = Setup.named("llama-3.1-8b")
     assert (setup.algorithm, setup.draft and setup.draft.name) == (EAGLE3, "eagle3-llama-3.1-8b")
