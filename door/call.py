@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from slipstream.common.errors import UnauthenticatedError, UnavailableError
 from slipstream.door.errors import ApiError, api_error
 from slipstream.door.events import JSON, send_stream, send_whole
-from slipstream.door.fields import parse
+from slipstream.door.fields import LARGE_BODY_BYTES, parse
 from slipstream.door.parsers import Forms
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ KEPT_CLIENTS = 1024
 """API keys whose clients are kept; each has the stubs of the gateway's calls."""
 MAX_BODY_BYTES = 8 * 2**20
 """Twice what the gateway takes of a request, as JSON is longer."""
-LARGE_BODY_BYTES = 2**16
-"""Bytes of a body from which on a thread reads it: to read one of 4 MiB takes tens of milliseconds."""
 MAX_ARRIVING_BYTES = 256 * 2**20
 """Bytes of all bodies that are being received, or whose calls are under way."""
 

@@ -127,6 +127,82 @@ MIXTURES: dict[str, dict[str, Any]] = {
     | {"sliding_window": WINDOW, "rope_parameters": _YARN | {"truncate": False}, "swiglu_limit": 7.0},
 }
 """Families with experts."""
+_ROUTED = _SHARED | {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+_QWEN_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [1],
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": _SHARED
+    | {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    "qwen2-moe": _SHARED
+    | _QWEN_EXPERTS
+    | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 40, "tie_word_embeddings": True},
+    "qwen3-moe": _SHARED
+    | _QWEN_EXPERTS
+    | {"model_type": "qwen3_moe", "head_dim": 24, "norm_topk_prob": True, "decoder_sparse_step": 2},
+    "olmoe": _SHARED | {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3},
+    "glm4-moe": _ROUTED | {"model_type": "glm4_moe", "head_dim": 16, "attention_bias": True},
+    "glm4-moe-norms": _ROUTED | {"model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True, "n_group": 1}
+    | {"topk_group": 1},
+    "dots1": _ROUTED
+    | {"model_type": "dots1", "head_dim": 16, "sliding_window": WINDOW, "layer_types": _PERIODS}
+    | {"norm_topk_prob": False, "n_shared_experts": 1},
+    "gpt-oss": _SHARED
+    | {"model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2}
+    | {"sliding_window": WINDOW, "rope_parameters": _YARN | {"truncate": False}, "swiglu_limit": 7.0},
+}
+"""Families with experts."""
+_ROUTED = _SHARED | {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+_QWEN_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [1],
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": _SHARED
+    | {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    "qwen2-moe": _SHARED
+    | _QWEN_EXPERTS
+    | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 40, "tie_word_embeddings": True},
+    "qwen3-moe": _SHARED
+    | _QWEN_EXPERTS
+    | {"model_type": "qwen3_moe", "head_dim": 24, "norm_topk_prob": True, "decoder_sparse_step": 2},
+    "olmoe": _SHARED | {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3},
+    "glm4-moe": _ROUTED | {"model_type": "glm4_moe", "head_dim": 16, "attention_bias": True},
+    "glm4-moe-norms": _ROUTED | {"model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True, "n_group": 1}
+    | {"topk_group": 1},
+    "dots1": _ROUTED
+    | {"model_type": "dots1", "head_dim": 16, "sliding_window": WINDOW, "layer_types": _PERIODS}
+    | {"norm_topk_prob": False, "n_shared_experts": 1},
+    "gpt-oss": _SHARED
+    | {"model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2}
+    | {"sliding_window": WINDOW, "rope_parameters": _YARN | {"truncate": False}, "swiglu_limit": 7.0},
+}
+"""Families with experts."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "gemma2": _GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 4.0, "final_logit_softcapping": 1.0},
     "gemma2-no-caps": _GEMMA
@@ -181,6 +257,16 @@ def write_by_transformers(path: Path, name: str, *, seed: int = 0, has_tokenizer
                 parameter.mul_(0.1)  # scaled and tied, it would only repeat its input
             if "norm" in parameter_name and not is_gemma:
                 parameter.add_(1.0)
+            if "sinks" in parameter_name:
+                parameter.mul_(10.0)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2, generator=generator)
+            if "sinks" in parameter_name:
+                parameter.mul_(10.0)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2, generator=generator)
             if "sinks" in parameter_name:
                 parameter.mul_(10.0)
         for buffer_name, buffer in model.named_buffers():
