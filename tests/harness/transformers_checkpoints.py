@@ -155,7 +155,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
     | {"model_type": "qwen3_moe", "head_dim": 24, "norm_topk_prob": True, "decoder_sparse_step": 2},
     "olmoe": _SHARED | {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3},
     "glm4-moe": _ROUTED | {"model_type": "glm4_moe", "head_dim": 16, "attention_bias": True},
-    "glm4-moe-norms": _ROUTED | {"model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True, "n_group": 1}
+    "glm4-moe-norms": _ROUTED
+    | {"model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True, "n_group": 1}
     | {"topk_group": 1},
     "dots1": _ROUTED
     | {"model_type": "dots1", "head_dim": 16, "sliding_window": WINDOW, "layer_types": _PERIODS}
@@ -193,7 +194,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
     | {"model_type": "qwen3_moe", "head_dim": 24, "norm_topk_prob": True, "decoder_sparse_step": 2},
     "olmoe": _SHARED | {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3},
     "glm4-moe": _ROUTED | {"model_type": "glm4_moe", "head_dim": 16, "attention_bias": True},
-    "glm4-moe-norms": _ROUTED | {"model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True, "n_group": 1}
+    "glm4-moe-norms": _ROUTED
+    | {"model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True, "n_group": 1}
     | {"topk_group": 1},
     "dots1": _ROUTED
     | {"model_type": "dots1", "head_dim": 16, "sliding_window": WINDOW, "layer_types": _PERIODS}
