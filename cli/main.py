@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     context_settings=HELP_WIDTH,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import sys
 import time
 from contextlib import ExitStack, asynccontextmanager
@@ -131,7 +133,15 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
                 scheme = "https" if config.has_tls else "http"
                 print(f"OpenAI's interface: {scheme}://{dialled(openai)}/v1", flush=True)
             announce(server)
+            _notify_ready()
             await supervisor.watch()
+
+
+def _notify_ready() -> None:
+    """Tells a systemd that started this process, as a unit of `Type=notify`, that the server serves."""
+    if name := os.environ.get("NOTIFY_SOCKET"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to:
+            to.sendto(b"READY=1", f"\0{name[1:]}" if name.startswith("@") else name)
 
 
 async def _say_progress(lines: StateLines, supervisor: Supervisor) -> None:

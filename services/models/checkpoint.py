@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +54,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROGRESS = "loading: %.0f %%"
+PROGRESS = "loading: %.0f %% of the weights, %.1f GB/s"
+PROGRESS_S = 5.0
+"""Seconds between two lines that say how far the loading is."""
 
 
 class LoadFormat(enum.Enum):
@@ -145,7 +148,7 @@ def load_head(
 
 def _fill(module: nn.Module, slots: Slots, files: WeightFiles) -> None:
     """Copies the tensors into the module's parameters; their shapes were checked before. Raises as `_copy_finite`."""
-    total, done = sum(math.prod(slot.shape) for slot in slots.values()), 0
+    progress = _Progress(module, sum(math.prod(slot.shape) for slot in slots.values()))
     for name in files.tensors:
         if name not in slots:
             continue
@@ -161,8 +164,24 @@ def _fill(module: nn.Module, slots: Slots, files: WeightFiles) -> None:
             _copy_finite(_place(module.get_parameter(slot.parameter), slot), files, name)
         else:
             _fill_fp8(module, slot, files, name)
-        done += math.prod(slot.shape)
-        logger.debug(PROGRESS, 100 * done / total)
+        progress.add(math.prod(slot.shape))
+
+
+class _Progress:
+    """Logs now and then what part of a module's weights is there, and the rate of all until then."""
+
+    def __init__(self, module: nn.Module, num_values: int) -> None:
+        self._num_values, self._num_done = num_values, 0
+        self._gigabytes = sum(parameter.nbytes for parameter in module.parameters()) / 1e9
+        self._began_at = self._said_at = time.monotonic()
+
+    def add(self, num_values: int) -> None:
+        """Counts values that were filled."""
+        self._num_done += num_values
+        now = time.monotonic()
+        if now - self._said_at >= PROGRESS_S:
+            self._said_at, part = now, self._num_done / self._num_values
+            logger.info(PROGRESS, 100 * part, part * self._gigabytes / (now - self._began_at))
 
 
 def _place(parameter: torch.Tensor, slot: Slot) -> torch.Tensor:
@@ -247,7 +266,7 @@ def fill_with_noise(module: nn.Module) -> None:
     zeros.
     """
     generator = torch.Generator(next(module.parameters()).device).manual_seed(0)
-    total, done = sum(parameter.numel() for parameter in module.parameters()), 0
+    progress = _Progress(module, sum(parameter.numel() for parameter in module.parameters()))
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.endswith("bias"):
@@ -257,8 +276,7 @@ def fill_with_noise(module: nn.Module) -> None:
                 parameter.copy_(noise.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator))
             else:
                 parameter.fill_(1.0)
-            done += parameter.numel()
-            logger.debug(PROGRESS, 100 * done / total)
+            progress.add(parameter.numel())
 
 
 def _check_unused_biases(files: WeightFiles, slots: Slots, config: ModelConfig) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 from contextlib import ExitStack
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import typer.main
@@ -16,9 +17,6 @@ from typer.testing import CliRunner
 from slipstream.cli.main import app
 from tests.harness.grpc_server import unserved_address
 from tests.harness.running import free_ports, slipstream
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -86,6 +84,14 @@ def test_help_has_the_options_under_headings() -> None:
 def test_the_version_of_the_command_is_the_package_s() -> None:
     found = slipstream("--version")
     assert (found.returncode, found.stdout) == (0, f"slipstream {version('slipstream-serve')}\n")
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    for words, expected in (("slipstream sta", "status"), ("slipstream up --slo", "--slots")):
+        asked = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        program = Path(sys.executable).with_name("slipstream")
+        found = subprocess.run(program, env=os.environ | asked, capture_output=True, text=True, timeout=30, check=False)
+        assert found.stdout.split() == [expected]
 
 
 WRONG = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -72,10 +73,18 @@ def fake_process(up: subprocess.Popen[bytes], name: str) -> psutil.Process:
     return next(child for child in children if any(f"/{name}.sock" in word for word in child.cmdline()))
 
 
-def test_it_starts_a_dead_gateway_again_and_ends_in_order(tmp_path: Path) -> None:
-    errors = tmp_path / "errors"
-    with errors.open("wb") as file, up_on_fakes(tmp_path, stderr=file.fileno()) as up:
-        until_so((tmp_path / "server").exists, up)
+def test_it_starts_a_dead_gateway_again_and_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A systemd hears once that the server serves."""
+    errors, name = tmp_path / "errors", f"slipstream-test-{os.getpid()}"
+    monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}")
+    with (
+        errors.open("wb") as file,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd,
+        up_on_fakes(tmp_path, stderr=file.fileno()) as up,
+    ):
+        systemd.bind(f"\0{name}")
+        assert systemd.recv(100) == b"READY=1"
+        assert (tmp_path / "server").exists()
         dead = fake_process(up, "gateway")
         dead.kill()
         until_so(lambda: errors.read_text().count("gateway: ready") == 2, up)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from configparser import ConfigParser
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,8 +29,8 @@ SERVICES: dict[str, Callable[..., None]] = {
 }
 SECTIONS = {f"Slipstream: {name}": name.capitalize() for name in ("overlap", "speculation", "service", "health")}
 """The chapter about each dashboard."""
-ELSEWHERE = {"--profile", "--build", "--help"}
-"""Options of docker compose, and of every command."""
+ELSEWHERE = {"--profile", "--build", "--help", "--install-completion"}
+"""Options of docker compose, of every command, and of `slipstream` itself."""
 EMPHASIS = {"Ready"}
 """In italics, and no panel."""
 
@@ -48,7 +50,7 @@ COMMANDS = [*SERVICES, *(f"slipstream {name}" for name in typer.main.get_group(a
 
 
 def test_commands_are_there() -> None:
-    named = set(re.findall(r"`(slipstream [a-z-]+)", PAGE)) | set(
+    named = set(re.findall(r"`(slipstream [a-z][a-z-]*)", PAGE)) | set(
         re.findall(r"^(slipstream[ -][a-z-]+)", PAGE, re.MULTILINE)
     )
     assert named
@@ -93,3 +95,19 @@ def test_every_dashboard_has_its_chapter(title: str) -> None:
 def test_every_alert_has_one_paragraph_and_every_paragraph_its_alert() -> None:
     chapter = PAGE.split("\n## Alerts\n")[1].split("\n## ")[0]
     assert re.findall(r"^### (\w+)$", chapter, re.MULTILINE) == [rule.place for rule in alert_rules()]
+
+
+def test_the_unit_of_systemd_starts_what_there_is(tmp_path: Path) -> None:
+    unit = ConfigParser(interpolation=None, strict=False)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(DEPLOY / "systemd" / "slipstream.service", encoding="utf-8")
+    service = unit["Service"]
+    (tmp_path / "up.yaml").write_text("slots: 4\n", encoding="utf-8")
+    program, name, *words = service["ExecStart"].replace("/etc/slipstream/up.yaml", f"{tmp_path}/up.yaml").split()
+    assert (Path(program).name, name) == ("slipstream", "up")
+    given = typer.main.get_group(app).commands["up"].make_context(name, words).params
+    assert given["slots"] == 4
+    assert given["state_dir"] == Path("/var/lib") / service["StateDirectory"]
+    assert float(service["TimeoutStopSec"]) > given["drain_timeout_s"] + 10
+    assert float(service["TimeoutStartSec"]) > given["ready_timeout_s"]
+    assert service["User"] in PAGE
