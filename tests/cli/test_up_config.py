@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from slipstream.cli import up_config
 from slipstream.cli.models import ModelChoice
@@ -26,8 +25,8 @@ from slipstream.cli.up_config import (
 )
 from slipstream.common.errors import ConfigError
 from slipstream.gateway import config as gateway_config
+from tests.harness.compose_files import scraped
 
-DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 # Checked by then: any directory will do.
 MODELS = ModelChoice(target=Path("/usr"), draft=Path("/tmp"), algorithm="standalone", num_draft_tokens=3)
 
@@ -182,8 +181,7 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
 
 
 def test_metrics_are_where_prometheus_expects_them_unless_clients_take_any_port() -> None:
-    scrapes = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
-    expected = {scrape["job_name"]: scrape["static_configs"][0]["targets"] for scrape in scrapes}
+    expected = {job: static["targets"] for job, static in scraped().items()}
     names = ("scheduler", "verify", "draft", "gateway")
     config = UpConfig(models=MODELS)
     assert expected == {f"slipstream-{name}": [f"127.0.0.1:{config.metrics_port_of(name)}"] for name in names}

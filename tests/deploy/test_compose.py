@@ -27,7 +27,7 @@ from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.main import scheduler
 from slipstream.services.command_line import draft, verify
 from slipstream.services.worker.config import WorkerConfig
-from tests.harness.compose_files import DEPLOY, VARIABLE, load
+from tests.harness.compose_files import DEPLOY, VARIABLE, load, scraped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,13 +147,7 @@ def test_an_eagle3_head_can_take_the_draft_s_place() -> None:
 
 
 def test_prometheus_asks_where_they_answer(project: dict[str, Any]) -> None:
-    prometheus = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
-    asked = {
-        scrape["job_name"]: target
-        for scrape in prometheus["scrape_configs"]
-        for static in scrape["static_configs"]
-        for target in static["targets"]
-    }
+    asked = {job: target for job, static in scraped().items() for target in static["targets"]}
     # A door that is not there is no fault.
     always = [name for name in COMMANDS if name != "door"]
     answered = {f"slipstream-{name}": f"127.0.0.1:{options(name, project)['metrics_port']}" for name in always}

@@ -12,7 +12,6 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import typer.main
-import yaml
 
 from slipstream.bundled import target_dir
 from slipstream.client import AsyncClient
@@ -25,7 +24,7 @@ from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.main import scheduler
 from slipstream.services.command_line import draft, verify
 from slipstream.services.worker.config import WorkerConfig
-from tests.harness.compose_files import DEPLOY
+from tests.harness.compose_files import DEPLOY, scraped
 from tests.harness.generation_server import text_of, tokens_of
 from tests.harness.kustomize import containers, one_of, render
 from tests.harness.pods import Pod
@@ -131,11 +130,7 @@ def test_what_selects_pods_finds_them(overlay: str) -> None:
             assert {port["targetPort"] for port in spec["ports"]} <= set(ports)
     endpoints = one_of(resources, "PodMonitor")["spec"]["podMetricsEndpoints"]
     jobs = {endpoint["relabelings"][0]["replacement"]: endpoint["port"] for endpoint in endpoints}
-    prometheus = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
-    asked = {
-        scrape["job_name"]: int(scrape["static_configs"][0]["targets"][0].rpartition(":")[2])
-        for scrape in prometheus["scrape_configs"]
-    }
+    asked = {job: int(static["targets"][0].rpartition(":")[2]) for job, static in scraped().items()}
     assert {job: ports[port] for job, port in jobs.items()} == asked
     if overlay == "inference-pool":
         pool, route = one_of(resources, "InferencePool")["spec"], one_of(resources, "HTTPRoute")["spec"]

@@ -6,15 +6,22 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
+from urllib.request import ProxyHandler, build_opener
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -23,7 +30,9 @@ from smg.router_args import RouterArgs
 
 from slipstream.cli.main import app
 from slipstream.client import AsyncClient
+from tests.harness.certificates import Certificates
 from tests.harness.compose_files import load
+from tests.harness.generation_server import text_of
 from tests.harness.running import COMMAND
 from tests.harness.smg import until_healthy
 
@@ -50,12 +59,18 @@ def free_ports(num: int, *, step: int = 1) -> int:
             return first
 
 
+def all_ports() -> dict[str, int]:
+    """The script's variables with free ports."""
+    names = ("OPENAI_PORT", "SMG_METRICS_PORT", "FIRST_PORT", "FIRST_METRICS_PORT")
+    return dict(zip(names, map(free_ports, (1, 1, 2, 15)), strict=True))
+
+
 @contextmanager
-def serving(state_dir: Path, ports: dict[str, int]) -> Iterator[subprocess.Popen[bytes]]:
+def serving(state_dir: Path, ports: dict[str, int], **more: str) -> Iterator[subprocess.Popen[bytes]]:
     """The script with two trios on the CPU; it ends in order with the context."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     settings = {"SLIPSTREAM": " ".join(COMMAND), "STATE_DIR": str(state_dir), "PATH": path}
-    settings |= {name: str(port) for name, port in ports.items()}
+    settings |= {name: str(port) for name, port in ports.items()} | more
     command = [SERVE, "--device", "cpu", "--slots", "4"]
     with subprocess.Popen(command, env=os.environ | settings, start_new_session=True) as script:
         children: set[psutil.Process] = set()
@@ -135,12 +150,7 @@ class Load:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_no_request_fails_after_smg_has_noticed_that_a_trio_is_gone(tmp_path: Path) -> None:
-    ports = {
-        "OPENAI_PORT": free_ports(1),
-        "SMG_METRICS_PORT": free_ports(1),
-        "FIRST_PORT": free_ports(2),
-        "FIRST_METRICS_PORT": free_ports(15),
-    }
+    ports = all_ports()
     openai_port = ports["OPENAI_PORT"]
     async with AsyncExitStack() as held:
         script = held.enter_context(serving(tmp_path, ports))
@@ -166,6 +176,112 @@ async def test_no_request_fails_after_smg_has_noticed_that_a_trio_is_gone(tmp_pa
         assert load.since(back_at) == [None] * len(load.since(back_at))
 
 
+Ask = Callable[[str], Awaitable[tuple[str, int, int]]]
+"""Sends a prompt; returns the output's text, and the prompt's tokens and those of them that the cache had."""
+
+
+async def hit_rate(ask: Ask, seed: int) -> float:
+    """The part of the prompts' tokens that the prefix cache had, in conversations that take turns at random.
+
+    Each begins with a text of its own, and goes on with all that was said and a new line.
+    """
+    random = Random(seed)
+    texts = [
+        "".join(f"def {name}_{random.randrange(1000)}(x):\n    return x + {random.randrange(100)}\n" for _ in range(14))
+        for name in ("queue", "tree", "parser", "clock")
+    ]
+    num_tokens = num_cached = 0
+    for turn in range(4):
+        for number in random.sample(range(len(texts)), len(texts)):
+            output, prompt_tokens, cached_tokens = await ask(texts[number])
+            # A page is 16 tokens, and the last token of a prompt is always computed.
+            assert turn == 0 or cached_tokens > 0.8 * prompt_tokens, (turn, number)
+            num_tokens, num_cached = num_tokens + prompt_tokens, num_cached + cached_tokens
+            texts[number] += f"{output}\n# and now with {random.randrange(100)}\n"
+    return num_cached / num_tokens
+
+
+async def stream(client: openai.AsyncOpenAI, number: int) -> tuple[int, str]:
+    """Returns the number of texts that arrived, and why no more did: the finish reason, or the error's class."""
+    num_texts, reason = 0, ""
+    try:
+        chunks = await client.completions.create(
+            model="target",
+            prompt=f"class Queue{number}:\n",
+            max_tokens=400,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        async for chunk in chunks:
+            num_texts += 1
+            reason = (chunk.choices and chunk.choices[0].finish_reason) or reason
+    except openai.APIError as error:
+        reason = type(error).__name__
+    return num_texts, reason
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_a_conversation_goes_where_its_prefix_is_and_a_stream_ends_with_its_server(tmp_path: Path) -> None:
+    """SMG has TLS and a key, its default policy, and a log of JSON only."""
+    ports, files = all_ports(), Certificates(tmp_path)
+    files.key.chmod(0o600)
+    tls = f"--tls-cert-path {files.cert} --tls-key-path {files.key} --log-level info"
+    # A server with few pages would get one in eight requests whose prefix is elsewhere.
+    all_warm = "--worker-warmup-divert-every 0"
+    url = f"https://127.0.0.1:{ports['OPENAI_PORT']}/v1"
+    async with AsyncExitStack() as held:
+        script = held.enter_context(serving(tmp_path, ports, SMG_OPTIONS=f"{tls} {all_warm}", SMG_API_KEY="secret"))
+        await until_healthy(2, ports["OPENAI_PORT"], files.ca)
+        page = partial(asyncio.to_thread, metrics_of, ports["SMG_METRICS_PORT"])
+        while (await page()).count('disposition="snapshot"') != 2:  # of the pages that each server has
+            pass
+        http = httpx.AsyncClient(verify=ssl.create_default_context(cafile=str(files.ca)), trust_env=False)
+        options: dict[str, Any] = {"base_url": url, "max_retries": 0, "http_client": http}
+        client = await held.enter_async_context(openai.AsyncOpenAI(api_key="secret", **options))
+        server = await held.enter_async_context(AsyncClient(f"127.0.0.1:{ports['FIRST_PORT']}"))
+        with pytest.raises(openai.AuthenticationError):
+            await openai.AsyncOpenAI(api_key="wrong", **options).completions.create(model="target", prompt="a")
+
+        async def by_smg(prompt: str) -> tuple[str, int, int]:
+            found = await client.completions.create(model="target", prompt=prompt, max_tokens=NUM_TOKENS, temperature=0)
+            assert found.usage is not None
+            assert found.usage.prompt_tokens_details is not None
+            cached = found.usage.prompt_tokens_details.cached_tokens or 0
+            return found.choices[0].text, found.usage.prompt_tokens, cached
+
+        async def by_one_server(prompt: str) -> tuple[str, int, int]:
+            chunks = [chunk async for chunk in server.generate(prompt, max_new_tokens=NUM_TOKENS)]
+            usage = chunks[-1].job_usage
+            assert usage is not None
+            return text_of(chunks), usage.prompt_tokens, usage.cached_tokens
+
+        assert await hit_rate(by_smg, seed=1) >= 0.9 * await hit_rate(by_one_server, seed=2)
+
+        streams = [asyncio.create_task(stream(client, number)) for number in range(8)]
+        while 0 in [await asyncio.to_thread(num_running, ports, trio) for trio in (0, 1)]:
+            assert not any(one.done() for one in streams)
+        kill_trio(script, tmp_path / "trio-0")
+        ended = await asyncio.gather(*streams)
+        assert {reason for _, reason in ended} == {"length", "APIError"}
+        assert (await client.completions.create(model="target", prompt="a", max_tokens=4)).usage is not None
+        assert "smg_worker_health{" in await page()
+    lines = (tmp_path / "smg.log").read_text(encoding="utf-8").splitlines()
+    assert {json.loads(line)["level"] for line in lines} >= {"INFO"}
+
+
+def metrics_of(port: int) -> str:
+    """A page of metrics."""
+    with build_opener(ProxyHandler({})).open(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        return str(answer.read(), "utf-8")
+
+
+def num_running(ports: dict[str, int], trio: int) -> float:
+    """The requests that a trio works on."""
+    page = metrics_of(ports["FIRST_METRICS_PORT"] + 10 * trio)
+    return float(re.findall(r"^slipstream_num_requests_running (\S+)$", page, re.MULTILINE)[0])
+
+
 @pytest.mark.parametrize(
     "files", [["smg/compose.yaml", f"smg/compose.{kind}.yaml"] for kind in ("gpu", "cpu")], ids=str
 )
@@ -184,7 +300,8 @@ def test_the_containers_are_started_as_they_can_be(files: list[str], tmp_path: P
     smg = project["services"]["smg"]
     parser = argparse.ArgumentParser()
     RouterArgs.add_cli_args(parser, exclude_host_port=False)
-    options = parser.parse_args(smg["command"][2:])
+    assert smg["command"][:3] == ["python", "-m", "slipstream.deploy.smg.launch"]
+    options = parser.parse_args(smg["command"][3:])
     assert options.worker_urls == ["grpc://trio-0:50051", "grpc://trio-1:50051"]
     assert (options.port, smg["ports"]) == (8000, ["127.0.0.1:8000:8000"])
 

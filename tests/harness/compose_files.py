@@ -30,6 +30,13 @@ def load(*names: str, environment: Mapping[str, str] | None = None) -> dict[str,
     return merged
 
 
+def scraped() -> dict[str, dict[str, Any]]:
+    """Returns what `prometheus.yml` says of the targets of each job, without a job whose targets users write."""
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
+    jobs = [job for job in config["scrape_configs"] if "static_configs" in job]
+    return {job["job_name"]: static for job in jobs for static in job["static_configs"]}
+
+
 def _merge(below: Any, above: Any, key: str = "") -> Any:
     if isinstance(above, dict):
         base = below if isinstance(below, dict) else {}
