@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import typer.main
+from jsonschema import Draft202012Validator
 
 from slipstream.bundled import target_dir
 from slipstream.client import AsyncClient
@@ -33,6 +36,8 @@ OVERLAYS = ("cpu", "gpu", "openai", "inference-pool")
 VERSION = "1.37"
 CUSTOM = {"PodMonitor", "InferencePool", "HTTPRoute"}
 """Kinds that Kubernetes itself does not have."""
+FIELDS = json.loads(Path(__file__).with_name("custom_resources.json").read_text(encoding="utf-8"))
+"""Their apiVersion, and the fields that manifests use, with the bounds of the definition that `source` names."""
 COMMANDS: dict[str, tuple[Any, type]] = {
     "verify": (verify, WorkerConfig),
     "draft": (draft, WorkerConfig),
@@ -69,10 +74,54 @@ def test_resources_are_valid(overlay: str) -> None:
     for resource in rendered(overlay):
         if resource["kind"] not in CUSTOM:
             kubernetes_validate.validate(resource, VERSION, strict=True)
+        else:
+            assert complaints(resource) == []
     broken = rendered(overlay)
     one_of(broken, "StatefulSet")["spec"]["template"]["spec"]["containers"][0]["livenessProb"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(one_of(broken, "StatefulSet"), VERSION, strict=True)
+
+
+def complaints(resource: dict[str, Any]) -> list[str]:
+    """What is wrong with a resource of `CUSTOM`, by those fields of its definition that are in `FIELDS`."""
+    schema = deepcopy(FIELDS[resource["kind"]]["spec"]) | {name: FIELDS[name] for name in ("port", "name", "duration")}
+    errors = [error.message for error in Draft202012Validator(_closed(schema)).iter_errors(resource["spec"])]
+    if resource["apiVersion"] != FIELDS[resource["kind"]]["apiVersion"]:
+        errors.append(resource["apiVersion"])
+    return errors
+
+
+def _closed(schema: Any) -> Any:
+    """Refuses fields that an object's schema does not name."""
+    if isinstance(schema, dict):
+        for inner in schema.values():
+            _closed(inner)
+        if isinstance(schema.get("properties"), dict) and "type" not in schema:
+            schema |= {"type": "object", "additionalProperties": False}
+    elif isinstance(schema, list):
+        for inner in schema:
+            _closed(inner)
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("InferencePool", ["appProtocol"], "grpc"),
+        ("InferencePool", ["endpointPickerRef", "portNumber"], 9002),
+        ("HTTPRoute", ["rules", 0, "timeouts", "request"], "0"),
+        ("HTTPRoute", ["rules", 0, "backendRefs", 0, "names"], "slipstream"),
+        ("PodMonitor", ["podMetricsEndpoints", 0, "relabeling"], []),
+        ("PodMonitor", ["podMetricsEndpoints", 0, "port"], 9404),
+    ],
+)
+def test_custom_resources_with_a_wrong_field_are_refused(kind: str, path: list[Any], value: object) -> None:
+    broken = deepcopy(one_of(rendered("inference-pool"), kind))
+    place: Any = broken["spec"]
+    for part in path[:-1]:
+        place = place[part]
+    place[path[-1]] = value
+    assert len(complaints(broken)) == 1
 
 
 @each_overlay
