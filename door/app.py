@@ -19,7 +19,7 @@ from slipstream.door.chat import chat_completions
 from slipstream.door.completions import NAMES as COMPLETION_NAMES
 from slipstream.door.completions import completions
 from slipstream.door.errors import ApiError, api_error
-from slipstream.door.events import TEXT, encode, send_error
+from slipstream.door.events import TEXT, encode, send_error, send_whole
 from slipstream.door.fields import DetokenizeRequest, TokenizeRequest, conversation_of
 from slipstream.door.responses import NAMES as RESPONSE_NAMES
 from slipstream.door.responses import responses
@@ -77,6 +77,9 @@ class Endpoint:
             await send_error(send_counted, error)
         except SlipstreamError as error:
             await send_error(send_counted, api_error(error, names))
+        except RecursionError:
+            # What has just the depth that can be read may be too deep to be written.
+            await send_error(send_counted, ApiError(400, "the body is nested too deeply", code="invalid_json"))
         except Exception:
             logger.exception("%s failed", scope["path"])
             if status == 499:
@@ -126,6 +129,7 @@ async def _models(call: Call) -> None:
 
 
 async def _model(call: Call) -> None:
+    await call.door.state(call.client, is_fresh=True)
     state = await call.served(call.path_params["model"])
     await call.send_whole(encode(_model_of(call.path_params["model"], state)))
 
@@ -175,6 +179,20 @@ async def _metrics(registry: CollectorRegistry, call: Call) -> None:
     await call.send_whole(page, kind=CONTENT_TYPE_LATEST)
 
 
+class _Route(Route):
+    """A path, where calls of another method are answered in OpenAI's form, too."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        accepted = ", ".join(sorted(self.methods or ()))
+        if scope["method"] in accepted.split(", "):
+            await super().handle(scope, receive, send)
+            return
+        error = ApiError(
+            405, f"{scope['path']}: got {scope['method']}, accepted: {accepted}", code="method_not_allowed"
+        )
+        await send_whole(send, error.body, status=405, more=[(b"allow", accepted.encode())])
+
+
 def make_app(door: Door, registry: CollectorRegistry) -> Router:
     """Makes the application."""
     calls: list[tuple[str, str, Callable[[Call], Awaitable[None]], dict[str, str]]] = [
@@ -191,7 +209,7 @@ def make_app(door: Door, registry: CollectorRegistry) -> Router:
     ]
     return Router(
         [
-            Route(path, Endpoint(door, f"{method} {path}", handle, names, is_open=path in _OPEN), methods=[method])
+            _Route(path, Endpoint(door, f"{method} {path}", handle, names, is_open=path in _OPEN), methods=[method])
             for method, path, handle, names in calls
         ],
         redirect_slashes=False,

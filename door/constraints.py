@@ -69,20 +69,20 @@ def _constraints_of(request: Any) -> Sequence[Constraint]:
             found.append((f"structured_outputs.{name}", name, value))
     guided = ((f"guided_{name}", name, getattr(request, f"guided_{name}", None)) for name in _OF_VLLM)
     found += [(param, name, value) for param, name, value in guided if value is not None]
-    given = request.response_format or {"type": "text"}
+    given, param = request.response_format or {"type": "text"}, request.format_field
     match given.get("type"):
         case "json_schema":
             inner = given.get("json_schema")
             schema = inner.get("schema") if isinstance(inner, dict) else None
             if schema is None:
-                raise refused("response_format.json_schema", inner, "an object with a schema")
-            found.append(("response_format", "json", schema))
+                raise refused(f"{param}.json_schema", inner, "an object with a schema")
+            found.append((param, "json", schema))
         case "json_object":
-            found.append(("response_format", "json_object", True))
+            found.append((param, "json_object", True))
         case "structural_tag":
-            found.append(("response_format", "structural_tag", given))
+            found.append((param, "structural_tag", given))
         case other if other != "text":
-            raise refused("response_format.type", other, "text, json_object, json_schema, structural_tag")
+            raise refused(f"{param}.type", other, "text, json_object, json_schema, structural_tag")
     return [Constraint(param, "json_schema" if name == "json" else name, value) for param, name, value in found]
 
 

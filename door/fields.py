@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -41,6 +41,10 @@ LARGE_BODY_BYTES = 2**16
 """Bytes of a body from which on a thread reads it, in pieces: to read one of 4 MiB takes tens of milliseconds."""
 MAX_ITEMS = 2**12
 """Items of a list other than one of numbers, where the body is large: messages that the gateway takes."""
+MAX_CHOICES = 2048
+"""Choices of a request, of all its prompts: each has a state here before the gateway sees the request."""
+_OF_A_CONVERSATION = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+"""Fields of /tokenize that say how messages become a text."""
 SEED_MASK = 2**64 - 1
 MIN_TEMPERATURE = 2e-5
 """A lower one than our interface takes counts as 0, at which the likeliest token is taken."""
@@ -91,6 +95,8 @@ class Generation(Request, kw_only=True):
 class Sampling(Generation, kw_only=True):
     """The fields that completions and conversations have in common."""
 
+    format_field: ClassVar[str] = "response_format"
+    """What errors call `response_format`, as the request has it."""
     stream_options: StreamOptions | None = None
     n: int | None = None
     stop: str | list[str] | None = None
@@ -121,6 +127,8 @@ class Sampling(Generation, kw_only=True):
         for name in ("continuous_usage_stats", "include_obfuscation"):
             if getattr(self.stream_options, name, False):
                 raise refused(f"stream_options.{name}", True, "false")
+        if self.n is not None and self.n > MAX_CHOICES:
+            raise refused("n", self.n, f"at most {MAX_CHOICES} outputs, of all prompts together")
 
     @property
     def includes_usage(self) -> bool:
@@ -165,6 +173,8 @@ class CompletionRequest(Sampling, kw_only=True):
             raise refused("echo", True, "false with logprobs: those of a prompt are not known")
         if not self.prompt or (isinstance(self.prompt, list) and type(self.prompt[0]) is list and [] in self.prompt):
             raise refused("prompt", self.prompt, "a text, token ids, or several texts or lists of token ids")
+        if (num_choices := len(self.prompts) * (self.n or 1)) > MAX_CHOICES:
+            raise refused("prompt", f"{num_choices} outputs", f"at most {MAX_CHOICES}, of all prompts together")
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -292,6 +302,12 @@ class TokenizeRequest(Request, kw_only=True):
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise refused("prompt", self.prompt, "either prompt or messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise refused("add_special_tokens", True, "false with messages: the chat template writes them")
+        for name in _OF_A_CONVERSATION if self.messages is None else ():
+            if (given := getattr(self, name)) is not None:
+                raise refused(name, given, "none without messages")
+        check_tools(self.tools)
 
 
 class DetokenizeRequest(Request, kw_only=True):
@@ -394,9 +410,10 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _refusal(error: msgspec.ValidationError) -> ApiError:
-    message, _, path = str(error).partition(" - at `$")
+    message, _, path = str(error).partition(" - at `")
     named = re.search(r"(?:unknown|missing required) field `(.*)`", message)
-    param = ".".join(filter(None, (path.rstrip("`"), named[1] if named else ""))).removeprefix(".")
+    within = path.removeprefix("key` in `").removeprefix("$").rstrip("`")
+    param = ".".join(filter(None, (within, named[1] if named else ""))).removeprefix(".")
     if "unknown field" in message:
         message = "there is no such field, or it is not supported here"
     return ApiError(400, f"{param or 'body'}: {message}", param=param or None)

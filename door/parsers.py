@@ -168,9 +168,11 @@ class HarmonyParser:
     def finish(self) -> list[Delta]:
         """See `Parser`."""
         held, self._held = self._held, ""
+        found = self._read(held) if held else []
+        if self._header is None:
+            return [*found, *self._end()]
         # An output without any channel is what it says.
-        rest: list[Delta] = [Content(self._header)] if self._header and not self._header.startswith("\0") else []
-        return [*(self._read(held) if held else ()), *(self._end() if self._header is None else rest)]
+        return [Content(self._header)] if self._header and not self._header.startswith("\0") else []
 
     def _read(self, piece: str) -> list[Delta]:
         if piece == "<|message|>":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
@@ -39,7 +39,6 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "reasoning_effort": "reasoning.effort",
-    "response_format": "text.format",
     "top_logprobs": "top_logprobs",
 }
 """Fields that this call has other names for."""
@@ -64,6 +63,12 @@ class Item(msgspec.Struct, forbid_unknown_fields=True):
     output: str | list[Part] | None = None
     summary: list[Any] | None = None
     phase: str | None = None
+
+
+class _Conversation(ChatRequest, kw_only=True):
+    """A response's request as that of a conversation."""
+
+    format_field: ClassVar[str] = "text.format"
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -120,7 +125,7 @@ class ResponsesRequest(Generation, kw_only=True):
     def chat(self) -> ChatRequest:
         """The same as a conversation, but for its messages."""
         names = ("name", "description", "parameters", "strict")
-        return ChatRequest(
+        return _Conversation(
             messages=[],
             max_completion_tokens=self.max_output_tokens,
             logprobs=bool(self.include),
@@ -170,6 +175,14 @@ def _content(content: str | list[Part] | None, field: str) -> str | list[Part]:
         if part.type not in _TEXT_PARTS:
             raise refused(f"{field}[{index}].type", part.type, ", ".join(_TEXT_PARTS))
     return [Part("text", part.text or part.refusal or "") for part in content or ()]
+
+
+def _is_whole(arguments: str) -> bool:
+    try:
+        msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 async def responses(call: ApiCall) -> None:
@@ -269,9 +282,9 @@ class _Answer:
                 self._logprobs = []
         self._usage = chunk.job_usage
         if chunk.finish_reason is not None:
-            yield from self._end_item()
             is_whole = chunk.finish_reason is FinishReason.STOP
-            self._fields["status"] = "completed" if is_whole else "incomplete"
+            status = self._fields["status"] = "completed" if is_whole else "incomplete"
+            yield from self._end_item(status)
             if not is_whole:
                 reason = "max_output_tokens" if chunk.finish_reason is FinishReason.LENGTH else "cancelled"
                 self._fields["incomplete_details"] = {"reason": reason}
@@ -312,12 +325,14 @@ class _Answer:
         self._items.append({"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **fields})
         return self._items[-1]
 
-    def _end_item(self) -> Iterator[bytes]:
+    def _end_item(self, status: str = "completed") -> Iterator[bytes]:
         if not self._items or self._items[-1]["status"] != "in_progress":
             return
         item = self._items[-1]
-        item["status"] = "completed"
+        item["status"] = status
         if item["type"] == "function_call":
+            if _is_whole(item["arguments"]):
+                item["status"] = "completed"
             said = {name: item[name] for name in ("name", "arguments")}
             yield self._item_event("function_call_arguments.done", item_id=item["id"], **said)
         else:

@@ -252,9 +252,11 @@ def _qwen3_coder(text: str, functions: Functions) -> list[tuple[str, str]]:
     for name, body in re.findall(r"<function=([^>\s]+)>(.*?)</function>", text, re.DOTALL):
         if name not in functions:
             raise ValueError("no call of a function that there is")
-        properties = functions[name].get("parameters", {}).get("properties", {})
+        parameters = functions[name].get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        schemas = properties if isinstance(properties, dict) else {}
         given = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
-        arguments = {key: _typed(value, properties.get(key, {})) for key, value in given}
+        arguments = {key: _typed(value, schemas.get(key)) for key, value in given}
         calls.append((name, json.dumps(arguments, ensure_ascii=False)))
     if not calls:
         raise ValueError("no call")

@@ -70,7 +70,9 @@ async def test_a_caller_needs_a_key_that_the_gateway_knows(tmp_path: Path) -> No
                     # What is wrong with a request is not for who has no key.
                     assert (await http.post(path, content=b"{")).status_code == 401
                     assert (await http.post(path, json={"mood": 1})).status_code == 401
-                for path in ("/v1/models", "/metrics"):
+                for path in ("/v1/models", "/v1/models/tiny", "/metrics"):
+                    # What is served is known now, and not asked for again for a while.
+                    assert (await door.http.get("/v1/models")).status_code == 200
                     assert (await http.get(path)).status_code == 401
                 assert (await http.get("/health")).status_code == 200
         assert (await door.http.get("/metrics")).status_code == 200

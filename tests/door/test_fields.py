@@ -66,9 +66,11 @@ TOOLS = {"tools": [TOOL]}
         ({"top_p": 1.5}, "top_p"),
         ({"temperature": -1}, "temperature"),
         ({"n": 17}, "n"),
+        ({"n": 2**31}, "n"),
         ({"stop": ["a", "x" * 300]}, "stop[1]"),
         ({"stop_token_ids": [99_999]}, "stop_token_ids[0]"),
         ({"logit_bias": {"1": 200}}, "logit_bias[1]"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"guided_json": {}}, "guided_json"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"service_tier": "flex"}, "service_tier"),
@@ -100,6 +102,7 @@ async def test_a_completion_s_field_is_refused_by_its_name(
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),
+        ({"n": 2**31}, "n"),
         ({"messages": [{"role": "judge", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood"),
@@ -240,6 +243,33 @@ async def test_a_body_that_is_no_json_is_refused(door: RunningDoor, body: bytes)
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+async def test_what_can_be_read_but_not_written_again_is_nested_too_deeply(door: RunningDoor) -> None:
+    for depth in range(900, 1000, 4):
+        schema = b'{"a":' * depth + b"1" + b"}" * depth
+        answer = await door.http.post("/v1/completions", content=b'{"prompt": "a", "guided_json": %s}' % schema)
+        assert answer.status_code == 400, depth
+
+
+async def test_the_outputs_of_a_request_are_bounded_before_each_has_a_state(door: RunningDoor) -> None:
+    answer = await door.post("/v1/completions", prompt=["a"] * 300, n=16)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": "a", "tools": [TOOL]}, "tools"),
+        ({"prompt": "a", "continue_final_message": False}, "continue_final_message"),
+        ({"messages": PLAIN, "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"messages": PLAIN, "add_special_tokens": True}, "add_special_tokens"),
+    ],
+    ids=str,
+)
+async def test_tokenize_ignores_no_field(door: RunningDoor, fields: dict[str, Any], param: str) -> None:
+    answer = await door.post("/tokenize", **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 async def test_deep_values_are_refused_or_taken_never_a_fault(door: RunningDoor) -> None:
     deep = b'{"prompt": "a", "metadata": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}"
     assert (await door.http.post("/v1/completions", content=deep)).status_code == 400
@@ -255,7 +285,9 @@ async def test_another_model_is_404_and_other_paths_too(door: RunningDoor) -> No
     assert caught.value.code == "model_not_found"
     assert "tiny" in caught.value.message
     assert (await door.http.get("/v1/files")).json()["error"]["code"] == "not_found"
-    assert (await door.http.get("/v1/completions")).status_code == 405
+    wrong = await door.http.get("/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert wrong.json()["error"]["code"] == "method_not_allowed"
     assert [model.id async for model in door.openai.models.list()] == ["tiny"]
 
 

@@ -96,7 +96,19 @@ CASES: list[tuple[str, str, str, tuple[str, str, list[Any]]]] = [
     ("harmony", "harmony", ANALYSIS + BEFORE + "<|call|>", ("", "Let me think.", [W])),
     ("harmony", "harmony", COMMENTARY.replace("get_weather", "rm"), (PARIS, "", [])),
     ("harmony", "harmony", "No channel.", ("No channel.", "", [])),
+    ("harmony", "harmony", "a <", ("a <", "", [])),
 ]
+
+
+@pytest.mark.parametrize("parameters", [None, True, {"properties": ["city"]}, {"properties": {"city": None}}])
+def test_a_call_of_a_function_without_schemas_is_read(parameters: Any) -> None:
+    tool = {"function": {"name": "get_weather", "parameters": parameters}}
+    parser = make_parser(Forms("qwen3_coder", ""), [tool], {})
+    assert parser is not None
+    call, arguments = [*parser.push(CODER), *parser.finish()]
+    assert isinstance(call, Call)
+    assert isinstance(arguments, Arguments)
+    assert json.loads(arguments.text)["city"] == CODER_ARGUMENTS["city"]
 
 
 def read(forms: Forms, parts: list[str]) -> tuple[str, str, list[tuple[str, Any]]]:

@@ -27,6 +27,7 @@ FORMS = {
     "harmony": ("<|channel|>", f"<|channel|>analysis<|message|>Hm.<|end|>{COMMENTARY}"),
 }
 FUNCTION = {"type": "function", **WEATHER["function"]}
+SCHEMA = {"format": {"type": "json_schema", "name": "a", "schema": {}}}
 TOOLS = [WEATHER, {"type": "function", "function": {"name": "add"}}]
 
 
@@ -186,6 +187,23 @@ async def test_a_response_has_logprobs_of_its_text() -> None:
         assert plain.output[-1].content[0].logprobs == []  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("output", "kind", "status"),
+    [
+        ("Sure", "message", "incomplete"),
+        (HERMES.removesuffix("\n</tool_call>"), "function_call", "completed"),
+        (HERMES.removesuffix('"}}\n</tool_call>'), "function_call", "incomplete"),
+    ],
+)
+async def test_an_item_that_is_cut_says_so(output: str, kind: str, status: str) -> None:
+    async with door_of("hermes") as (door, _, _):
+        num_tokens = (await door.post("/tokenize", prompt=output, add_special_tokens=False)).json()["count"]
+        fields = {"input": output, "tools": [FUNCTION], "max_output_tokens": num_tokens}
+        answer = (await door.post("/v1/responses", **fields)).json()
+        (item,) = answer["output"]
+        assert (answer["status"], item["type"], item["status"]) == ("incomplete", kind, status)
+
+
 async def test_a_response_goes_on_with_its_items() -> None:
     async with door_of("hermes") as (door, num_tokens, text):
         first = await door.openai.responses.create(
@@ -218,6 +236,7 @@ async def test_a_response_goes_on_with_its_items() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{**FUNCTION, "strict": True}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": SCHEMA, "tools": [FUNCTION], "tool_choice": "required"}, "text.format"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"max_output_tokens": 10_000}, "max_output_tokens"),
