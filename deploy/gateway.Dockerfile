@@ -10,10 +10,10 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/slipstream/venv
 ENV PATH=/opt/slipstream/venv/bin:$PATH
 COPY . /src
-# The packages that pyproject.toml names, those of OpenAI's interface too, in the versions that the tests run with, but for those that compute.
+# The packages that pyproject.toml names, those of OpenAI's interface and of constraints too, in the versions that the tests run with, but for those that compute.
 ARG NOT_INSTALLED="torch|numpy|transformers|safetensors"
 RUN python -c "import tomllib; p = tomllib.load(open('/src/pyproject.toml', 'rb'))['project']; \
-      print(*p['dependencies'], *p['optional-dependencies']['openai'], sep='\n')" \
+      extras = p['optional-dependencies']; print(*p['dependencies'], *extras['openai'], *extras['constraints'], sep='\n')" \
       | grep -Ev "^($NOT_INSTALLED)[^a-z-]" > /tmp/needs.txt \
  && pip install $PIP_ARGS --constraint /src/constraints.txt --requirement /tmp/needs.txt \
  && pip install $PIP_ARGS --no-deps /src \

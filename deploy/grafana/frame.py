@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TAG = "slipstream"
 JOBS = "=~slipstream-.*"
-"""The scrape jobs of the four services."""
+"""The scrape jobs of the services."""
 RESTARTS = f"changes({series('process_start_time_seconds', job=JOBS)}[{INTERVAL}]) > 0"
 EPOCHS = f"changes({series(EPOCH)}[{INTERVAL}]) > 0"
 

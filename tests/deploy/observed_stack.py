@@ -195,7 +195,7 @@ def _config(metrics_ports: Mapping[str, int], interval_ms: int) -> dict[str, Any
     config: dict[str, Any] = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     config["global"] = {"scrape_interval": f"{interval_ms}ms", "evaluation_interval": f"{interval_ms}ms"}
     config["rule_files"] = [str(CONFIG.parent / pattern) for pattern in config["rule_files"]]
-    config["scrape_configs"] = [job for job in config["scrape_configs"] if "static_configs" in job]
+    config["scrape_configs"] = [job for job in config["scrape_configs"] if job["job_name"] in metrics_ports]
     for job in config["scrape_configs"]:
         job["static_configs"][0]["targets"] = [f"127.0.0.1:{metrics_ports[job['job_name']]}"]
     return config

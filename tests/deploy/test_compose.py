@@ -26,6 +26,7 @@ from slipstream.gateway.main import gateway
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.main import scheduler
 from slipstream.services.command_line import draft, verify
+from slipstream.services.grammar_main import grammar
 from slipstream.services.worker.config import WorkerConfig
 from tests.harness.compose_files import DEPLOY, VARIABLE, load, scraped
 
@@ -40,6 +41,7 @@ VARIANTS = {
 COMMANDS: dict[str, tuple[str, Callable[..., None]]] = {
     "verify": ("slipstream-verify", verify),
     "draft": ("slipstream-draft", draft),
+    "grammar": ("slipstream-grammar", grammar),
     "scheduler": ("slipstream-scheduler", scheduler),
     "gateway": ("slipstream-gateway", gateway),
     "door": ("slipstream-door", door),
@@ -115,6 +117,7 @@ def test_the_scheduler_finds_its_workers(project: dict[str, Any], variant: str) 
     assert config.device == ("cpu" if variant == "cpu" else "cuda")
     assert config.verify == options("verify", project)["listen"]
     assert config.draft == options("draft", project)["listen"]
+    assert config.grammar == options("grammar", project)["listen"]
     assert found["log_format"] in FORMATS
     assert _seconds(project["services"]["scheduler"]["stop_grace_period"]) > config.grace_s
 
@@ -201,8 +204,8 @@ def test_dependencies(project: dict[str, Any]) -> None:
 def test_each_service_is_started_again_whatever_ends_it(project: dict[str, Any]) -> None:
     services = project["services"]
     assert {services[name]["restart"] for name in ("anchor", *MEMBERS)} == {"on-failure:3"}
-    # An end of the draft's takes no other service with it.
-    assert not any("draft" in service.get("depends_on", {}) for service in services.values())
+    # An end of the draft's or the grammar worker's takes no other service with it.
+    assert not any({"draft", "grammar"} & {*service.get("depends_on", {})} for service in services.values())
 
 
 def test_they_live_together_like_a_pod(project: dict[str, Any]) -> None:

@@ -120,7 +120,10 @@ def test_bases_are_pinned_by_tag() -> None:
 def test_installs_what_pyproject_names() -> None:
     project = pyproject()["project"]
     assert "cuda" in project["optional-dependencies"]
-    assert "/src[cuda]" in DOCKERFILE
+    assert "constraints" in project["optional-dependencies"]
+    assert "/src[cuda,constraints]" in DOCKERFILE
+    assert '"/src[constraints]"' in DOCKERFILE
+    assert "*extras['constraints']" in GATEWAY
     low, high = re.findall(r"[\d.]+", arguments()["TORCH"])
     least = next(need for need in project["dependencies"] if need.startswith("torch>=")).removeprefix("torch>=")
     assert _version(least) <= _version(low)

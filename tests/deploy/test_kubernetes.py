@@ -26,6 +26,8 @@ from slipstream.gateway.main import gateway
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.main import scheduler
 from slipstream.services.command_line import draft, verify
+from slipstream.services.grammar.config import GrammarConfig
+from slipstream.services.grammar_main import grammar
 from slipstream.services.worker.config import WorkerConfig
 from tests.harness.compose_files import DEPLOY, scraped
 from tests.harness.generation_server import text_of, tokens_of
@@ -41,6 +43,7 @@ FIELDS = json.loads(Path(__file__).with_name("custom_resources.json").read_text(
 COMMANDS: dict[str, tuple[Any, type]] = {
     "verify": (verify, WorkerConfig),
     "draft": (draft, WorkerConfig),
+    "grammar": (grammar, GrammarConfig),
     "scheduler": (scheduler, SchedulerConfig),
     "gateway": (gateway, GatewayConfig),
     "door": (door, DoorConfig),
@@ -128,11 +131,12 @@ def test_custom_resources_with_a_wrong_field_are_refused(kind: str, path: list[A
 def test_containers_start_what_there_is(overlay: str) -> None:
     """Each option exists, each service finds the other, and each port that is named is served."""
     by_name = {one["name"]: one for one in containers(one_of(rendered(overlay), "StatefulSet"))}
-    assert set(by_name) - {"door", "mps"} == {"verify", "draft", "scheduler", "gateway"}
+    assert set(by_name) - {"door", "mps"} == {"verify", "draft", "grammar", "scheduler", "gateway"}
     assert ("mps" in by_name, "door" in by_name) == (overlay in ("gpu", "inference-pool"), overlay in OVERLAYS[2:])
     found = {name: options(one) for name, one in by_name.items() if name != "mps"}
     assert found["scheduler"]["verify"] == found["verify"]["listen"]
     assert found["scheduler"]["draft"] == found["draft"]["listen"]
+    assert found["scheduler"]["grammar"] == found["grammar"]["listen"]
     assert found["gateway"]["scheduler"] == found["scheduler"]["listen"]
     for name, given in found.items():
         served = {int(given["listen"].rpartition(":")[2])} if name in ("gateway", "door") else set()
@@ -192,13 +196,14 @@ def test_all_that_compute_have_the_pod_s_gpu() -> None:
     pod = one_of(resources, "StatefulSet")["spec"]["template"]["spec"]
     (claim,) = pod["resourceClaims"]
     assert one_of(resources, "ResourceClaimTemplate", claim["resourceClaimTemplateName"])
-    assert [one["name"] for one in pod["initContainers"]] == ["mps", "verify", "draft", "scheduler"]
+    assert [one["name"] for one in pod["initContainers"]] == ["mps", "verify", "draft", "grammar", "scheduler"]
     pipes = {}
-    for one in pod["initContainers"]:
+    for one in (one for one in pod["initContainers"] if one["name"] != "grammar"):
         assert one["resources"]["claims"] == [{"name": claim["name"]}]
         pipes[one["name"]] = {entry["name"]: entry["value"] for entry in one["env"]}["CUDA_MPS_PIPE_DIRECTORY"]
     assert pipes["mps"] == pipes["verify"] == pipes["draft"] != pipes["scheduler"]
-    assert not any("claims" in one["resources"] for one in pod["containers"])
+    without = [*pod["containers"], *(one for one in pod["initContainers"] if one["name"] == "grammar")]
+    assert not any("claims" in one["resources"] for one in without)
 
 
 REQUESTS: tuple[dict[str, Any], ...] = (

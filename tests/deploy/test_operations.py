@@ -14,6 +14,7 @@ from slipstream.cli.main import app
 from slipstream.gateway.main import gateway
 from slipstream.scheduler.main import scheduler
 from slipstream.services.command_line import draft, verify
+from slipstream.services.grammar_main import grammar
 from tests.deploy.dashboard_queries import DEPLOY, alert_rules, boards, panels_of
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ SERVICES: dict[str, Callable[..., None]] = {
     "slipstream-scheduler": scheduler,
     "slipstream-draft": draft,
     "slipstream-verify": verify,
+    "slipstream-grammar": grammar,
 }
 SECTIONS = {f"Slipstream: {name}": name.capitalize() for name in ("overlap", "speculation", "service", "health")}
 """The chapter about each dashboard."""

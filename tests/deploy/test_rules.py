@@ -78,6 +78,6 @@ def test_every_alert_leads_to_its_paragraph() -> None:
 
 
 def test_jobs_are_called_as_dashboards_expect_them() -> None:
-    jobs = scraped()
-    assert jobs.keys() == {f"slipstream-{name}" for name in ("gateway", "scheduler", "draft", "verify")}
+    jobs, names = scraped(), ("gateway", "scheduler", "draft", "verify", "grammar")
+    assert jobs.keys() == {f"slipstream-{name}" for name in names}
     assert len({job["labels"]["instance"] for job in jobs.values()}) == 1
