@@ -32,8 +32,12 @@ _MOST_GROWTH = 4.0
 """Outlier clamp, as a multiple of the mean: a host pause must not count as step time."""
 _GROWTH = 0.5
 """Part of a time that grows with the tokens, beyond what is measured."""
-_DRIFT = 1 / 32
-"""Part of what a step takes longer than expected that counts for all that is not measured now: the host is slower."""
+_DRIFT = 1 / _WINDOW
+"""Part of what a step takes longer than expected that counts for all that is not measured now: the host is slower.
+
+As much as a mean of a whole window takes in. So the level goes with the means: it returns when they do, and noise,
+which these level out, moves it no further.
+"""
 _SERVER_WINDOW, _OWN_WINDOW = 1024.0, 64.0
 """Drafts of all sequences, and steps of one, that survivals go back over."""
 _FIRST_HAZARD, _SERVER_WEIGHT = 0.3, 2.0
@@ -51,7 +55,9 @@ class _Mean:
         self.at = self.value = self.weight = 0.0
         self.level, self.step = 1.0, 0
 
-    def add(self, at: float, seconds: float, level: float, step: int) -> None:
+    def add(self, at: float, seconds: float, levels: tuple[float, float], step: int) -> None:
+        """`levels`: before this step and after it."""
+        level, after = levels
         known = self.value * level / self.level
         if self.weight > _LEAST_WEIGHT:
             aged = self.weight * 0.5 ** ((step - self.step) / _HALF_LIFE)
@@ -59,7 +65,7 @@ class _Mean:
         self.weight = min(self.weight + 1, _WINDOW)
         self.value = known + (seconds - known) / self.weight
         self.at += (at - self.at) / self.weight
-        self.level, self.step = level, step
+        self.level, self.step = after, step
 
 
 class _Curve:
@@ -71,8 +77,8 @@ class _Curve:
     def __bool__(self) -> bool:
         return bool(self._means)
 
-    def add(self, at: int, seconds: float, level: float, step: int, *, is_exact: bool = False) -> None:
-        self._means.setdefault(at if is_exact else _about(at), _Mean()).add(at, seconds, level, step)
+    def add(self, at: int, seconds: float, levels: tuple[float, float], step: int, *, is_exact: bool = False) -> None:
+        self._means.setdefault(at if is_exact else _about(at), _Mean()).add(at, seconds, levels, step)
 
     def measured(self, at: int, level: float, *, is_exact: bool = False) -> float:
         """The time at a place that was measured itself; 0 for others."""
@@ -120,10 +126,10 @@ class CostTable:
     def add(self, seconds: float, verify_s: float, *, rows: int, tokens: int, chain: int) -> None:
         """Takes in a step that decodes. `verify_s`: verify's part of it. `chain`: KEPT, RESTING, or its length."""
         self._step += 1
+        before = self._level
         if (expected := self._expected(rows, tokens, chain)) > 0:
-            ratio = min(max(seconds / expected, 1 / _MOST_GROWTH), _MOST_GROWTH)
-            self._level *= ratio**_DRIFT
-        now = self._level, self._step
+            self._level *= 1 + _DRIFT * (min(seconds / expected, _MOST_GROWTH) - 1)
+        now = (before, self._level), self._step
         if chain <= KEPT:
             self._undrafted[chain].add(rows, seconds, *now)
             if chain == RESTING:
