@@ -27,7 +27,7 @@ from slipstream.services.models.head_config import HEADS
 from slipstream.services.models.heads import make_head
 from slipstream.services.models.json_files import tokenizer_fingerprint
 from slipstream.services.verify.engine import VerifyEngine, fused_layers
-from slipstream.services.worker.config import NGRAM
+from slipstream.services.worker.config import FP8_KV, NGRAM
 from slipstream.services.worker.language_model import LanguageModel
 from slipstream.services.worker.memory import WORK_BYTES, loading, needed_for_work, with_hidden_states
 
@@ -69,7 +69,9 @@ def make_draft(config: WorkerConfig, device: Device, metrics_port: int) -> RoleE
     drafter: Drafter
     if config.algorithm in HEADS:
         head = _load_head(config, device)
-        drafter = HeadDrafter(head, device.torch_device, dtype_of(config, device))
+        drafter = HeadDrafter(
+            head, device.torch_device, dtype_of(config, device), keeps_fp8=keeps_fp8_kv(config, device)
+        )
         description = replace(description, shared_weight_bytes=head.num_borrowed_bytes)
     elif config.algorithm == NGRAM:
         tokens = config.suffix_cache_tokens
@@ -114,8 +116,17 @@ def dtype_of(config: WorkerConfig, device: Device) -> torch.dtype:
     return DTYPES[config.dtype]
 
 
+def keeps_fp8_kv(config: WorkerConfig, device: Device) -> bool:
+    """Returns whether keys and values are kept as FP8. Raises ConfigError for a GPU, whose kernels read none."""
+    keeps_fp8 = config.kv_dtype == FP8_KV
+    if keeps_fp8 and device.torch_device.type == "cuda":
+        raise ConfigError("kv_dtype", FP8_KV, "auto, on a GPU")
+    return keeps_fp8
+
+
 def _load(config: WorkerConfig, device: Device) -> LanguageModel:
     path, where, dtype = config.directory, device.torch_device, dtype_of(config, device)
+    keeps_fp8 = keeps_fp8_kv(config, device)
     with loading(path.name, where, lambda meta: Decoder(ModelConfig.from_directory(path), device=meta, dtype=dtype)):
         decoder = load_decoder(
             path,
@@ -124,7 +135,7 @@ def _load(config: WorkerConfig, device: Device) -> LanguageModel:
             load_format=LoadFormat(config.load_format),
             decoder_class=_models_on(where)[0],
         )
-    return LanguageModel(decoder, where, dtype)
+    return LanguageModel(decoder, where, dtype, keeps_fp8=keeps_fp8)
 
 
 def _models_on(device: torch.device) -> tuple[type[Decoder], Callable[..., DraftHead]]:
@@ -204,7 +215,7 @@ def _describe(
         tokenizer_sha256=tokenizer_fingerprint(tokenizer),
         dtype=DTYPE_NAMES[dtype],
         max_context_tokens=model.max_position_embeddings,
-        kv_bytes_per_token=model.kv_bytes_per_token(dtype),
+        kv_bytes_per_token=model.kv_bytes_per_token(dtype, is_fp8=keeps_fp8_kv(config, device)),
         has_paged_kv=True,
         takes_mixed_steps=role is Role.VERIFY and config.deterministic_width is None,
         takes_ragged_steps=device.has_stream_threads,

@@ -77,11 +77,12 @@ class StandaloneDrafter:
 class HeadDrafter:
     """Implements `Drafter` with a head."""
 
-    def __init__(self, head: DraftHead, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, head: DraftHead, device: torch.device, dtype: torch.dtype, *, keeps_fp8: bool = False) -> None:
+        """`keeps_fp8`: see `PagedSlots`."""
         self._head = head
         self._device = device
         self._dtype = dtype
-        self._slots = PagedSlots(head.config.layer, device, dtype)
+        self._slots = PagedSlots(head.config.layer, device, dtype, keeps_fp8=keeps_fp8)
         self._samples_own_ids = False
         self._num_modules = 0
         """Modules in use: one for each draft token at most."""

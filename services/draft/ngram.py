@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.services.draft.suffix_cache import Guesses, NewTokens, SuffixCache
-from slipstream.services.models.attention import PADDING_PAGE
+from slipstream.services.models.paged_kv import PADDING_PAGE
 
 if TYPE_CHECKING:
     from slipstream.services.worker.epoch import EpochState

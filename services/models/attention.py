@@ -1,4 +1,4 @@
-"""The input of a forward, keys and values in pages, and causal attention over them."""
+"""The input of a forward, and causal attention over keys and values in pages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slipstream.services.models.config import ModelConfig
+    from slipstream.services.models.paged_kv import PagedKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,27 +130,6 @@ class JoinedBatch:
     def sizes(self) -> list[int]:
         """Tokens of each part."""
         return [part.tokens.numel() for part in self.parts]
-
-
-PADDING_PAGE = 0
-"""Takes the writes that must not be read."""
-
-
-class PagedKV:
-    """One pool of pages for each layer; the same page numbers are used in all of them.
-
-    Key and value of a token lie side by side, so that a layer writes and gathers them in one operation.
-    """
-
-    def __init__(
-        self, config: ModelConfig, *, num_pages: int, page_size: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        """`num_pages` counts the padding page, `page_size` is in tokens. Pages start as zeros."""
-        self.num_pages = num_pages
-        self.page_size = page_size
-        shape = (config.num_layers, num_pages * page_size, 2 * config.kv_size)
-        self.rows = torch.zeros(shape, device=device, dtype=dtype).unbind(0)
-        """Per layer [num_pages * page_size, 2 * kv_size]: keys of all heads, then values; one row a token."""
 
 
 def _lengths(ragged: RaggedRows) -> list[int]:
@@ -318,20 +298,19 @@ class _RowsAttention:
         self._score_scale, self._score_cap = config.score_scale, config.score_cap
         last_seen = last_seen.clamp_max(num_keys - 1)[..., None]  # so that a window leaves padding queries a key, too
         self._masks = {
-            window: _mask(keys, last_seen, window, batch.starts, cache.rows[0].dtype).repeat(1, group, 1)[:, None]
+            window: _mask(keys, last_seen, window, batch.starts, cache.dtype).repeat(1, group, 1)[:, None]
             for window in set(config.sliding_windows) or {None}
         }
         # One buffer for all layers: fresh memory of this size costs a CPU as much as filling it.
-        self._gathered = cache.rows[0].new_empty(self._read_rows.numel(), 2 * config.kv_size)
+        self._gathered = self._read_rows.new_empty(self._read_rows.numel(), 2 * config.kv_size, dtype=cache.dtype)
 
     def keep(self, layer: int, qkv: torch.Tensor) -> None:
         """Keeps keys and values."""
-        self._cache.rows[layer].index_copy_(0, self._write_rows, qkv[:, self._q_size :])
+        self._cache.keep(layer, self._write_rows, qkv[:, self._q_size :])
 
     def attend(self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attends to keys that are kept: [B * W, q_size + 2 * kv_size] to [B * W, q_size]. `sinks`: see `Attention`."""
-        rows = self._cache.rows[layer]
-        torch.index_select(rows, 0, self._read_rows, out=self._gathered)
+        self._cache.gather(layer, self._read_rows, self._gathered)
         kv = self._gathered.view(self._kv_shape).permute(2, 0, 3, 1, 4)
         query = qkv[:, : self._q_size].view(self._query_shape).permute(0, 2, 3, 1, 4).reshape(self._stacked_shape)
         mask = self._masks[self._window_of(layer)]

@@ -451,9 +451,9 @@ class ModelConfig:
     def _block(self) -> int:
         return math.gcd(BLOCK, self.hidden_size, self.q_size, self.kv_size, self.intermediate_size)
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values that one token takes in all layers."""
-        return 2 * self.num_layers * self.kv_size * dtype.itemsize
+    def kv_bytes_per_token(self, dtype: torch.dtype, *, is_fp8: bool = False) -> int:
+        """Bytes of keys and values that one token takes in all layers; of FP8 ones with their scales."""
+        return 2 * self.num_layers * (self.kv_size + self.num_kv_heads if is_fp8 else self.kv_size * dtype.itemsize)
 
     def sliding_window(self, layer: int) -> int | None:
         """Tokens that a query of the layer sees, its own included. None: all."""

@@ -17,8 +17,9 @@ from slipstream.services.models.families import Activation, HeadNorms
 from slipstream.services.models.linear import FP8, Linear, empty_parameter, keeps_fp8, pack_linears
 
 if TYPE_CHECKING:
-    from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV
+    from slipstream.services.models.attention import ForwardBatch, JoinedBatch
     from slipstream.services.models.config import ModelConfig, RopeConfig
+    from slipstream.services.models.paged_kv import PagedKV
 
 
 Rotating = TypeVar("Rotating")

@@ -29,8 +29,9 @@ from slipstream.services.models.linear import Linear, empty_parameter, pack_line
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from slipstream.services.models.attention import ForwardBatch, PagedKV
+    from slipstream.services.models.attention import ForwardBatch
     from slipstream.services.models.head_config import HeadConfig
+    from slipstream.services.models.paged_kv import PagedKV
 
 
 class DraftHead(nn.Module):

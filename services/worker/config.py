@@ -23,6 +23,7 @@ LOAD_FORMATS = ("auto", DUMMY)
 MAX_ACCEPT_LENGTH = 17
 """With as many draft tokens as a step may have."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+FP8_KV = "fp8"
 
 _CHECKPOINT: dict[str, Any] = {"accepts": Path.is_dir, "accepted": "a directory with a checkpoint"}
 _LOOKUP_TOKENS = 5
@@ -46,6 +47,11 @@ class ComputeSettings(Settings, heading="Computing"):
         "auto",
         help="What is computed in, whatever the checkpoint holds; auto is bfloat16 on a GPU, float32 on a CPU.",
         choices=DTYPES,
+    )
+    kv_dtype: str = setting(
+        "auto",
+        help="How target and draft keep keys and values; auto is in dtype, fp8 takes half of bfloat16's memory.",
+        choices=("auto", FP8_KV),
     )
     load_format: str = setting(
         "auto", help="Measuring: dummy has random weights, for which config.json is enough.", choices=LOAD_FORMATS

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 from slipstream.common.wire.step import FINAL_NORM
 from slipstream.services.models.adjustments import adjust
-from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV, RaggedRows
+from slipstream.services.models.attention import ForwardBatch, JoinedBatch, RaggedRows
 from slipstream.services.models.decoder import DecoderOutput
+from slipstream.services.models.paged_kv import PagedKV
 from slipstream.services.models.sampler import row_parts, sample
 from slipstream.services.worker.graphs import capture_buckets, forward_size, shortest_seconds, sizes_up_to
 from slipstream.services.worker.slots import FlatChunks, SamplingMode
@@ -177,9 +178,12 @@ class SlotRows:
 class PagedSlots:
     """KV pages and sampling of all slots. All methods but `open` and `close` are stream work."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        """`config`: of the layers that keep keys and values."""
+    def __init__(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, *, keeps_fp8: bool = False
+    ) -> None:
+        """`config`: of the layers that keep keys and values. `keeps_fp8`: they are kept as FP8 numbers."""
         self._config = config
+        self._keeps_fp8 = keeps_fp8
         self._device = device
         self.dtype = dtype
         self._state: EpochState | None = None
@@ -202,7 +206,12 @@ class PagedSlots:
         attachment = state.attachment
         num_pages, page_tokens = attachment.num_pages, attachment.page_tokens
         self._cache = PagedKV(
-            self._config, num_pages=num_pages, page_size=page_tokens, device=self._device, dtype=self.dtype
+            self._config,
+            num_pages=num_pages,
+            page_size=page_tokens,
+            device=self._device,
+            dtype=self.dtype,
+            is_fp8=self._keeps_fp8,
         )
         self._state = state
         self._warm_up_adjustments()
@@ -321,10 +330,11 @@ class PagedSlots:
 class LanguageModel:
     """A decoder and its slots. All methods but `open` and `close` are stream work."""
 
-    def __init__(self, decoder: Decoder, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, decoder: Decoder, device: torch.device, dtype: torch.dtype, *, keeps_fp8: bool = False) -> None:
+        """`keeps_fp8`: see `PagedSlots`."""
         self.decoder = decoder
         self.device = device
-        self.slots = PagedSlots(decoder.config, device, dtype)
+        self.slots = PagedSlots(decoder.config, device, dtype, keeps_fp8=keeps_fp8)
         self._graphs: RaggedGraphs | None = None
 
     def open(self, state: EpochState) -> None:

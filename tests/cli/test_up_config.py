@@ -50,6 +50,7 @@ def test_a_user_without_a_home_has_a_state_directory(monkeypatch: pytest.MonkeyP
         ("mps", {"mps": "yes"}),
         ("mps", {"mps": "on", "device": "cpu"}),
         ("dtype", {"dtype": "int8"}),
+        ("kv_dtype", {"kv_dtype": "bfloat16"}),
         ("load_format", {"load_format": "gguf"}),
         ("simulate_accept_length", {"simulate_accept_length": 0.5}),
         ("prompt_lookup_min", {"prompt_lookup_min": 3, "prompt_lookup_max": 2}),
@@ -131,6 +132,7 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
         outage_timeout_s=10.5,
         drain_timeout_s=11.5,
         dtype="float16",
+        kv_dtype="fp8",
         load_format="dummy",
         simulate_accept_length=2.5,
         deterministic=True,
@@ -164,7 +166,7 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
     assert "--queue 20000" in gateway
     assert "--device cuda --fence event" in scheduler
     assert "--device cuda" in draft
-    assert all("--dtype float16 --load-format dummy" in worker for worker in (draft, verify))
+    assert all("--dtype float16 --kv-dtype fp8 --load-format dummy" in worker for worker in (draft, verify))
     assert "--simulate-accept-length 2.5" in verify
     assert "--deterministic-width 4" in verify
     assert "--max-batched-tokens 512" in scheduler, "every step of prompts is padded to a whole chunk"

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from slipstream.services.models.attention import ForwardBatch, PagedKV
+from slipstream.services.models.attention import ForwardBatch
 from slipstream.services.models.checkpoint import load_decoder
 from slipstream.services.models.kernels.fused import FusedDecoder
 from slipstream.services.models.kernels.products import MOST_ROWS
+from slipstream.services.models.paged_kv import PagedKV
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.harness.fp8_checkpoints import FP8_LAYOUTS, quantise
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.services.models.attention import ForwardBatch, PagedKV
+from slipstream.services.models.attention import ForwardBatch
 from slipstream.services.models.checkpoint import load_decoder
 from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.paged_kv import PagedKV
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

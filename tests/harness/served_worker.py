@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from slipstream.protos import worker_pb2_grpc as pb_grpc
-from slipstream.services.models.attention import PagedKV
+from slipstream.services.models.paged_kv import PagedKV
 from slipstream.services.worker.server import DeviceThread, WorkerServicer
 from tests.harness.grpc_server import running_server
 from tests.harness.workers import LocalWorker

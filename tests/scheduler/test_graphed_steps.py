@@ -71,13 +71,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(target, guesser, {EAGLE3: write_head(folder / EAGLE3), MTP: folder / MTP})
 
 
-def roles(checkpoints: Checkpoints, draft: str, device: Device, width: int | None) -> list[RoleEngine]:
+def roles(checkpoints: Checkpoints, draft: str, device: Device, width: int | None, kv_dtype: str) -> list[RoleEngine]:
     """Verify, and a draft if there is one."""
-    made = [make_verify(WorkerConfig(model=checkpoints.target, deterministic_width=width), device, 0)]
+    of_target = WorkerConfig(model=checkpoints.target, deterministic_width=width, kv_dtype=kv_dtype)
+    made = [make_verify(of_target, device, 0)]
     if draft == "standalone":
-        made.append(make_draft(WorkerConfig(model=checkpoints.standalone), device, 0))
+        made.append(make_draft(WorkerConfig(model=checkpoints.standalone, kv_dtype=kv_dtype), device, 0))
     if draft in checkpoints.heads:
-        config = WorkerConfig(model=checkpoints.heads[draft], algorithm=draft, target=checkpoints.target)
+        head, target = checkpoints.heads[draft], checkpoints.target
+        config = WorkerConfig(model=head, algorithm=draft, target=target, kv_dtype=kv_dtype)
         made.append(make_draft(config, device, 0))
     if draft == NGRAM:
         config = WorkerConfig(algorithm=NGRAM, target=checkpoints.target, prompt_lookup_min=1, suffix_cache_tokens=64)
@@ -105,10 +107,11 @@ def serve(
     run_ahead: int = 1,
     width: int | None = None,
     repeats: int = 1,
+    kv_dtype: str = "auto",
 ) -> list[list[int]]:
     """The tokens of each job, four at a time, all of them `repeats` times, one after the other."""
     config = make_config(run_ahead=run_ahead, access_log_dir=log_dir)
-    with local_workers(*roles(checkpoints, draft, device, width), log_dir=log_dir, device=device) as workers:
+    with local_workers(*roles(checkpoints, draft, device, width, kv_dtype), log_dir=log_dir, device=device) as workers:
         waves = [make_jobs() for _ in range(repeats)]
         outputs = LocalEpoch(1, config, workers).run(*waves)
     jobs = [job for wave in waves for job in wave]
@@ -156,6 +159,17 @@ def test_prompts_behind_pages_of_others_give_the_same_tokens(
     assert serve(checkpoints, draft, InlineDevice(), repeats=2) == 2 * reference
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_with_fp8_keys_and_values_the_tokens_depend_on_no_draft_batch_or_cached_page(
+    checkpoints: Checkpoints, reference: list[list[int]], draft: str
+) -> None:
+    """They are other tokens than with keys and values in float32: the numbers are rounded."""
+    plain = serve(checkpoints, "none", HostDevice(), kv_dtype="fp8")
+    assert plain != reference
+    assert serve(checkpoints, draft, InlineDevice(), repeats=2, kv_dtype="fp8") == 2 * plain
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("draft", ["none", "standalone"])
 def test_one_size_for_all_steps(
@@ -171,7 +185,7 @@ def test_one_size_for_all_steps(
 
     monkeypatch.setattr(Decoder, "forward", watched)
     loaded: list[Decoder] = []
-    monkeypatch.setattr("slipstream.services.factory.LanguageModel", lambda *args: _noted(loaded, *args))
+    monkeypatch.setattr("slipstream.services.factory.LanguageModel", lambda *args, **_: _noted(loaded, *args))
     decoder: Any = None
     opened = VerifyEngine.phases
 

@@ -25,10 +25,11 @@ from slipstream.services.models.kernels.products import (
 from slipstream.services.models.linear import Linear
 
 if TYPE_CHECKING:
-    from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV
+    from slipstream.services.models.attention import ForwardBatch, JoinedBatch
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.decoder import DecoderLayer
     from slipstream.services.models.head_config import HeadConfig
+    from slipstream.services.models.paged_kv import PagedKV
 
 
 class FusedDecoder(Decoder):

@@ -17,8 +17,9 @@ from slipstream.services.models.kernels.block_ops import keep_kernel
 from slipstream.services.models.kernels.launching import is_hopper, num_multiprocessors, overlapping, power_of_two
 
 if TYPE_CHECKING:
-    from slipstream.services.models.attention import ForwardBatch, Norm, PagedKV, RaggedRows
+    from slipstream.services.models.attention import ForwardBatch, Norm, RaggedRows
     from slipstream.services.models.config import ModelConfig
+    from slipstream.services.models.paged_kv import PagedKV
 
 
 MOST_SPLITS = 64

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.services.models.attention import PADDING_PAGE, PagedKV, RaggedRows, TorchAttention
+from slipstream.services.models.attention import RaggedRows, TorchAttention
+from slipstream.services.models.paged_kv import PADDING_PAGE, PagedKV
 from tests.harness.paged_model import CAPACITY_TOKENS, CPU, PAGE_SIZE, PAGES_PER_ROW, PagedModel, random_tokens
 
 if TYPE_CHECKING:

@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 from slipstream.common.errors import CheckpointError
 from slipstream.common.wire.step import FINAL_NORM
 from slipstream.services.models import decoder
-from slipstream.services.models.attention import PagedKV, TorchAttention
+from slipstream.services.models.attention import TorchAttention
 from slipstream.services.models.checkpoint import load_decoder
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.paged_kv import PagedKV
 from tests.harness.checkpoints import FAMILIES, write_checkpoint, write_json
 from tests.harness.paged_model import CPU, PagedModel, random_tokens
 

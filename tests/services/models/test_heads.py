@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 
 from slipstream.common.errors import CheckpointError
 from slipstream.common.wire.step import FINAL_NORM
-from slipstream.services.models.attention import ForwardBatch, PagedKV
+from slipstream.services.models.attention import ForwardBatch
 from slipstream.services.models.checkpoint import load_decoder, load_head
 from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP, Eagle3Config, EagleConfig, MtpConfig
+from slipstream.services.models.paged_kv import PagedKV
 from tests.harness.checkpoints import LLAMA, VOCAB_SIZE, write_checkpoint, write_json, write_weights
 from tests.harness.eagle3_checkpoints import (
     ALGORITHMS,

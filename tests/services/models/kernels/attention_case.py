@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from slipstream.services.models.attention import PADDING_PAGE, ForwardBatch, PagedKV, RaggedRows, TorchAttention
+from slipstream.services.models.attention import ForwardBatch, RaggedRows, TorchAttention
 from slipstream.services.models.config import ModelConfig, RopeConfig
 from slipstream.services.models.kernels.paged_attention import PagedAttention
+from slipstream.services.models.paged_kv import PADDING_PAGE, PagedKV
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

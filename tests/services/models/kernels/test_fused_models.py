@@ -10,7 +10,7 @@ import torch
 
 from slipstream.common.wire.step import FINAL_NORM
 from slipstream.services.models import decoder
-from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV, RaggedRows
+from slipstream.services.models.attention import ForwardBatch, JoinedBatch, RaggedRows
 from slipstream.services.models.checkpoint import load_decoder, load_head
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.heads import Eagle3Head, EagleHead
@@ -18,6 +18,7 @@ from slipstream.services.models.kernels import products
 from slipstream.services.models.kernels.fused import FusedDecoder, make_fused_head
 from slipstream.services.models.kernels.paged_attention import paged_attention
 from slipstream.services.models.linear import Linear
+from slipstream.services.models.paged_kv import PagedKV
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.harness.eagle3_checkpoints import ALGORITHMS, LAYOUTS, MODULES, write_head
 from tests.harness.fp8_checkpoints import quantise
