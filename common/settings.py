@@ -151,7 +151,8 @@ def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        # Scalars stay texts, as on the command line: `off` is no false, and 010 no 8.
+        found = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError("config", str(path), f"a file in YAML that this user can read ({error})") from error
     names = {one.name for one in context.command.params}
@@ -161,8 +162,8 @@ def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
     for name, value in values.items():
         if name not in names:
             raise ConfigError("config", f"{name} in {path}", "options of this command, without their --")
-        # As on the command line; parsers take text.
-        values[name] = value if isinstance(value, bool | list) else str(value)
+        if isinstance(value, dict) or not value:
+            raise ConfigError("config", f"{name}: {value or ''} in {path}", "a value after the colon")
     context.default_map = values
     return path
 

@@ -11,6 +11,7 @@ import json
 import re
 from contextlib import suppress
 from functools import cache, lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.common.errors import InvalidArgumentError
@@ -71,8 +72,11 @@ def template_for(templates: Any, *, has_tools: bool) -> str | None:
     raise TemplateError(f"the model has the templates {', '.join(sorted(templates))}, and none is the default")
 
 
-def formats_of(templates: Any) -> tuple[str, str]:
-    """Returns the forms of calls of tools, and of the assistant's thoughts, that a tokenizer's templates write."""
+def formats_of(templates: Any, special_tokens: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
+    """Returns the forms of calls of tools, and of the assistant's thoughts, that a tokenizer's templates write.
+
+    `special_tokens`: variables of the templates.
+    """
     sources = list(templates.values()) if isinstance(templates, dict) else [templates or ""]
     source = "\n".join(map(str, sources))
     if not names_variable(source, "tools"):
@@ -81,12 +85,13 @@ def formats_of(templates: Any) -> tuple[str, str]:
         tools = next((name for name, mark in _TOOL_FORMATS.items() if re.search(mark, source)), "")
     if tools == "harmony" or "</think>" not in source:
         return tools, "harmony" if tools == "harmony" else ""
-    return tools, "think_open" if _opens_thoughts(templates) else "think"
+    return tools, "think_open" if _opens_thoughts(templates, special_tokens) else "think"
 
 
-def _opens_thoughts(templates: Any) -> bool:
+def _opens_thoughts(templates: Any, special_tokens: Mapping[str, str]) -> bool:
     """True if the beginning of an answer, as a template writes it, is that of thoughts."""
-    variables = {"messages": [{"role": "user", "content": "a"}], "tools": None, "add_generation_prompt": True}
+    own = {"messages": [{"role": "user", "content": "a"}], "tools": None, "add_generation_prompt": True}
+    variables = {**special_tokens, **own}
     with suppress(TemplateError):
         return render(template_for(templates, has_tools=False) or "", variables).rstrip().endswith("<think>")
     return False
@@ -176,12 +181,18 @@ def _json_object(text: str, field: str) -> dict[str, Any]:
 
 def render(source: str, variables: Mapping[str, Any], *, continues: bool = False) -> str:
     """Renders a template. `continues`: the text ends with the last message's. Raises TemplateError."""
-    answer = _renderer().ask({"source": source, "variables": dict(variables), "continues": continues})
+    try:
+        answer = _renderer().ask({"source": source, "variables": dict(variables), "continues": continues})
+    except RecursionError as error:
+        raise TemplateError("they are nested too deeply") from error
     if answer is None:
         raise TemplateError(f"it takes longer than {RENDER_TIMEOUT_S:g} s, or more memory than it may")
     if "text" not in answer:
         raise TemplateError(answer["error"])
-    return str(answer["text"])
+    text = str(answer["text"])
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise TemplateError("their text has half of a surrogate pair, as \\ud83d, which is no character")
+    return text
 
 
 @cache

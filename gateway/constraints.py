@@ -107,7 +107,7 @@ class GrammarCompiler:
         if find_spec("llguidance") is None:
             raise InvalidArgumentError(constraint.field, constraint.value, "none: the package llguidance is missing")
         numbers = _numbers(model)
-        key = f"{model.tokenizer_path} {numbers}", constraint.digest
+        key = _name_of(model, numbers), constraint.digest
         answer = self._kept.get(key)
         if answer is None:
             work = partial(self._ask, constraint, model, numbers)
@@ -125,7 +125,7 @@ class GrammarCompiler:
             self._process.end()
 
     def _ask(self, constraint: Constraint, model: ServedModel, numbers: str) -> dict[str, str]:
-        key = f"{model.tokenizer_path} {numbers}"
+        key = _name_of(model, numbers)
         if self._process is None or key != self._process_key:
             self.close()
             self._process = BoundedProcess("slipstream.gateway.grammar_compiler", model.tokenizer_path, numbers)
@@ -133,7 +133,11 @@ class GrammarCompiler:
         special = dict(model.limits.special_tokens) if constraint.field == "structural_tag" else {}
         begun_at = time.monotonic()
         request = {"field": constraint.field, "value": constraint.value, "special_tokens": special}
-        answer = self._process.ask(request) or {"error": _TOO_LONG}
+        found = self._process.ask(request)
+        if found is None:
+            # The process itself was lost, which need not be a fault of the constraint.
+            found = self._process.ask(request)
+        answer = found or {"error": _TOO_LONG}
         self._metrics.grammar_compile.observe(time.monotonic() - begun_at)
         num_characters = len(answer.get("grammar", ""))
         if num_characters > MAX_GRAMMAR_CHARACTERS:
@@ -148,6 +152,11 @@ class GrammarCompiler:
         while self._num_characters > MAX_KEPT_CHARACTERS:
             _, oldest = self._kept.popitem(last=False)
             self._num_characters -= len(str(oldest))
+
+
+def _name_of(model: ServedModel, numbers: str) -> str:
+    """Tells tokenizers apart, also those that were in one directory at different times."""
+    return f"{model.tokenizer_path} {model.identity} {numbers}"
 
 
 def _numbers(model: ServedModel) -> str:

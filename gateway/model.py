@@ -41,7 +41,7 @@ class ServedModel:
         longest = longest_token(tokenizer)
         self.identity = identity
         self.vocabulary = Vocabulary(tokenizer)
-        self.formats = formats_of(tokenizer.chat_template)
+        self.formats = formats_of(tokenizer.chat_template, tokenizer.special_tokens_map)
         """Forms of calls of tools and of thoughts, see `formats_of`."""
         special = {name: token for name, token in self.vocabulary.special_tokens.items() if token < limits.vocab_size}
         self.limits = replace(

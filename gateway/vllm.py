@@ -30,7 +30,7 @@ from slipstream.common.errors import (
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.common.wire.job import FinishReason, matched_stop_from_pb
 from slipstream.common.wire.sequence import MAX_TOP_LOGPROBS
-from slipstream.gateway.keys import client_of
+from slipstream.gateway.keys import NO_OWNER, client_of, current_owner
 from slipstream.gateway.request import check_most
 from slipstream.protos import generation_pb2
 
@@ -203,7 +203,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: Any) -> None:
         """Sends the files of the model's tokenizer as a zip archive, in chunks; the last has its SHA-256."""
         reject_unknown_fields(request)
-        archive = await asyncio.to_thread(tokenizer_archive, Path(self._model().tokenizer_path))
+        model = self._model()
+        archive = await asyncio.to_thread(tokenizer_archive, Path(model.tokenizer_path), model.identity)
         for start in range(0, len(archive), TOKENIZER_CHUNK_BYTES):
             data = archive[start : start + TOKENIZER_CHUNK_BYTES]
             is_last = start + len(data) == len(archive)
@@ -213,9 +214,12 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: Any) -> None:
         """Sends what the prefix cache has, as a snapshot, and then what it gets and loses; for requests without a salt.
 
-        A call that names a sequence number gets a snapshot as well.
+        A call that names a sequence number gets a snapshot as well. Refused to a key: these are the prompts of all.
         """
         reject_unknown_fields(request)
+        if current_owner() != NO_OWNER:
+            message = "with --api-keys the pages of the prefix cache, which have the prompts of all keys, are not told"
+            raise FailedPreconditionError(message)
         page_tokens = (await self._state()).page_tokens
         async with aclosing(kv_batches(self._watch_pages(), page_tokens)) as batches:
             async for batch in batches:
@@ -261,8 +265,8 @@ def _signed(key: int) -> int:
 
 
 @lru_cache(maxsize=1)
-def tokenizer_archive(directory: Path) -> bytes:
-    """Returns a zip archive of a model's tokenizer, the same for the same files."""
+def tokenizer_archive(directory: Path, identity: object) -> bytes:
+    """Returns a zip archive of a model's tokenizer, the same for the same files. `identity`: the model's."""
     paths = sorted({path for pattern in TOKENIZER_FILES for path in directory.glob(pattern)})
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -33,6 +33,15 @@ class Basic(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Switched(Settings):
+    """Settings whose values YAML has other readings of."""
+
+    mode: str = setting("auto", help="Whether.", choices=("auto", "on", "off"))
+    count: int = setting(1, help="Number.", unit="N", low=1, high=99)
+    loud: bool = setting(True, help="Says more.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Full(Basic):
     """One of each sort."""
 
@@ -142,4 +151,26 @@ def test_the_command_line_comes_before_variables_and_these_before_the_file(tmp_p
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=re.escape(message)):
             run()
+    for text in ("slots:", "slots: {a: 1}"):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"accepted: a value after the colon"):
+            run()
     assert "--slots N" in CliRunner().invoke(app, ["-h"]).output
+
+
+def test_values_in_the_file_are_read_as_on_the_command_line(tmp_path: Path) -> None:
+    got: list[Switched] = []
+    app = typer.Typer()
+
+    @app.command()
+    @with_options(Switched)
+    def command(
+        config: Annotated[Path | None, typer.Option(callback=read_defaults, is_eager=True)] = None, **values: Any
+    ) -> None:
+        got.append(Switched(**values))
+
+    file = tmp_path / "a.yaml"
+    for text in ("mode: off\ncount: 010\nloud: false\n", 'mode: "off"\ncount: "10"\nloud: "no"\n'):
+        file.write_text(text, encoding="utf-8")
+        CliRunner().invoke(app, ["--config", str(file)], catch_exceptions=False)
+        assert got.pop() == Switched(mode="off", count=10, loud=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -142,6 +143,24 @@ def test_a_template_is_bounded_and_the_next_one_works(template: str, monkeypatch
 )
 def test_forms_are_found_in_the_template(name: str, formats: tuple[str, str]) -> None:
     assert formats_of(TEMPLATES[name]) == formats
+
+
+def test_special_tokens_are_variables_where_thoughts_are_looked_for() -> None:
+    template = "{{ bos_token + '|' }}{{ messages[0].content.split('</think>')[-1] }}<think>\n"
+    assert formats_of(template, {"bos_token": "<s>"}) == ("", "think_open")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"mood": "\ud83d"}, "half of a surrogate pair"),
+        ({"mood": reduce(lambda inner, _: [inner], range(2000), [])}, "nested"),
+    ],
+    ids=["surrogate", "deep"],
+)
+def test_what_cannot_be_a_text_is_refused(variables: dict[str, Any], message: str) -> None:
+    with pytest.raises(TemplateError, match=message):
+        render("é{{ mood }}", variables)
 
 
 def test_other_forms_and_none() -> None:

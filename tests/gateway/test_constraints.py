@@ -20,6 +20,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from slipstream.client import AsyncClient
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.grammars import load_grammar_tokenizer, new_matcher
+from slipstream.gateway.bounded_process import BoundedProcess
 from slipstream.gateway.constraints import MAX_CHARACTERS
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, VOCAB_SIZE
 from tests.harness.generation_server import generation_server, killed
@@ -253,6 +254,23 @@ async def test_work_without_end_is_refused_and_holds_up_nobody(server_and_client
         # The next constraint is compiled as before.
         assert await grammar_of(server, client, regex="a+")
     probing.cancel()
+
+
+async def test_a_lost_process_is_no_fault_of_the_constraint(
+    server_and_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, client = server_and_client
+    exchange, lost = BoundedProcess._exchange, [True]
+    monkeypatch.setattr(BoundedProcess, "_exchange", lambda *asked: None if lost and lost.pop() else exchange(*asked))
+    assert await grammar_of(server, client, regex="a{7}")
+
+
+async def test_another_tokenizer_in_the_directory_has_grammars_of_its_own(server_and_client: Any) -> None:
+    server, client = server_and_client
+    for number, identity in enumerate(("a", "b"), 1):
+        server.model.identity = identity
+        assert await grammar_of(server, client, regex="a+")
+        assert server.metric("grammar_compile_seconds_count") == number
 
 
 async def test_ten_thousand_alternatives_are_taken(server_and_client: Any) -> None:

@@ -19,6 +19,7 @@ from slipstream.client import AsyncClient
 from slipstream.common.errors import UnavailableError
 from slipstream.common.wire.job import JobState
 from slipstream.common.wire.sequence import SamplingParams
+from slipstream.gateway.keys import KeyFile, KeyInterceptor
 from slipstream.protos import scheduler_pb2
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, VOCAB_SIZE
 from tests.harness.generation_server import generation_server, state_of
@@ -339,6 +340,30 @@ async def test_the_tokenizer_is_sent_as_an_archive(tmp_path: Path) -> None:
     assert chunks[-1].sha256 == hashlib.sha256(whole).hexdigest()
     with zipfile.ZipFile(io.BytesIO(whole)) as archive:
         assert {name: archive.read(name) for name in archive.namelist()} == files
+
+
+async def test_a_changed_tokenizer_is_sent_as_it_is_now(tmp_path: Path) -> None:
+    async with generation_server(tokenizer_path=str(tmp_path)) as server, engine(server) as stub:
+        digests = []
+        for identity in ("a", "b"):
+            (tmp_path / "tokenizer.json").write_text(identity, encoding="utf-8")
+            server.model.identity = identity
+            digests += [chunk.sha256 async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
+    assert len({*digests}) == 2
+
+
+async def test_the_pages_of_all_are_not_told_to_a_key(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("bob:bob-0123456789abcdef\n", encoding="utf-8")
+    interceptor = KeyInterceptor(KeyFile(tmp_path / "keys")).optional()
+    async with generation_server(interceptors=(interceptor,)) as server, engine(server) as stub:
+        server.loop.page_changes = [scheduler_pb2.PageChanges()]
+        asked = common_pb2.SubscribeKvEventsRequest()
+        # This user's own router, at the private address, has none.
+        assert (await stub.SubscribeKvEvents(asked).read()).snapshot.count == 1
+        key = (("authorization", "Bearer bob-0123456789abcdef"),)
+        with pytest.raises(grpc.aio.AioRpcError, match="the prompts of all keys") as failure:
+            await stub.SubscribeKvEvents(asked, metadata=key).read()
+        assert failure.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
 async def test_changes_of_the_prefix_cache_follow_a_snapshot(server: GenerationServer, stub: Any) -> None:
