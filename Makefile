@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Packages that no other target needs, and that bring many others.
 $(CLIENTS): $(STAMP)
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[clients]'
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[clients,ray]'
 	touch $@
 
 demo: $(STAMP)

@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"bundled", "client", "common", "door", "gateway", "protos", "scheduler", "services"},
     "benchmarks": {"bundled", "cli", "client", "common", "gateway", "protos", "scheduler", "services", "training"},
     "bundled": set(),
-    "deploy": {"common", "gateway", "scheduler", "services"},
+    "deploy": {"common", "gateway", "protos", "scheduler", "services"},
     "training": {"bundled", "common", "services"},
     "examples/cuda_drafter": {"protos"},
     "examples/numpy_drafter": {"protos"},

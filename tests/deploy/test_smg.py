@@ -75,8 +75,10 @@ def serving(state_dir: Path, ports: dict[str, int], **more: str) -> Iterator[sub
     with subprocess.Popen(command, env=os.environ | settings, start_new_session=True) as script:
         children: set[psutil.Process] = set()
         try:
-            yield script
-            children = set(psutil.Process(script.pid).children(recursive=True))
+            try:
+                yield script
+            finally:
+                children = set(psutil.Process(script.pid).children(recursive=True))
             script.terminate()
             assert script.wait(40) == 0
         finally:

@@ -1,0 +1,182 @@
+"""Serves by Ray Serve: each replica of the deployment is a server, the child `slipstream up` of its actor.
+
+Serve's gRPC proxy takes the calls of `Generation` that any server can answer, and chooses a replica for each. A call by
+a job's id is refused, as it would reach any replica. The file config.yaml beside this one says how Serve is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ray import serve
+
+from slipstream.protos import generation_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable, Mapping
+
+    from ray.serve.grpc_util import RayServegRPCContext
+
+_UNLIMITED = (("grpc.max_receive_message_length", -1),)
+_STOP_S = 60.0
+"""Longest wait for a server to end."""
+_POLL_S = 0.1
+_HEALTH_TIMEOUT_S = 5.0
+_NOT_PASSED = (":", "grpc-", "user-agent", "te", "content-type")
+"""Beginnings of the names of metadata that are about a connection."""
+
+
+class Server:
+    """A replica. Raises RuntimeError if its server does not start."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """Returns when the server serves. `options`: of `slipstream up`, as in its file of options."""
+        self._directory = Path(tempfile.mkdtemp(prefix="slipstream-ray-"))
+        self._child = subprocess.Popen(_command(self._directory, options), stdin=subprocess.DEVNULL)
+        address = self._directory / "server"
+        while not address.exists():
+            if self._child.poll() is not None:
+                raise RuntimeError(f"slipstream up ended with status {self._child.returncode}: see this replica's log")
+            time.sleep(_POLL_S)
+        channel = grpc.aio.insecure_channel(address.read_text(encoding="utf-8"), options=_UNLIMITED)
+        self._server: Any = generation_pb2_grpc.GenerationStub(channel)  # type: ignore[no-untyped-call]
+        self._health: Any = health_pb2_grpc.HealthStub(channel)
+
+    def __del__(self) -> None:
+        """Lets the server end: Serve has waited for the requests by then."""
+        self._child.terminate()
+        try:
+            self._child.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def check_health(self) -> None:
+        """Raises RuntimeError if the server is gone or does not answer: Serve then starts another replica."""
+        if self._child.poll() is not None:
+            raise RuntimeError(f"slipstream up ended with status {self._child.returncode}")
+        try:
+            await self._health.Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise RuntimeError(f"the gateway does not answer: {error.details()}") from error
+
+    async def Generate(self, request: Any, grpc_context: RayServegRPCContext) -> AsyncIterator[Any]:
+        """Streams a server's answer. A caller that leaves ends the call, and so its job."""
+        call = self._server.Generate(request, metadata=_passed(grpc_context))
+        # Serve says INTERNAL of an actor that died, where no other status was set: clients move after UNAVAILABLE.
+        grpc_context.set_code(grpc.StatusCode.UNAVAILABLE)
+        try:
+            async with _errors_of(grpc_context):
+                async for message in call:
+                    if message.HasField("job_usage"):
+                        grpc_context.set_code(grpc.StatusCode.OK)
+                    yield message
+        finally:
+            call.cancel()
+
+    async def GetServerInfo(self, request: Any, grpc_context: RayServegRPCContext) -> Any:
+        """Describes one of the servers."""
+        return await self._answer(self._server.GetServerInfo, request, grpc_context)
+
+    async def Tokenize(self, request: Any, grpc_context: RayServegRPCContext) -> Any:
+        """Passes it to the server."""
+        return await self._answer(self._server.Tokenize, request, grpc_context)
+
+    async def Detokenize(self, request: Any, grpc_context: RayServegRPCContext) -> Any:
+        """Passes it to the server."""
+        return await self._answer(self._server.Detokenize, request, grpc_context)
+
+    async def Check(self, request: Any, grpc_context: RayServegRPCContext) -> Any:
+        """Says by gRPC's health service whether one of the servers serves."""
+        return await self._answer(self._health.Check, request, grpc_context)
+
+    async def CreateJob(self, _: Any, grpc_context: RayServegRPCContext) -> None:
+        """Refuses it."""
+        _refuse("CreateJob", grpc_context)
+
+    async def WatchJob(self, _: Any, grpc_context: RayServegRPCContext) -> AsyncIterator[Any]:
+        """Refuses it."""
+        _refuse("WatchJob", grpc_context)
+        yield
+
+    async def GetJob(self, _: Any, grpc_context: RayServegRPCContext) -> None:
+        """Refuses it."""
+        _refuse("GetJob", grpc_context)
+
+    async def ListJobs(self, _: Any, grpc_context: RayServegRPCContext) -> None:
+        """Refuses it."""
+        _refuse("ListJobs", grpc_context)
+
+    async def CancelJob(self, _: Any, grpc_context: RayServegRPCContext) -> None:
+        """Refuses it."""
+        _refuse("CancelJob", grpc_context)
+
+    async def _answer(self, method: Any, request: Any, grpc_context: RayServegRPCContext) -> Any:
+        async with _errors_of(grpc_context):
+            return await method(request, metadata=_passed(grpc_context))
+
+
+def build(options: dict[str, Any]) -> Any:
+    """Returns the application of Serve's configuration, whose `args` are options of `slipstream up`."""
+    deployment: Any = serve.deployment(name="slipstream", health_check_period_s=1, health_check_timeout_s=10)
+    return deployment(Server).bind(options)
+
+
+def _command(directory: Path, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The server's command; it dies with this process."""
+    file = directory / "options.yaml"
+    with file.open("w", encoding="utf-8") as out:
+        json.dump(dict(options), out)
+    bound = find_spec("slipstream.cli.exec_with_parent")
+    assert bound is not None, "it is a part of this package"
+    assert bound.origin is not None, "it is a file"
+    up = ("up", "--config", str(file), "--state-dir", str(directory), "--listen", "127.0.0.1:0")
+    return (
+        sys.executable,
+        "-I",
+        "-S",
+        bound.origin,
+        str(os.getpid()),
+        sys.executable,
+        "-m",
+        "slipstream.cli.main",
+        *up,
+    )
+
+
+def _passed(grpc_context: RayServegRPCContext) -> tuple[tuple[str, str], ...]:
+    """The caller's metadata, without what is about its connection."""
+    given: Iterable[tuple[str, str]] = grpc_context.invocation_metadata()
+    return tuple((name, value) for name, value in given if not name.startswith(_NOT_PASSED))
+
+
+@asynccontextmanager
+async def _errors_of(grpc_context: RayServegRPCContext) -> AsyncIterator[None]:
+    """Gives the caller the server's own status; UNAVAILABLE where the server is gone."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        grpc_context.set_code(error.code())
+        grpc_context.set_details(error.details() or "")
+        grpc_context.set_trailing_metadata(list(error.trailing_metadata() or ()))
+        raise RuntimeError(f"the server answered {error.code().name}: {error.details()}") from None
+
+
+def _refuse(method: str, grpc_context: RayServegRPCContext) -> None:
+    """Raises NotImplementedError, with its status."""
+    message = f"{method} is not served by Ray Serve, which may choose a server that does not have the job"
+    grpc_context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+    grpc_context.set_details(message)
+    raise NotImplementedError(message)
