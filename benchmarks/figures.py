@@ -19,7 +19,7 @@ import typer
 
 from slipstream.benchmarks.charts import PEER, peer_results, throughput
 from slipstream.benchmarks.door import OPENAI, OURS
-from slipstream.benchmarks.models import DRAFT_TITLES, EAGLE3, MODES, NONE, ONE, PLAIN, THREE
+from slipstream.benchmarks.models import DRAFT_TITLES, EAGLE3, MODES, NONE, ONE, PLAIN, SHAPES, THREE
 from slipstream.benchmarks.overlap import HOST_BLOCKS, RUN_AHEAD, lost_ms, title_of
 from slipstream.benchmarks.peers import DRAFTING, DRAFTS, SHAPE_8B
 from slipstream.benchmarks.peers import PLAIN as PLAIN_WAY
@@ -190,6 +190,18 @@ def _decode(shape: str) -> str:
     found = decode_medians(load("decode_h200"), shape)
     repeats = f"Repeats of each mode, in turns: {found[0]['repeats']}."
     return f"{repeats}\n\n{table_of('decode', found)}\n\n{table_of('decode ratios', found)}"
+
+
+def _experts() -> str:
+    """Steps of mixtures of experts, in three processes."""
+    names = ("tokens_per_second", "step_ms", "draft_ms", "verify_ms")
+    rows = []
+    for (shape, batch), found in grouped(load("decode_h200"), "shape", "batch").items():
+        if SHAPES.get(shape, {}).keys() & {"num_experts", "num_local_experts"}:
+            row = {name: median_of(found, name) for name in names}
+            over_floor = median(one["verify_ms"] / one["verify_floor_ms"] for one in found)
+            rows.append({"shape": shape, "batch": batch, "over_floor": over_floor, **row})
+    return table_of("experts", rows)
 
 
 def _door() -> str:
@@ -366,6 +378,7 @@ TABLES: dict[str, Callable[..., str]] = {
             _overlap,
             _door,
             _decode,
+            _experts,
             _fp8,
             _accept_length,
             _drafters,
