@@ -284,7 +284,7 @@ class Batch:
     def preempt_constrained(self, *, may_be_cause: bool) -> None:
         """Has all running sequences with a constraint wait again, as their results under way do not count.
 
-        `may_be_cause`: the grammar worker has died, perhaps of one of them.
+        `may_be_cause`: the grammar worker was lost, perhaps because of one of them.
         """
         for sequence in [one for one in self._running.values() if one.spec.grammar]:
             before = len(sequence.spec.output)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 MOST_ASKED = 2 * MOST_HELD
 """Grammars of the last sequences whose answers are kept: more than those that are asked for at a time."""
-MOST_LOST = 5
-"""Grammar workers that may die in a row while a sequence runs, without a token of it: then it fails."""
+MOST_LOST = 6
+"""Grammar workers that may be lost in a row while a sequence runs, without a token of it: then it fails."""
 
 
 class GrammarState(enum.Enum):
@@ -170,7 +170,7 @@ class Constraints:
         if not sequence.spec.grammar:
             return None
         if sequence.num_lost >= MOST_LOST:
-            return InternalError(f"{MOST_LOST} grammar workers died while this sequence ran")
+            return InternalError(f"{MOST_LOST} grammar workers were lost while this sequence ran")
         if self.active is None:
             return self.problem
         return self.active.prepared.get(sequence.spec.grammar)
@@ -189,14 +189,14 @@ class Constraints:
             try:
                 self.active.link.send(command)
             except SlipstreamError as error:
-                self.lose(error, has_died=True)
+                self.lose(error)
 
-    def lose(self, error: SlipstreamError, *, has_died: bool = False) -> None:
-        """Goes on without the active worker. `has_died`: perhaps because of a sequence that runs."""
+    def lose(self, error: SlipstreamError, *, may_be_cause: bool = True) -> None:
+        """Goes on without the active worker. `may_be_cause`: a sequence that runs, as masks may take too long."""
         worker, self.active = self.active, None
         if worker is None:
             return
-        self._batch.preempt_constrained(may_be_cause=has_died)
+        self._batch.preempt_constrained(may_be_cause=may_be_cause)
         self._given.clear()
         self._asked.clear()
         worker.state = GrammarState.LEAVING
@@ -208,10 +208,10 @@ class Constraints:
     def check(self) -> None:
         """Takes in a worker that was offered, and looks at the link of the active one."""
         while self._offered:
-            self.lose(UnavailableError("another grammar worker has arrived"))
+            self.lose(UnavailableError("another grammar worker has arrived"), may_be_cause=False)
             self.active = self._offered.popleft()
         if self.active is not None and (failure := self.active.link.failure) is not None:
-            self.lose(UnavailableError(str(failure)), has_died=True)
+            self.lose(UnavailableError(str(failure)))
 
     def watch(self, sent: SentStep, since: float) -> None:
         """Looks at the workers while the loop waits for a step. `since`: when it began to wait for nothing else."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.errors import (
     FailedPreconditionError,
+    InternalError,
     InvalidArgumentError,
     MismatchError,
     SlipstreamError,
@@ -234,6 +235,9 @@ class GrammarSession:
             return  # it is lost, which its link says
         except InvalidArgumentError as error:
             worker.prepared[grammar] = error
+        except SlipstreamError as error:
+            # No other answer follows, and nothing else would end the wait of its sequences.
+            worker.prepared[grammar] = InternalError(f"the grammar worker did not compile the grammar: {error}")
         else:
             worker.prepared[grammar] = None
         self._wake()

@@ -162,7 +162,7 @@ class Sequence:
     num_overtaken: int = 0
     """Sequences of a higher rank that were started before it. Belongs to the queue's lock."""
     num_lost: int = 0
-    """Grammar workers that died in a row while it ran, without a token of it."""
+    """Grammar workers that were lost in a row while it ran, without a token of it."""
     is_queued: bool = False
     """True while it is in the queue. Belongs to the queue's lock."""
     is_over: bool = False

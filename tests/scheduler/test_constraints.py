@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from slipstream import bundled
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.errors import DeadlineExceededError, InternalError, InvalidArgumentError
 from slipstream.common.wire.job import FinishReason
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.services.factory import make_draft, make_verify
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from slipstream.common.errors import SlipstreamError
     from slipstream.protos import worker_pb2 as pb
     from slipstream.services.grammar.epoch import GrammarEpoch
     from slipstream.services.worker.engine import RoleEngine
@@ -231,22 +232,40 @@ async def test_a_grammar_that_makes_no_sense_is_refused_and_others_run(
         assert gateway.outputs[right] == plain[1]
 
 
-async def test_a_sequence_that_loses_worker_after_worker_fails_and_others_run(
-    target: RoleEngine, plain: list[list[int]], tmp_path: Path
+@pytest.mark.parametrize("error", [InternalError("it is broken"), DeadlineExceededError("after 60 s")])
+async def test_a_grammar_worker_that_cannot_say_whether_a_grammar_makes_sense_holds_no_sequence(
+    target: RoleEngine, plain: list[list[int]], tmp_path: Path, error: SlipstreamError
 ) -> None:
+    grammar = LocalGrammar()
+    grammar.on_prepare = {IS_WORD: error}
+    async with served(tmp_path, target, grammar=grammar) as gateway:
+        wrong, right = await gateway.submit(SPECS[3], SPECS[1])
+        await gateway.until(lambda: right in gateway.ends and wrong in gateway.refused)
+        assert str(error) in str(gateway.refused[wrong].error)
+        assert gateway.outputs[right] == plain[1]
+
+
+@pytest.mark.parametrize("loss", [Loss.DIES, Loss.IS_LATE, Loss.LIES])
+async def test_a_sequence_that_loses_worker_after_worker_fails_and_others_run(
+    target: RoleEngine, plain: list[list[int]], tmp_path: Path, loss: Loss, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.scheduler.grammar_session.LONGEST_AFTER_LOSS_S", 0.2)
     grammar = LocalGrammar()
 
     def on_step(epoch: GrammarEpoch, command: pb.StepCommand) -> bool:
         if any(row.grammar == IS_WORD for row in command.grammar_rows):
-            grammar.links[-1].die()
+            if loss is Loss.DIES:
+                grammar.links[-1].die()
+            elif loss is Loss.LIES:
+                epoch._ready.store(command.step)
             return False
         return True
 
     grammar.on_step = on_step
-    async with served(tmp_path, target, grammar=grammar) as gateway:
+    async with served(tmp_path, target, grammar=grammar, grammar_timeout_ms=400.0) as gateway:
         (wrong,) = await gateway.submit(SPECS[3])
         await gateway.until(lambda: wrong in gateway.refused)
-        assert "5 grammar workers died" in str(gateway.refused[wrong].error)
+        assert "6 grammar workers were lost" in str(gateway.refused[wrong].error)
         assert await gateway.run(SPECS[1]) == [plain[1]]
 
 
