@@ -158,8 +158,8 @@ def _fill(module: nn.Module, slots: Slots, files: WeightFiles) -> None:
         elif slot.is_stacked:
             _fill_stacked(module, slot, files, name)
         elif slot.packed is not None:
-            values = unpacked(slot.packed, files, name, slot.num_rows)
-            _copy_finite(_place(module.get_parameter(slot.parameter), slot), files, name, values)
+            place = _place(module.get_parameter(slot.parameter), slot)
+            _copy_finite(place, files, name, unpacked(slot.packed, files, name, *place.shape))
         elif slot.fp8 is None:
             _copy_finite(_place(module.get_parameter(slot.parameter), slot), files, name)
         else:

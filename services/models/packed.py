@@ -20,14 +20,14 @@ _SCALE_BIAS = 127
 """Exponent that is added to those of MXFP4's scales."""
 
 
-def unpacked(layout: PackedWeights, files: WeightFiles, name: str, rows: int) -> torch.Tensor:
+def unpacked(layout: PackedWeights, files: WeightFiles, name: str, rows: int, columns: int) -> torch.Tensor:
     """The weight of which a checkpoint has the numbers in the tensor `name`: [rows, columns] float32.
 
     Raises `CheckpointError` for scales that are not finite, and zero points and groups that there are not.
     """
     prefix, numbers = name.removesuffix(layout.name), files.read(name)
     if layout.packing is Packing.COMPRESSED_TENSORS:
-        return _compressed_tensors(layout, files, prefix, numbers, rows)
+        return _compressed_tensors(layout, files, prefix, numbers, (rows, columns))
     scales = _finite(files, f"{prefix}scales")
     if layout.packing is Packing.AWQ:
         zeros = _awq(files.read(f"{prefix}qzeros"))
@@ -43,14 +43,19 @@ def unpacked(layout: PackedWeights, files: WeightFiles, name: str, rows: int) ->
 
 
 def _compressed_tensors(
-    layout: PackedWeights, files: WeightFiles, prefix: str, numbers: torch.Tensor, rows: int
+    layout: PackedWeights, files: WeightFiles, prefix: str, numbers: torch.Tensor, size: tuple[int, int]
 ) -> torch.Tensor:
-    scales, shape = _finite(files, f"{prefix}weight_scale"), files.read(f"{prefix}weight_shape").tolist()
-    values = _words(numbers, layout.num_bits)
-    columns = shape[1] if shape[0] == rows and 0 < shape[1] <= values.shape[1] else values.shape[1]
+    (rows, columns), scales, shape = (
+        size,
+        _finite(files, f"{prefix}weight_scale"),
+        files.read(f"{prefix}weight_shape").tolist(),
+    )
     if shape != [rows, columns]:
         raise files.error(f"{prefix}weight_shape", f"got {shape}, supported: {[rows, columns]}")
-    values, zeros = values[:, :columns], torch.full_like(scales, 1 << (layout.num_bits - 1), dtype=torch.int32)
+    values, zeros = (
+        _words(numbers, layout.num_bits)[:, :columns],
+        torch.full_like(scales, 1 << (layout.num_bits - 1), dtype=torch.int32),
+    )
     if layout.has_zero_points:
         zeros = _words(files.read(f"{prefix}weight_zero_point").T, layout.num_bits).T[:rows]
     groups = torch.arange(columns) // (columns // scales.shape[1])

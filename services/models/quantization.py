@@ -145,18 +145,19 @@ def read_quantization(
             return Fp8Weights(Scaling.BLOCK, "weight_scale_inv")
         case "gptq":
             _check(given, "bits", 4, 8)
-            _check(given, "checkpoint_format", "gptq", "gptq_v2", None)
+            layout = _layout_field(given, "checkpoint_format")
+            _check(given, layout, "gptq", "gptq_v2", None)
             _check(given, "desc_act", True, False)
             return PackedWeights(
                 packing=Packing.GPTQ,
                 num_bits=given.get("bits"),
                 group_size=_group_size(given, given.get("bits"), columns, rows),
-                zero_offset=0 if given.get("checkpoint_format") == "gptq_v2" else 1,
+                zero_offset=0 if given.get(layout) == "gptq_v2" else 1,
                 has_order=True,
             )
         case "awq":
             _check(given, "bits", 4)
-            _check(given, "version", "gemm", "GEMM", None)
+            _check(given, _layout_field(given, "version"), "gemm", "GEMM", None)
             _check(given, "zero_point", True)
             return PackedWeights(packing=Packing.AWQ, group_size=_group_size(given, 4, columns, rows))
         case "mxfp4":
@@ -164,6 +165,11 @@ def read_quantization(
             return PackedWeights(packing=Packing.MXFP4, group_size=group_size)
     _check(given, "quant_method", "compressed-tensors", others="awq, fp8, gptq, mxfp4")
     return _compressed_tensors(given, columns, rows)
+
+
+def _layout_field(given: ConfigFields, older: str) -> str:
+    """The field that names the layout: `format`, but for the older one where it is there, as in transformers."""
+    return "format" if given.get(older) is None else older
 
 
 def _group_size(given: ConfigFields, num_bits: int, columns: Iterable[int], rows: Iterable[int]) -> int | None:
@@ -226,5 +232,6 @@ def _pack_quantized(weights: ConfigFields, columns: Iterable[int], rows: Iterabl
 
 def _check(fields: ConfigFields, name: str, *accepted: Any, others: str = "") -> None:
     """Raises `CheckpointError` if the field has none of these values; `others`: what else could have been there."""
-    if fields.get(name) not in accepted:
+    given = fields.get(name)
+    if not any(type(given) is type(value) and given == value for value in accepted):  # no 4.0 for 4, and no 1 for true
         raise fields.error(name, ", ".join([*(str(value) for value in accepted), *([others] if others else [])]))

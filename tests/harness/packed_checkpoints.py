@@ -53,6 +53,7 @@ LAYOUTS: dict[str, Layout] = {
     "gptq-symmetric-16": Layout(gptq(group_size=16, sym=True), group_size=16, is_symmetric=True),
     "gptq-order": Layout(gptq(desc_act=True), has_order=True),
     "gptq-v2-rows": Layout(gptq(checkpoint_format="gptq_v2", group_size=-1), group_size=-1),
+    "gptq-v2-format": Layout(gptq(checkpoint_format=None, format="gptq_v2")),
     "gptq-8-bits": Layout(gptq(bits=8), num_bits=8),
     "awq": Layout(awq()),
     "awq-16": Layout(awq(group_size=16), group_size=16),
@@ -120,7 +121,7 @@ def _tensors(
         named = (words(numbers.T[:, columns], bits), words(zeros.T[:, columns], bits))
         return {"qweight": named[0], "qzeros": named[1], "scales": scales.T}
     if method == "gptq":
-        stored = zeros.T - int(layout.config["checkpoint_format"] == "gptq")
+        stored = zeros.T - int("gptq_v2" not in layout.config.values())
         made = {"qweight": words(numbers, bits).T, "qzeros": words(stored, bits)}
         return made | {"scales": scales.T, "g_idx": groups}
     made = {"weight_packed": words(numbers, bits), "weight_scale": scales, "weight_shape": torch.tensor(numbers.shape)}

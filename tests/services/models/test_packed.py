@@ -93,6 +93,8 @@ GROUP = "config_groups.group_0.weights."
     ("given", "expected"),
     [
         (gptq(bits=3), "bits: got 3, supported: 4, 8"),
+        (gptq(bits=4.0), "bits: got 4.0, supported: 4, 8"),
+        (gptq(checkpoint_format=None, format="marlin"), "format: got 'marlin', supported: gptq, gptq_v2, None"),
         (gptq(checkpoint_format="marlin"), "checkpoint_format: got 'marlin', supported: gptq, gptq_v2, None"),
         (gptq(desc_act=None), "desc_act: got None, supported: True, False"),
         (gptq(group_size=0), "group_size: got 0, supported: -1, or a multiple of 8"),
@@ -199,6 +201,8 @@ class TestTensors:
             ("gptq", "g_idx", torch.full((64,), 2, dtype=torch.int32), "got groups 2 to 2, supported: 0 to 1"),
             ("packed-order", "weight_g_idx", torch.full((64,), -1, dtype=torch.int32), "got groups -1 to -1"),
             ("packed", "weight_shape", torch.tensor([64, 64]), "got [64, 64], supported: [128, 64]"),
+            ("packed", "weight_shape", torch.tensor([128, 1]), "got [128, 1], supported: [128, 64]"),
+            ("packed", "weight_shape", torch.tensor([128, 56]), "got [128, 56], supported: [128, 64]"),
         ],
     )
     def test_hold_what_cannot_be(
