@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from slipstream.common.errors import DeadlineExceededError, InternalError, SlipstreamError, UnavailableError
 from slipstream.common.wire.layout import GRAMMAR_GIVEN_FENCES, GRAMMAR_OWN_FENCES, GrammarShape
-from slipstream.common.wire.step import FenceName, GrammarRow, StepCommand
+from slipstream.common.wire.step import FenceName, GrammarRow, Role, StepCommand
 from slipstream.common.wire.worker import GrammarRegion
 from slipstream.scheduler.waiting_queue import MOST_HELD
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.common.device.interface import Arena, Device, Fence
+    from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.step import FenceOps
     from slipstream.common.wire.worker import WorkerDescription
     from slipstream.scheduler.batch import Batch
@@ -125,6 +126,7 @@ class Constraints:
         listener: ConstraintsListener | None,
         *,
         timeout_s: Callable[[], float],
+        log: EventLog,
     ) -> None:
         """`timeout_s` returns the time that a step may wait for masks now."""
         self.active: GrammarWorker | None = None
@@ -135,6 +137,7 @@ class Constraints:
         self._listener = listener
         self._consumed = 0
         self._timeout_s = timeout_s
+        self._log = log
         self._offered: deque[GrammarWorker] = deque()
         self._leaving: tuple[GrammarWorker, ...] = ()
         self._asked: deque[str] = deque()
@@ -186,6 +189,8 @@ class Constraints:
     def send(self, command: StepCommand) -> None:
         """Sends the active worker a command that was made for it."""
         if self.active is not None and self.active.number == command.epoch:
+            if self._log.is_enabled:
+                self._log.send(Role.GRAMMAR, epoch=command.epoch, step=command.step)
             try:
                 self.active.link.send(command)
             except SlipstreamError as error:
@@ -260,6 +265,9 @@ class Constraints:
         if worker.last_step:
             self._verify.release_draft(worker.region.epoch, worker.number)
             worker.ready.release(worker.last_step)
+            if self._log.is_enabled:
+                ready, epoch = FenceName.GRAMMAR_READY, worker.region.epoch
+                self._log.release(ready, worker.last_step, epoch=epoch, attachment=worker.number)
 
     def _row(self, worker: GrammarWorker, slot: int, num_draft_tokens: int) -> GrammarRow:
         sequence, committed = self._batch.running(slot), self._batch.committed

@@ -89,15 +89,16 @@ class Epoch:
         self._has_constraints = grammars is not None
         limit_ms = config.grammar_timeout_ms
         patience = self.speculation.patience
+        self.log = open_event_log(config.access_log_dir, StreamName.SCHEDULER, number)
         self.constraints = Constraints(
             self.batch,
             link,
             grammars,
             timeout_s=lambda: patience.timeout_s if limit_ms is None else limit_ms / 1000,
+            log=self.log,
         )
         if grammars is not None:
             self.batch.gate = self.constraints
-        self.log = open_event_log(config.access_log_dir, StreamName.SCHEDULER, number)
         self.trace = StepTrace(self.log)
         """The last steps."""
         self._expected = workers

@@ -216,7 +216,7 @@ class GrammarSession:
                     manifest=own,
                     given=given,
                     results=results,
-                    peer=replace(epoch.verify, weights=None),
+                    peer=replace(epoch.verify, weights=None, last_epoch=epoch.number),
                     expected_draft=None,
                     measures_step_tokens=False,
                 )

@@ -6,8 +6,9 @@ metrics of stalls.
 In debug mode a file takes every access to shared memory and every fence operation as well, for the happens-before
 checker: each stream of work has a file of its own, in the order of the stream (the order in which work was enqueued on
 it). `python -m tests.ordering.replay DIR` joins the files of all processes and names every pair of accesses that
-nothing ordered. A draft's epoch is its attachment. Verify and the scheduler give the attachment with what they do to
-its region: buffers and fences of different attachments have the same names. The scheduler logs as one stream, in the
+nothing ordered. A draft's epoch is its attachment, and so is a grammar worker's, which gives verify's epoch with what
+it reads of the results. Verify and the scheduler give the attachment with what they do to its region: buffers and
+fences of different attachments have the same names. The scheduler logs as one stream, in the
 order of its loop: what it learned from a copy (the wait, and the reads) when it *consumes* the result, not when it
 enqueues the copy.
 """
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from slipstream.common.wire.layout import BufferName
     from slipstream.common.wire.step import FenceName
 
 CAPACITY = 8192
@@ -176,13 +176,14 @@ class EventLog:
         """The events of steps from this one on, in the order in which they were added."""
         return [Event(*event) for event in self._events.copy() if event[1] >= step]
 
-    def access(
-        self, buffer: BufferName, rows: Sequence[int], *, is_write: bool, step: int, attachment: int = 0
-    ) -> None:
-        """Logs that the stream reads or writes `rows` of `buffer` as part of `step`; 0 stands for the results."""
+    def access(self, buffer: str, rows: Sequence[int], *, is_write: bool, step: int, attachment: int = 0) -> None:
+        """Logs that the stream reads or writes `rows` of `buffer`, a `BufferName`, as part of `step`.
+
+        `attachment`: 0 stands for the results.
+        """
         op = LogOp.WRITE if is_write else LogOp.READ
         text = ",".join(map(str, rows))
-        self._append(op, step, f'"buffer":"{buffer.value}","rows":[{text}],"attachment":{attachment}')
+        self._append(op, step, f'"buffer":"{buffer}","rows":[{text}],"attachment":{attachment}')
 
     def fence(self, op: FenceLogOp, fence: FenceName, value: int, *, step: int, attachment: int = 0) -> None:
         """Logs that the stream signals `value`, or has passed it by a wait or by a poll that was seen true."""

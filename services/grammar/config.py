@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 
 from slipstream.common.settings import Settings, setting
 
@@ -13,4 +14,7 @@ class GrammarConfig(Settings, heading="Masks"):
 
     mask_threads: int | None = setting(
         None, help="Threads that fill masks.", unit="N", low=1, high=1024, unset="four of five cores, at most 32"
+    )
+    access_log_dir: Path | None = setting(
+        None, help="Debugging: log accesses to shared memory there, for the happens-before checker.", unit="DIR"
     )

@@ -17,6 +17,8 @@ from slipstream.common.device.cpu.fence import HostFence, ReadOnlyFence, without
 from slipstream.common.device.cpu.shared_file import open_mapped
 from slipstream.common.errors import InvalidArgumentError, ManifestError
 from slipstream.common.host import name_this_thread
+from slipstream.common.wire.events import EventLog, LogOp, StreamName
+from slipstream.common.wire.step import FenceName
 from slipstream.protos import worker_pb2 as pb
 from slipstream.services.grammar.matchers import KnownTokens, MaskFiller, SlotMatcher
 
@@ -114,6 +116,11 @@ class StepMasks:
             arrays.stamps[slot] = -command.step if slot in failed else command.step
         return sum(len(drafts) + 1 for *_, drafts in rows)
 
+    def rows_read(self, slots: list[int], step: int) -> list[int]:
+        """The rows of the results that the masks of these slots took tokens from in a step, which was made last."""
+        ring = len(self._arrays.num_accepted)
+        return sorted({before % ring for slot in slots for before in self.slots[slot].steps if before != step})
+
     def _advanced(self, row: pb.GrammarRow, command: pb.StepCommand) -> Any:
         """The matcher of a slot after all tokens of the steps before."""
         arrays = self._arrays
@@ -141,12 +148,17 @@ class GrammarEpoch:
         executor: LLExecutor,
         on_failure: Callable[[Exception], None],
         on_filled: Callable[[int, float], None] = lambda num_masks, seconds: None,
+        *,
+        log: EventLog | None = None,
     ) -> None:
         """Maps the memory and starts the thread. Raises ManifestError.
 
-        `on_failure` is called there, `on_filled` after each step with its masks, and the time that they took.
+        `on_failure` is called there, `on_filled` after each step with its masks, and the time that they took. `log`:
+        gets the accesses, if its order is logged.
         """
         self.number = request.epoch
+        self._log = log or EventLog(StreamName.GRAMMAR)
+        self._verify_epoch = request.peer.last_epoch
         slots, self._width, ring = request.num_slots, request.num_draft_tokens + 1, request.run_ahead + 2
         own, given = SharedPiece(request.manifest, read_only=False), SharedPiece(request.given, read_only=True)
         results = SharedPiece(request.results, read_only=True)
@@ -205,11 +217,33 @@ class GrammarEpoch:
             self._on_failure(error)
 
     def _carry_out(self, command: pb.StepCommand) -> None:
+        if self._log.is_enabled:
+            self._log.recv(epoch=self.number, step=command.step)
         for wait in command.waits:
             while not self._waits[wait.fence].wait_on_host(wait.value, LOOK_S):
                 if self._is_over.is_set():
                     return
+            if self._log.is_enabled:
+                where = self._verify_epoch if wait.fence == pb.FENCE_VERIFY_PUBLISH else self.number
+                fence = FenceName(wait.fence)
+                self._log.fence(LogOp.WAIT, fence, wait.value, step=command.step, attachment=where)
         begun = time.monotonic()
         num_masks = self._masks.make(command)
+        if self._log.is_enabled:
+            self._log_step(command)
         self._ready.store(command.step)
         self._on_filled(num_masks, time.monotonic() - begun)
+
+    def _log_step(self, command: pb.StepCommand) -> None:
+        """Logs what was read and written for a step, and its signal, which comes next."""
+        step, own = command.step, self.number
+        slots = [row.slot for row in command.grammar_rows]
+        drafted = [row.slot for row in command.grammar_rows if row.num_draft_tokens]
+        if drafted:
+            self._log.access("copied_tokens", drafted, is_write=False, step=step, attachment=own)
+        if read := self._masks.rows_read(slots, step):
+            for name in ("num_accepted", "output_tokens"):
+                self._log.access(name, read, is_write=False, step=step, attachment=self._verify_epoch)
+        for name in ("masks", "mask_stamps"):
+            self._log.access(name, slots, is_write=True, step=step, attachment=own)
+        self._log.fence(LogOp.SIGNAL, FenceName.GRAMMAR_READY, step, step=step, attachment=own)

@@ -16,6 +16,7 @@ from slipstream.common.errors import FailedPreconditionError, InvalidArgumentErr
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
+from slipstream.common.wire.events import StreamName, make_log_directory, open_event_log
 from slipstream.common.wire.step import PROTOCOL_VERSION, Role
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from slipstream.common.rpc.listener import Listener
+    from slipstream.common.wire.events import EventLog
     from slipstream.services.grammar.config import GrammarConfig
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,10 @@ async def run_grammar_worker(config: GrammarConfig, listener: Listener, metrics_
     with ExitStack() as held:
         signals = held.enter_context(ShutdownSignals())
         port = held.enter_context(serve_metrics(registry, metrics_port))
-        servicer = GrammarServicer(LLExecutor(config.mask_threads), registry, port)
+        make_log_directory(config.access_log_dir)
+        log = open_event_log(config.access_log_dir, StreamName.GRAMMAR, os.getpid())
+        held.callback(log.close)
+        servicer = GrammarServicer(LLExecutor(config.mask_threads), registry, port, log)
         held.callback(servicer.close)
         server = GrpcServer(listener, metrics=RpcMetrics(registry), max_receive_bytes=MAX_RECEIVE_BYTES)
         server.add_service("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, servicer)
@@ -64,8 +69,9 @@ _Outgoing = asyncio.Queue[pb.StepAck | Exception | None]
 class GrammarServicer(pb_grpc.WorkerServicer):
     """Serves `Worker`, for one scheduler and one attachment at a time. Belongs to the event loop."""
 
-    def __init__(self, executor: LLExecutor, registry: CollectorRegistry, metrics_port: int) -> None:
+    def __init__(self, executor: LLExecutor, registry: CollectorRegistry, metrics_port: int, log: EventLog) -> None:
         self._executor = executor
+        self._log = log
         self._masks, self._mask_seconds = MASKS.counter(registry), MASK_SECONDS.counter(registry)
         self._metrics_port = metrics_port
         self._grammars: tuple[tuple[Any, ...], Grammars] | None = None
@@ -104,10 +110,8 @@ class GrammarServicer(pb_grpc.WorkerServicer):
         def fail(error: Exception) -> None:
             loop.call_soon_threadsafe(outgoing.put_nowait, error)
 
-        self._epoch, self._last_epoch = (
-            GrammarEpoch(request, grammars, self._executor, fail, self._filled),
-            request.epoch,
-        )
+        self._epoch = GrammarEpoch(request, grammars, self._executor, fail, self._filled, log=self._log)
+        self._last_epoch = request.epoch
         return pb.AttachResponse()
 
     async def Prepare(self, request: pb.PrepareRequest, context: ServicerContext) -> pb.PrepareResponse:

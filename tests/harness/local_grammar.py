@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.common.errors import SlipstreamError
+    from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.step import StepCommand
     from slipstream.common.wire.worker import Attachment
     from slipstream.protos import worker_pb2 as pb
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 class LocalGrammar:
     """One connection to it after the other, each by `link`, as to a process that is started again."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: EventLog | None = None) -> None:
+        """`log`: gets its accesses."""
+        self.log = log
         self.links: list[LocalGrammarLink] = []
         self.on_step: Callable[[GrammarEpoch, pb.StepCommand], bool] = lambda epoch, command: True
         """Called on the worker's thread before each step; False does nothing of it."""
@@ -51,7 +54,7 @@ class _WatchedEpoch(GrammarEpoch):
     def __init__(self, grammar: LocalGrammar, request: pb.AttachRequest, grammars: Grammars) -> None:
         self._grammar = grammar
         self.failures: list[Exception] = []
-        super().__init__(request, grammars, LLExecutor(1), self.failures.append)
+        super().__init__(request, grammars, LLExecutor(1), self.failures.append, log=grammar.log)
 
     def _carry_out(self, command: pb.StepCommand) -> None:
         if self._grammar.on_step(self, command):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.link import Link
     from slipstream.services.worker.engine import RoleEngine
     from tests.harness.local_grammar import LocalGrammar
-    from tests.harness.workers import LocalWorker
+    from tests.harness.workers import ChangeCommand, LocalWorker
 
 
 class ServedScheduler:
@@ -54,13 +54,24 @@ class ServedScheduler:
 
 @asynccontextmanager
 async def served_scheduler(
-    folder: Path, *roles: RoleEngine, grammars: LocalGrammar | None = None, **settings: Any
+    folder: Path,
+    *roles: RoleEngine,
+    grammars: LocalGrammar | None = None,
+    log_dir: Path | None = None,
+    before_send: ChangeCommand | None = None,
+    **settings: Any,
 ) -> AsyncIterator[ServedScheduler]:
-    """Serves `roles`, verify first. `settings`: of `SchedulerConfig`; `grammars`: where that has a grammar worker."""
+    """Serves `roles`, verify first. `settings`: of `SchedulerConfig`; `grammars`: where that has a grammar worker.
+
+    `log_dir`: scheduler, verify and draft log their accesses there. `before_send`: see `LocalWorker`.
+    """
     draft = {"draft": "unix:/none", "num_draft_tokens": 4} if len(roles) > 1 else {}
     sizes = {"draft_timeout_ms": PATIENCE_MS, "context_tokens": 96, "slots": 4, "page_tokens": 4}
-    config = SchedulerConfig(verify="unix:/none", **{**sizes, **draft, **settings})
-    with Listener.claim(f"unix:{folder}/scheduler.sock", field="listen") as listener, local_workers(*roles) as workers:
+    config = SchedulerConfig(verify="unix:/none", access_log_dir=log_dir, **{**sizes, **draft, **settings})
+    with (
+        Listener.claim(f"unix:{folder}/scheduler.sock", field="listen") as listener,
+        local_workers(*roles, log_dir=log_dir, before_send=before_send) as workers,
+    ):
         links = cast("dict[Role, Link]", {worker.role: worker for worker in workers})
 
         def make_link(role: Role, _: str) -> Link:

@@ -6,7 +6,8 @@ DIR holds one `*.jsonl` file for each stream of each process, as `EventLog` writ
 Prints a summary, and exits with 1 if two accesses collided or a stream waited for what never came.
 
 The padding row of the slot buffers is left out: every padded batch touches it. Faults that the system tolerates are
-not reported: accesses of a draft in a step whose wait the scheduler released (verify uses only a checked copy), and
+not reported: accesses of a draft or a grammar worker in a step whose wait the scheduler released (verify uses only a
+checked copy, and masks with the step's stamp), and
 the end of the log of a process that was replaced, or whose epoch is over.
 """
 
@@ -88,6 +89,7 @@ class Replay:
         self._checker = Checker(len(self._logs))
         self._last_epoch = 0
         self._released: dict[int, int] = {}
+        self._released_masks = 0
 
     def report(self) -> Report:
         """Carries the run out again. Raises ConfigError if a log is broken."""
@@ -112,6 +114,8 @@ class Replay:
                 self._supersede_drafts_before(number)
             if operation.op is LogOp.SEND and operation.role is Role.VERIFY:
                 self._last_epoch = max(self._last_epoch, operation.epoch)
+            if operation.fence is FenceName.GRAMMAR_READY and operation.op is LogOp.RELEASE:
+                self._released_masks = max(self._released_masks, operation.value)
             if operation.op is LogOp.RELEASE:
                 self._released[operation.epoch] = max(self._released.get(operation.epoch, 0), operation.value)
             yield operation
@@ -128,7 +132,8 @@ class Replay:
 
     def _is_excused(self, race: Race) -> bool:
         return any(
-            operation.stream is StreamName.DRAFT and operation.step <= self._released.get(operation.epoch, 0)
+            (operation.stream is StreamName.DRAFT and operation.step <= self._released.get(operation.epoch, 0))
+            or (operation.stream is StreamName.GRAMMAR and operation.step <= self._released_masks)
             for operation in (race.first, race.second)
         )
 

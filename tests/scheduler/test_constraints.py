@@ -19,15 +19,20 @@ from tokenizers import Tokenizer
 from slipstream import bundled
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import DeadlineExceededError, InternalError, InvalidArgumentError
+from slipstream.common.wire.events import EventLog, StreamName
 from slipstream.common.wire.job import FinishReason
+from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
+from slipstream.common.wire.step import FenceName, StepCommand
 from slipstream.services.factory import make_draft, make_verify
-from slipstream.services.worker.config import EAGLE3, NGRAM, WorkerConfig
+from slipstream.services.worker.config import EAGLE3, MTP, NGRAM, WorkerConfig
 from tests.harness.local_grammar import LocalGrammar
 from tests.harness.scheduler_server import Gateway, served_scheduler
+from tests.ordering.replay import Replay, read_log
+from tests.scheduler.test_ragged_drafts import chosen_at_random
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
     from slipstream.common.errors import SlipstreamError
@@ -99,6 +104,7 @@ def target() -> RoleEngine:
 DRAFTS = {
     "standalone": WorkerConfig(model=bundled.standalone_dir()),
     "eagle3": WorkerConfig(model=bundled.eagle3_dir(), target=bundled.target_dir(), algorithm=EAGLE3),
+    "mtp": WorkerConfig(model=bundled.mtp_dir(), target=bundled.target_dir(), algorithm=MTP),
     "ngram": WorkerConfig(target=bundled.target_dir(), algorithm=NGRAM),
 }
 
@@ -138,6 +144,75 @@ async def test_outputs_do_not_depend_on_the_draft_or_the_batch(
         assert await gateway.run(*SPECS) == plain
         if draft is not None:
             assert sum(sum(step.num_accepted) for step in gateway.steps) > 0, "drafts are accepted under masks, too"
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+@pytest.mark.parametrize("draft", DRAFTS)
+async def test_outputs_do_not_depend_on_how_many_tokens_each_sequence_drafts_in_each_step(
+    target: RoleEngine,
+    plain: list[list[int]],
+    tmp_path: Path,
+    draft: str,
+    run_ahead: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Drawn anew for each sequence in each step, with a constraint or without; and the draft rests at times."""
+    chosen, role = chosen_at_random(monkeypatch, rests=0.05), make_draft(DRAFTS[draft], HostDevice(), 0)
+    settings = {"num_draft_tokens": None, "run_ahead": run_ahead, "grammar_timeout_ms": 2e4}
+    twice = [*SPECS, *(replace(one, job_id=f"again {one.job_id}") for one in SPECS)]
+    async with served(tmp_path, target, role, **settings) as gateway:
+        assert await gateway.run(*twice) == 2 * plain
+    assert {0, 1, 2, 3} <= chosen[0].counts
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[EventLog]:
+    """A grammar worker's, among the others' logs."""
+    made = EventLog(StreamName.GRAMMAR, log_path(tmp_path))
+    yield made
+    made.close()
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+async def test_the_grammar_workers_accesses_are_in_order(
+    target: RoleEngine, plain: list[list[int]], tmp_path: Path, log: EventLog, run_ahead: int, *, is_lost: bool
+) -> None:
+    grammar, draft = LocalGrammar(log), make_draft(DRAFTS["standalone"], HostDevice(), 0)
+    if is_lost:
+        misbehave(grammar, Loss.DIES, 4)
+    settings = {"run_ahead": run_ahead, "grammar_timeout_ms": 2e4, "log_dir": tmp_path}
+    async with served(tmp_path, target, draft, grammar=grammar, **settings) as gateway:
+        assert await gateway.run(*SPECS) == plain
+    log.close()
+    report = Replay(tmp_path).report()
+    assert not report.races, report
+    assert not report.stuck, report
+    assert is_lost or not report.num_excused
+    by_grammar = Counter(one.buffer for one in read_log(log_path(tmp_path)) if one.buffer is not None)
+    names = (BufferName.MASKS, BufferName.MASK_STAMPS, BufferName.COPIED_TOKENS)
+    assert set(by_grammar) == {*names, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS}
+
+
+async def test_a_wait_for_masks_that_is_left_out_is_found(target: RoleEngine, tmp_path: Path, log: EventLog) -> None:
+    def hasty(command: StepCommand) -> StepCommand:
+        return replace(command, ops=command.ops.without(FenceName.GRAMMAR_READY))
+
+    settings = {"grammar_timeout_ms": 2e4, "log_dir": tmp_path, "before_send": hasty}
+    async with served(tmp_path, target, grammar=LocalGrammar(log), **settings) as gateway:
+        await gateway.submit(SPECS[0])
+        await gateway.until(lambda: bool(gateway.ends or gateway.refused))
+    log.close()
+    report = Replay(tmp_path).report()
+    # Masks that are missing cost the worker, whose races are excused.
+    assert report.races or report.num_excused
+
+
+def log_path(folder: Path) -> Path:
+    """The grammar worker's log."""
+    return folder / "grammar.jsonl"
 
 
 async def test_preempted_and_resumed_outputs_go_on(target: RoleEngine, plain: list[list[int]], tmp_path: Path) -> None:
