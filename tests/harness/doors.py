@@ -51,7 +51,7 @@ async def running_door(gateway: str, *, api_key: str = "none", **settings: Any) 
     registry = make_registry()
     scheme = "https" if config.has_tls else "http"
     with Listener.claim("127.0.0.1:0") as listener:
-        async with AsyncClient(gateway, connect_timeout_s=config.reconnect_s) as client:
+        async with AsyncClient(gateway, together_from=0, connect_timeout_s=config.reconnect_s) as client:
             app = make_app(Door(client, config, RpcMetrics(registry)), registry)
             bounds = Bounds(config.max_connections, config.read_timeout_s)
             listeners = [(one, tls_context(config)) for one in bound_sockets(listener)]
