@@ -12,6 +12,7 @@ import pytest
 
 from slipstream.client import AsyncClient
 from slipstream.common.errors import InternalError, InvalidArgumentError
+from slipstream.common.rpc.status import error_from_status
 from slipstream.gateway.delivery import MAX_OF_AN_OWNER, Delivery
 from slipstream.gateway.keys import KeyFile, KeyInterceptor
 from slipstream.protos import generation_pb2 as pb
@@ -146,6 +147,35 @@ async def test_the_error_of_a_job_comes_after_its_output() -> None:
             assert found[number] == expected(number, 3 * TOKENS_PER_STEP)
 
 
+async def test_the_error_of_a_job_is_in_the_delivery_and_not_the_end_of_its_call() -> None:
+    async with generation_server() as server, grpc.aio.insecure_channel(server.address) as channel:
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        stub = delivery_stub(channel)
+        delivery = stub.Deliver(pb.DeliverRequest())
+        place = pb.Delivery(id=(await delivery.read()).delivery, output=1)
+        call = stub.Generate(pb.GenerateRequest(input_ids=pb.TokenIds(ids=prompt_of(0)), delivery=place))
+        (first,) = (await delivery.read()).parts
+        server.loop.error = InternalError("broken by the test")
+        (last,) = (await delivery.read()).parts
+        assert list(first.response.token_ids) == expected(0, TOKENS_PER_STEP)
+        assert "broken by the test" in str(error_from_status(last.status))
+        assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_an_output_whose_delivery_the_gateway_does_not_know_arrives_by_itself() -> None:
+    async with together() as (server, client):
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        output = client.generate(prompt_of(0), max_new_tokens=20)
+        first = await anext(output)
+        delivery = client._servers[0].delivery
+        assert delivery is not None
+        delivery._id = asyncio.get_running_loop().create_future()
+        delivery._id.set_result(5)
+        server.loop.pause_tokens = None
+        assert tokens_of(await collect(client.generate(prompt_of(1), max_new_tokens=20))) == expected(1, 20)
+        assert tokens_of([first, *await collect(output)]) == expected(0, 20)
+
+
 async def test_an_output_that_is_left_is_cancelled_and_no_other() -> None:
     async with together() as (server, client):
         server.loop.pause_tokens = TOKENS_PER_STEP
@@ -154,6 +184,9 @@ async def test_an_output_that_is_left_is_cancelled_and_no_other() -> None:
         await outputs.pop().aclose()
         await until(lambda: len(server.loop.cancelled) == 1)
         assert server.loop.cancelled[0].spec.prompt == tuple(prompt_of(2))
+        delivery = client._servers[0].delivery
+        assert delivery is not None
+        assert len(delivery._calls) == 2
         server.loop.pause_tokens = None
         for number, output in enumerate(outputs):
             assert tokens_of([begun[number], *await collect(output)]) == expected(number, 20)
