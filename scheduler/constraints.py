@@ -36,6 +36,10 @@ MOST_ASKED = 2 * MOST_HELD
 MOST_LOST = 6
 """Grammar workers that may be lost in a row while a sequence runs, without a token of it: then it fails."""
 
+TOKEN_S = 5e-6
+"""Time that a worker may take for each token that a command brings it, beside the timeout: with sequences that go on
+after a loss all their output arrives, perhaps of many at once. It takes less than a microsecond."""
+
 
 class GrammarState(enum.Enum):
     """The state of a grammar worker."""
@@ -231,7 +235,7 @@ class Constraints:
             # It waits for verify, which may wait for its draft.
             sent.masks_since = now
         waited_s = now - max(since, sent.masks_since)
-        if waited_s > self._timeout_s():
+        if waited_s > self._timeout_s() + TOKEN_S * sent.num_brought:
             reason = f"the grammar worker had no masks for step {number} within {waited_s:.3f} s"
             self.lose(DeadlineExceededError(reason))
 

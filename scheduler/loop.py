@@ -170,6 +170,7 @@ class StepLoop:
             decided_ns,
             time.monotonic_ns(),
             grammar=grammar,
+            num_brought=0 if grammar_command is None else grammar_command.num_grammar_tokens,
             is_resting=self._speculation.resting is not None,
         )
         self._in_flight.append(sent)

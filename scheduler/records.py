@@ -536,6 +536,8 @@ class SentStep:
     """When its commands were handed over."""
     grammar: int = 0
     """Number of the grammar worker's attachment, if a row has a constraint."""
+    num_brought: int = 0
+    """Tokens of outputs in the grammar worker's command."""
     masks_since: float = 0.0
     """Until when verify is known to have kept the grammar worker waiting, on time.monotonic's clock."""
     is_first: bool = False

@@ -188,6 +188,11 @@ class StepCommand:
     alike, without hidden states. Its number is that of the last step before it."""
 
     @property
+    def num_grammar_tokens(self) -> int:
+        """Tokens of outputs that it brings a grammar worker."""
+        return sum(len(row.tokens) for row in self.grammar_rows)
+
+    @property
     def copies_tokens(self) -> bool:
         """True if verify copies the draft tokens out to a grammar worker."""
         return bool(self.constrained) and any(point.fence is FenceName.VERIFY_COPIED for point in self.ops.signals)

@@ -222,6 +222,23 @@ async def test_preempted_and_resumed_outputs_go_on(target: RoleEngine, plain: li
         assert await gateway.run(*resumed) == [before[3:] for before in plain]
 
 
+async def test_a_grammar_worker_has_time_for_the_output_of_sequences_that_go_on(
+    target: RoleEngine, plain: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They all begin anew after a loss, and must not be the next one."""
+    monkeypatch.setattr("slipstream.scheduler.constraints.TOKEN_S", 2.0)
+    grammar = LocalGrammar()
+
+    def on_step(epoch: GrammarEpoch, command: pb.StepCommand) -> bool:
+        time.sleep(0.3 * sum(len(row.tokens) for row in command.grammar_rows if row.grammar))
+        return True
+
+    grammar.on_step = on_step
+    async with served(tmp_path, target, grammar=grammar, grammar_timeout_ms=2500.0) as gateway:
+        assert await gateway.run(replace(SPECS[0], output=tuple(plain[0][:10]))) == [plain[0][10:]]
+    assert grammar.num_attached == 1
+
+
 class Loss(enum.Enum):
     """What a grammar worker may do instead of its work."""
 
