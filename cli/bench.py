@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
-from contextlib import asynccontextmanager
+import ssl
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.cli.load_generator import (
     COMPLETED,
     FAILED,
+    LEFT,
     TIMEOUT_S,
     Counts,
     GrpcServer,
@@ -63,6 +65,8 @@ async def run_bench(connection: ConnectionOptions, options: BenchOptions) -> int
     if options.picture is not None:
         draw(run, options.picture)
     _print(found)
+    if num_left := sum(record.outcome == LEFT for record in run.records):
+        print(f"failed: {num_left} without an end after {TIMEOUT_S:g} s")
     for line in sorted(set(run.failures))[:5]:
         print(f"failed: {line}")
     return 1 if found["failed"] else 0
@@ -104,7 +108,7 @@ def figures(run: LoadRun, limits: dict[str, float]) -> Row:
     report = run.report(0.0)
     found: Row = {
         "completed": len(completed),
-        "failed": sum(record.outcome == FAILED for record in run.records),
+        "failed": sum(record.outcome in (FAILED, LEFT) for record in run.records),
         "rejected": report["num_rejected"],
         "duration": run.wall_s,
         "total_input_tokens": num_in,
@@ -143,8 +147,8 @@ async def _server(connection: ConnectionOptions, options: BenchOptions) -> tuple
             info = await client.server_info()
         return GrpcServer(connection.server, connection.access), PromptMaker(info.vocab_size)
     key = connection.api_key or os.environ.get("SLIPSTREAM_API_KEY") or os.environ.get("OPENAI_API_KEY") or ""
-    verify = str(connection.tls_ca) if connection.tls_ca else True
-    server = OpenAIServer(options.openai.rstrip("/"), str(options.model), key, verify)
+    files = {name: getattr(connection, name) for name in ("tls_ca", "tls_cert", "tls_key")}
+    server = OpenAIServer(options.openai.rstrip("/"), str(options.model), key, **files)
     async with server.connect():
         return server, PromptMaker(None)
 
@@ -156,8 +160,22 @@ class OpenAIServer:
     url: str
     model: str
     key: str
-    verify: str | bool
-    """A file of authorities to trust, or True for the usual ones."""
+    tls_ca: Path | None = None
+    """Authorities to trust, in place of the usual ones."""
+    tls_cert: Path | None = None
+    """Mutual TLS: the client's certificate."""
+    tls_key: Path | None = None
+
+    def tls_context(self) -> ssl.SSLContext:
+        """Raises ConfigError naming the file that cannot be used."""
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert", self.tls_cert, "a file if and only if there is a tls_key")
+        with _naming("tls_ca", self.tls_ca):
+            context = ssl.create_default_context(cafile=self.tls_ca)
+        if self.tls_cert is not None:
+            with _naming("tls_cert", self.tls_cert):
+                context.load_cert_chain(self.tls_cert, self.tls_key, password="")
+        return context
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[LoadClient]:
@@ -165,13 +183,21 @@ class OpenAIServer:
 
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         limits = httpx.Limits(max_connections=None)
-        context = httpx.create_ssl_context(verify=self.verify) if isinstance(self.verify, str) else True
-        async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S, limits=limits, verify=context) as client:
+        tls: ssl.SSLContext | bool = self.tls_context() if self.tls_ca or self.tls_cert or self.tls_key else True
+        async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S, limits=limits, verify=tls) as client:
             try:
                 (await client.get(f"{self.url}/models")).raise_for_status()
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 raise ConnectionLostError(f"{self.url} does not answer as OpenAI's interface: {error}") from None
             yield OpenAIClient(client, self.url, self.model)
+
+
+@contextmanager
+def _naming(option: str, path: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(option, path and str(path), f"a file in PEM that this user can read ({error})") from error
 
 
 class OpenAIClient:
@@ -188,7 +214,8 @@ class OpenAIClient:
         try:
             async with self._client.stream("POST", self._url, json=self._body(request)) as response:
                 if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
-                    wait_s = float(response.headers.get("retry-after", 1))
+                    given = response.headers.get("retry-after", "")
+                    wait_s = float(given) if given.isdecimal() else 1.0  # it may be a date
                     raise ResourceExhaustedError("rejected", retry_after_ms=int(1000 * wait_s))
                 if response.is_error:
                     text = (await response.aread()).decode(errors="replace")

@@ -98,7 +98,8 @@ class Job:
     @property
     def num_bytes(self) -> int:
         """Memory that it takes, roughly."""
-        return _JOB_BYTES + 8 * self.num_prompt_tokens + sum(sample.num_bytes for sample in self.samples)
+        request = _JOB_BYTES + 8 * self.num_prompt_tokens + len(self.request.samples[0].grammar)
+        return request + sum(sample.num_bytes for sample in self.samples)
 
     @property
     def error(self) -> SlipstreamError | None:

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS_PER_MESSAGE = 2**16
-"""Tokens of prompts and outputs in a message to the scheduler; a longer sequence has a message of its own."""
+"""Tokens of prompts and outputs, and characters of grammars, in a message to the scheduler; a longer sequence has a
+message of its own."""
 MAX_SEQUENCES_PER_MESSAGE = 64
 """Sequences in a message to the scheduler: encoding them takes a few milliseconds of the event loop's time."""
 MAX_ENDED_IN_A_TURN = 64
@@ -440,7 +441,7 @@ def _num_in_message(samples: Sequence[Sample]) -> int:
     """Returns the number of the first sequences that go into one message."""
     num_tokens = 0
     for number, sample in enumerate(samples):
-        num_tokens += len(sample.spec.prompt) + sample.num_tokens
+        num_tokens += len(sample.spec.prompt) + sample.num_tokens + len(sample.spec.grammar)
         if number and (num_tokens > MAX_TOKENS_PER_MESSAGE or number == MAX_SEQUENCES_PER_MESSAGE):
             return number
     return len(samples)

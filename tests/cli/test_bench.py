@@ -5,14 +5,21 @@ from __future__ import annotations
 import re
 from itertools import islice
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
-from slipstream.cli.bench import PromptMaker, figures, part_of, requests
-from slipstream.cli.load_generator import COMPLETED, FAILED, LoadRun, RequestRecord
+from slipstream.cli.bench import OpenAIClient, OpenAIServer, PromptMaker, figures, part_of, requests
+from slipstream.cli.load_generator import COMPLETED, FAILED, LEFT, LoadRun, RequestRecord
 from slipstream.cli.options import BenchOptions
-from slipstream.common.errors import ConfigError, SlipstreamError
+from slipstream.common.errors import ConfigError, ResourceExhaustedError, SlipstreamError
+from tests.harness.certificates import Certificates
+from tests.harness.doors import running_door
+from tests.harness.generation_server import generation_server
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def record(times_s: tuple[float, ...], counts: tuple[int, ...], outcome: str = COMPLETED) -> RequestRecord:
@@ -46,15 +53,41 @@ def test_lengths_like_sharegpt_have_their_means() -> None:
 
 
 def test_figures_are_those_of_completed_requests() -> None:
-    records = [record((0.1, 0.2, 0.5), (1, 1, 3)), record((0.3, 1.1), (1, 4)), record((0.1,), (1,), FAILED)]
+    records = [record((0.1, 0.2, 0.5), (1, 1, 3)), record((0.3, 1.1), (1, 4))]
+    records += [record((0.1,), (1,), outcome) for outcome in (FAILED, LEFT)]
     found = figures(LoadRun(records, 2.0, 0.1, 2.0), {"ttft": 200.0})
-    assert (found["completed"], found["failed"], found["total_output_tokens"]) == (2, 1, 10)
+    assert (found["completed"], found["failed"], found["total_output_tokens"]) == (2, 2, 10)
     assert found["output_throughput"] == 5.0
     assert found["mean_ttft_ms"] == pytest.approx(200)
     assert found["median_tpot_ms"] == pytest.approx(150)  # 100 and 200
     assert found["p99_e2el_ms"] == pytest.approx(1100, rel=0.01)
     assert found["mean_itl_ms"] == pytest.approx((100 + 3 * 100 + 4 * 200) / 8)
     assert found["request_goodput"] == 0.5
+
+
+@pytest.mark.parametrize(("given", "retry_after_ms"), [("2", 2000), ("Wed, 21 Oct 2026 07:28:00 GMT", 1000)])
+async def test_a_rejection_may_name_a_time_or_a_date(given: str, retry_after_ms: int) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(429, headers={"retry-after": given}))
+    made = next(requests(BenchOptions(), PromptMaker(None)))
+    async with httpx.AsyncClient(transport=transport) as client:
+        with pytest.raises(ResourceExhaustedError) as caught:
+            await anext(aiter(OpenAIClient(client, "http://a", "tiny").stream(made)))
+    assert caught.value.retry_after_ms == retry_after_ms
+
+
+async def test_openai_s_interface_may_ask_for_a_certificate(tmp_path: Path) -> None:
+    files = Certificates(tmp_path)
+    secured = {"tls_cert": files.cert, "tls_key": files.key, "tls_client_ca": files.ca}
+    async with generation_server() as server, running_door(server.address, **secured) as door:
+        known = OpenAIServer(f"{door.url}/v1", "tiny", "", files.ca, files.client_cert, files.client_key)
+        async with known.connect():
+            pass
+        with pytest.raises(SlipstreamError, match="does not answer"):
+            async with OpenAIServer(f"{door.url}/v1", "tiny", "", files.ca).connect():
+                pass
+    for options, name in (({"tls_key": files.key}, "tls_cert"), ({"tls_ca": tmp_path / "none"}, "tls_ca")):
+        with pytest.raises(ConfigError, match=f"^{name}: "):
+            OpenAIServer("https://a", "tiny", "", **options).tls_context()
 
 
 def test_tokens_are_spread_over_messages_that_do_not_count_them() -> None:

@@ -191,6 +191,13 @@ def test_what_selects_pods_finds_them(overlay: str) -> None:
         assert route["rules"][0]["backendRefs"][0]["name"] == "slipstream"
 
 
+@each_overlay
+def test_applied_again_the_manifests_leave_the_number_of_pods_alone(overlay: str) -> None:
+    resources = rendered(overlay)
+    target = one_of(resources, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
+    assert "replicas" not in one_of(resources, target["kind"], target["name"])["spec"]
+
+
 def test_all_that_compute_have_the_pod_s_gpu() -> None:
     resources = rendered("gpu")
     pod = one_of(resources, "StatefulSet")["spec"]["template"]["spec"]
@@ -225,9 +232,9 @@ async def test_a_rolling_update_under_load_fails_no_request() -> None:
 
     `tests/harness/pods.py` says what of a kubelet it does not do.
     """
-    statefulset = one_of(rendered("openai"), "StatefulSet")
+    statefulset, scaling = (one_of(rendered("openai"), kind) for kind in ("StatefulSet", "HorizontalPodAutoscaler"))
     with TemporaryDirectory() as directory, ThreadPoolExecutor(4) as threads:
-        pods = [Pod(statefulset, ordinal, Path(directory)) for ordinal in range(statefulset["spec"]["replicas"])]
+        pods = [Pod(statefulset, ordinal, Path(directory)) for ordinal in range(scaling["spec"]["minReplicas"])]
         loop = asyncio.get_running_loop()
         try:
             await asyncio.gather(*(loop.run_in_executor(threads, pod.start) for pod in pods))

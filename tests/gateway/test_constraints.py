@@ -265,6 +265,21 @@ async def test_a_lost_process_is_no_fault_of_the_constraint(
     assert await grammar_of(server, client, regex="a{7}")
 
 
+async def test_long_grammars_go_in_several_messages_and_count_as_memory(server_and_client: Any) -> None:
+    """16 of them are more than the scripted scheduler takes in a message."""
+    server, client = server_and_client
+    server.loop.pause_tokens = 0
+    schema = {"type": "object", "description": "a" * (MAX_CHARACTERS - 100)}
+    job = await client.create_job([20, 30], job_id="long", json_schema=schema, n=16, max_new_tokens=4)
+    await until(lambda: len(server.loop.submitted) == 16)
+    server.loop.break_streams()
+    await until(lambda: len(server.loop.submitted) == 32)
+    assert {len(one.spec.grammar) > MAX_CHARACTERS - 100 for one in server.loop.submitted} == {True}
+    kept = server.store.get("", job.job_id)
+    assert kept is not None
+    assert kept.num_bytes > MAX_CHARACTERS - 100
+
+
 async def test_another_tokenizer_in_the_directory_has_grammars_of_its_own(server_and_client: Any) -> None:
     server, client = server_and_client
     for number, identity in enumerate(("a", "b"), 1):
