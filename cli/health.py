@@ -35,6 +35,8 @@ itself: then the deadline of the check that was under way has passed, and that o
 _CREDENTIALS = struct.Struct("3i")
 _RETRY_S = 0.05
 _CHECK_TIMEOUT_S = 2.0
+_DOOR_TIMEOUT_S = 8.0
+"""Longer than a door waits for its gateway before it says that it does not serve."""
 # Health is asked on this host, where a proxy has no business and a retry costs nothing.
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
@@ -51,7 +53,8 @@ async def check(address: str, **access: Unpack[AccessOptions]) -> str:
     """
     if address.startswith(HTTP):
         try:
-            return "SERVING" if await _door_status(address) == b"200" else "NOT_SERVING"
+            async with asyncio.timeout(_DOOR_TIMEOUT_S):
+                return "SERVING" if await _door_status(address, "/health") == b"200" else "NOT_SERVING"
         except OSError as error:
             raise UnavailableError(f"{address} does not answer: {error}") from error
     async with open_async_channel(address, _CHANNEL_OPTIONS, access) as channel:
@@ -106,7 +109,7 @@ async def wait_until_serving(address: str) -> None:
     if address.startswith(HTTP):
         while True:
             with suppress(OSError):  # no server is there yet
-                if await _door_status(address) == b"200":
+                if await _door_status(address, "/health") == b"200":
                     return
             await asyncio.sleep(_RETRY_S)
     async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
@@ -160,19 +163,19 @@ async def answers_within(answers: Answers, timeout_s: float, part_s: float) -> b
 
 
 async def _door_answers(address: str, timeout_s: float) -> bool:
-    """Returns whether a door answers in that time, whatever it says."""
+    """Returns whether a door answers in that time. Not asked for its health, which needs its gateway."""
     try:
         async with asyncio.timeout(timeout_s):
-            return await _door_status(address) != b""
+            return await _door_status(address, "/version") != b""
     except (OSError, TimeoutError):
         return False
 
 
-async def _door_status(address: str) -> bytes:
-    """Asks a door at http://unix:PATH for its health, and returns the status of the answer; empty without an answer."""
+async def _door_status(address: str, path: str) -> bytes:
+    """Asks a door at http://unix:PATH, and returns the status of the answer; empty without an answer."""
     reader, writer = await asyncio.open_unix_connection(address.removeprefix(HTTP).removeprefix("unix:"))
     try:
-        writer.write(b"GET /health HTTP/1.0\r\nHost: door\r\n\r\n")
+        writer.write(f"GET {path} HTTP/1.0\r\nHost: door\r\n\r\n".encode())
         return b"".join((await reader.readline()).split(b" ", 2)[1:2])
     finally:
         writer.close()

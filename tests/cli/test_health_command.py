@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from slipstream.cli.health import check_or_kill
 from slipstream.common.errors import UnavailableError
 from tests.harness.grpc_server import unserved_address
 from tests.harness.running import slipstream
+from tests.harness.waiting import is_listening, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,6 +87,23 @@ def test_kills_a_process_that_is_stopped_and_no_other(
         assert stopped.wait(5) == -signal.SIGKILL
     found = slipstream("health", "127.0.0.1:1", "--kill-hung")
     assert found.stderr.startswith("slipstream: error: --kill-hung: got '127.0.0.1:1', accepted: unix:PATH")
+
+
+async def test_a_door_whose_gateway_hangs_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "door.sock")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        words = ("--listen", f"unix:{path}", "--gateway", f"127.0.0.1:{silent.getsockname()[1]}")
+        door = await asyncio.create_subprocess_exec(sys.executable, "-m", "slipstream.door.main", *words)
+        try:
+            await until(lambda: is_listening(path))
+            async with health_module.health_checks(f"http://unix:{path}") as answers:
+                assert await answers(3.0)
+            monkeypatch.setattr(health_module, "_DOOR_TIMEOUT_S", 0.5)
+            with pytest.raises(UnavailableError, match="does not answer"):
+                await health_module.check(f"http://unix:{path}")
+        finally:
+            door.kill()
+            await door.wait()
 
 
 def test_imports_nothing_heavy() -> None:
