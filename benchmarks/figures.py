@@ -301,6 +301,7 @@ SOURCES = {
     "swaps": ("", "swaps"),
     "growths": ("soak_cpu", "growths"),
     "probes": ("probes_cpu", "probes"),
+    "kv_numbers": ("kv_numbers_cpu", None),
 }
 """Tables whose rows are those of a result: its file, unless the page names it, and the part that has the rows."""
 LOADS = {name_of(probe): (probe.__doc__ or "").rstrip(".") for probe in PROBES}
