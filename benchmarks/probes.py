@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import select
 import socket
 import struct
@@ -25,7 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from slipstream.benchmarks.runner import Names, Row, Table, benchmark, host, write_json
-from slipstream.benchmarks.stack import LOG_DIR, Stack
+from slipstream.benchmarks.stack import LOG_DIR, SCRIPTS, Stack, words
 from slipstream.benchmarks.watched_gateway import longest_stalls, watched_gateway
 from slipstream.common.rpc.address import UnixAddress, parse_address, proxy_options
 from slipstream.common.rpc.interceptor import HEALTH_SERVICE
@@ -42,6 +43,8 @@ MOST_STALL_MS = 20.0
 MOST_HEALTH_P99_MS = 100.0
 MOST_MEMORY_MIB = 256.0
 """That unfinished messages may take: gRPC's buffers are up to twice as large as what has arrived."""
+MOST_FIRST_TOKEN_MS = 500.0
+"""Beside a probe: without one it takes a step of 65 ms, and the wait for the one before."""
 HEALTH_TIMEOUT_S = 10.0
 KERNELS_MS = (5.0, 60.0)
 """Lengths of the draft's and verify's kernels: a job with the whole context takes half a minute."""
@@ -259,6 +262,8 @@ class Target:
     """Calls by their status; a RESOURCE_EXHAUSTED without RetryInfo has a name of its own."""
     memory_mib: float = 0.0
     """That the gateway's process gained at most, in a probe that looks at it."""
+    first_token_ms: list[float] = field(default_factory=list)
+    """Times to the first token of requests beside a probe that looks at them."""
 
     def number(self, most: int) -> int:
         """`most` in a whole run, fewer in a sampled one."""
@@ -283,6 +288,14 @@ class Target:
             make = channel.unary_stream(f"/{SERVICE}/{method}")
             async for _ in make(request.SerializeToString(), metadata=AUTHORIZATION):
                 pass
+
+    async def time_first_tokens(self, channel: grpc.aio.Channel) -> None:
+        """Makes small requests one after the other, without end."""
+        while True:
+            begun = time.monotonic()
+            request = generation_pb2.GenerateRequest(**job(max_new_tokens=1))
+            await self.stream(channel, "Generate", request)
+            self.first_token_ms.append(1e3 * (time.monotonic() - begun))
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -459,6 +472,35 @@ async def half_messages(target: Target) -> None:
         await target.call(channel, "GetServerInfo", request)
 
 
+def hostile_constraints() -> dict[str, dict[str, Any]]:
+    """Constraints that take a compiler long, or without end, by what they are full of."""
+    letters = "abcdefghijklmn"
+    texts = generation_pb2.Choices(items=[f"{number}{'a' * 400}" for number in range(10_000)])
+    return {
+        "a schema of 4 MiB": {"json_schema": json.dumps({"description": "a" * (4 * MIB - 4096)})},
+        "10,000 alternatives": {"choice": texts},
+        "an exponential regex": {"grammar": "start: A\nA: " + " & ".join(f"/(.*{one}.{{9}})/" for one in letters)},
+        "a product of alternatives": {
+            "json_schema": json.dumps({"allOf": [{"anyOf": [{"minLength": n} for n in range(10)]} for _ in range(8)]})
+        },
+        "deep nesting": {"json_schema": '{"items": ' * 9000 + "true" + "}" * 9000},
+        "nested groups": {"regex": "(" * 50_000 + "a" + ")" * 50_000},
+        "numbers that never match": {"json_schema": json.dumps({"type": "integer", "multipleOf": 9_999_991})},
+    }
+
+
+async def hostile_schemas(target: Target) -> None:
+    """Two callers with constraints that take long to compile, beside requests whose first tokens are timed."""
+    requests = [
+        generation_pb2.CreateJobRequest(text="a", **constraint) for constraint in hostile_constraints().values()
+    ]
+    async with target.connect() as channel:
+        timing = asyncio.create_task(target.time_first_tokens(channel))
+        await target.repeat(2, "CreateJob", *requests)
+        timing.cancel()
+        await asyncio.gather(timing, return_exceptions=True)
+
+
 _INVALID, _OK, _FULL = "INVALID_ARGUMENT", "OK", "RESOURCE_EXHAUSTED"
 PROBES: dict[Callable[[Target], Awaitable[None]], set[str]] = {
     unknown_fields: {_INVALID},
@@ -472,6 +514,7 @@ PROBES: dict[Callable[[Target], Awaitable[None]], set[str]] = {
     samples_with_stops: {_OK},
     open_streams: {_OK},
     half_messages: {_OK},
+    hostile_schemas: {_INVALID, _OK},
 }
 """The loads, and the statuses that the calls of each may have."""
 
@@ -488,6 +531,7 @@ async def run_probe(
     name, longest = name_of(probe), longest_stalls(stalls)
     target.codes.clear()
     target.memory_mib = 0.0
+    target.first_token_ms.clear()
     longest[:] = 0.0
     health.begin()
     await probe(target)
@@ -503,6 +547,7 @@ async def run_probe(
         "num_health_checks": len(health_ms),
         "health_p50_ms": round(cuts[49], 2),
         "health_p99_ms": round(cuts[98], 2),
+        "first_token_ms": round(max(target.first_token_ms, default=0.0), 2),  # the longest; 0: not looked at
         "memory_mib": round(target.memory_mib, 1),  # that the gateway gained at most; 0: not looked at
         "problems": [*problems, *(f"{name}: health {status}" for status in sorted(statuses - {"SERVING"}))],
     }
@@ -513,6 +558,7 @@ def shortcomings(row: Row) -> list[str]:
     limits = (
         ("stall_ms", MOST_STALL_MS, "the loop was held for {:.1f} ms"),
         ("health_p99_ms", MOST_HEALTH_P99_MS, "health took {:.1f} ms at p99"),
+        ("first_token_ms", MOST_FIRST_TOKEN_MS, "another request's first token took {:.0f} ms"),
         ("memory_mib", MOST_MEMORY_MIB, "the gateway took {:.0f} MiB"),
     )
     return [f"{row['name']}: {told.format(row[key])}" for key, most, told in limits if row[key] > most]
@@ -542,8 +588,11 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
         stalls, key = Path(directory) / "stalls", write_key(Path(directory))
         async with Stack(LOG_DIR / "probes") as stack:
             await stack.dummies(*KERNELS_MS)
+            grammar = words(listen=stack.socket("grammar"))
+            await stack.process("grammar", str(SCRIPTS / "slipstream-grammar"), *grammar)
             gateway = watched_gateway(stalls)
-            async with stack.scheduler("draft", gateway_program=gateway, api_keys=key, **SIZES) as served:
+            options = {"grammar": stack.socket("grammar"), "api_keys": key, **SIZES}
+            async with stack.scheduler("draft", gateway_program=gateway, **options) as served:
                 with health_checks(served.address) as health:
                     for probe in (probe for probe in PROBES if name_of(probe) in plan.probe):
                         table.add(await run_probe(probe, Target(served.address, plan.seconds), stalls, health))

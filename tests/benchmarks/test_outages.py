@@ -100,7 +100,7 @@ SECONDS, SCALE = 0.5, 0.1
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_no_request_holds_the_event_loop(tmp_path: Path) -> None:
-    server = replace(STATE, vocab_size=4096, context_tokens=1024)
+    server = replace(STATE, vocab_size=4096, context_tokens=1024, constraints=True)
     description = replace(DESCRIPTION, server=server, tokenizer_path=str(target_dir()))
     path = tmp_path / "stalls"
     with serving(ScriptedScheduler(description, slots=SLOTS), tmp_path) as scheduler:
