@@ -63,7 +63,7 @@ class Plan(DevicePlan):
             for *setting, seeds in settings if algorithm in self.algorithms else ():
                 for seed in seeds[:1] if self.device == "cuda" else seeds:
                     about = dict(zip(KEY, (algorithm, num_draft_tokens, *setting, seed), strict=True))
-                    yield Scenario(about=about, draft=algorithm, options={"num_draft_tokens": num_draft_tokens})
+                    yield Scenario(about=about, draft=algorithm, options={"fixed_draft_tokens": num_draft_tokens})
 
 
 def edit_of(text: str, new_name: str) -> str:

@@ -231,7 +231,7 @@ class DecodeBenchmark:
     @property
     def _scheduler(self) -> dict[str, Any]:
         return {
-            "num_draft_tokens": NUM_DRAFT_TOKENS,
+            "fixed_draft_tokens": NUM_DRAFT_TOKENS,
             "slots": max(self._plan.sizes),
             "context_tokens": self._setup.context_tokens,
             "max_batched_tokens": min(2048, self._setup.context_tokens),

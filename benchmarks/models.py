@@ -126,7 +126,7 @@ class Setup:
         if draft == NONE:
             return options | {"algorithm": NONE}
         options |= {"draft": self.draft, "algorithm": self.algorithm}
-        options["num_draft_tokens"] = "auto" if draft == EAGLE3_AUTO else NUM_DRAFT_TOKENS
+        options["fixed_draft_tokens"] = None if draft == EAGLE3_AUTO else NUM_DRAFT_TOKENS
         return options if self.name == BUNDLED else options | {"simulate_accept_length": ACCEPT_LENGTH}
 
 

@@ -90,7 +90,7 @@ async def _measure(device: str, draft_ms: float, verify_ms: float, mps: MpsMode,
             options: dict[str, Any] = {
                 "verify": f"verify{suffix}",
                 "run_ahead": order.run_ahead,
-                "num_draft_tokens": NUM_DRAFT_TOKENS,
+                "fixed_draft_tokens": NUM_DRAFT_TOKENS,
                 "slots": NUM_CLIENTS,
                 "context_tokens": CONTEXT_TOKENS,
                 "dispatch": "acknowledged" if suffix else "together",

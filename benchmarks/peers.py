@@ -105,7 +105,7 @@ async def _slipstream(case: Case, device: str, prompt: list[int], about: Row, ta
     sizes = {"slots": 1, "context_tokens": 2 * (PROMPT_TOKENS + NUM_NEW_TOKENS)}
     ways = ((DRAFTING, "draft", NUM_DRAFT_TOKENS), (PLAIN, None, None))
     scenarios = [
-        Scenario(about=about | {"way": way}, draft=draft, options={**sizes, "num_draft_tokens": count})
+        Scenario(about=about | {"way": way}, draft=draft, options={**sizes, "fixed_draft_tokens": count})
         for way, draft, count in ways
     ]
     async with Stack(device=device, mps=MpsMode.OFF) as stack:

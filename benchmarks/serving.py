@@ -14,7 +14,6 @@ from slipstream.benchmarks.workloads import TEMPERATURE, TextWorkload
 from slipstream.cli.load_generator import GrpcServer, closed_loop, open_loop
 from slipstream.cli.load_requests import Lengths
 from slipstream.common.settings import Settings
-from slipstream.scheduler.config import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -83,7 +82,7 @@ async def _serving(algorithm: str, num_slots: int) -> AsyncIterator[str]:
         await stack.models(*([draft] if draft else []))
         running = stack.scheduler(
             draft,
-            num_draft_tokens=AUTO if algorithm == STANDALONE_AUTO else NUM_DRAFT_TOKENS,
+            fixed_draft_tokens=None if algorithm == STANDALONE_AUTO else NUM_DRAFT_TOKENS,
             slots=num_slots,
             context_tokens=LENGTHS.context_tokens,
             kv_memory_mib=KV_MIB,

@@ -134,18 +134,18 @@ class Stack:
         metrics_port: int | None = None,
         gateway_metrics_port: int | None = None,
         gateway_program: tuple[str, ...] = GATEWAY,
-        num_draft_tokens: int | str | None = NUM_DRAFT_TOKENS,
+        fixed_draft_tokens: int | None = NUM_DRAFT_TOKENS,
         **options: Option,
     ) -> AsyncIterator[Served]:
         """Runs a scheduler over the workers with these names, and a gateway; without a draft it decodes plainly.
 
-        `name`: schedulers at the same time have different ones. `num_draft_tokens`: as on the command line; None: its
-        default, "auto". `options` are those of either.
+        `name`: schedulers at the same time have different ones. `fixed_draft_tokens`: None drafts as many
+        tokens as pay. `options` are those of either.
         """
         address, port = self.socket(name), metrics_port or free_ports(1)[0]
         of_gateway = {name: options.pop(name) for name in _GATEWAY_OPTIONS & options.keys()}
         workers = words(verify=self.socket(verify), draft=draft and self.socket(draft), device=self._device)
-        given = words(listen=address, metrics_port=port, num_draft_tokens=num_draft_tokens, **options)
+        given = words(listen=address, metrics_port=port, fixed_draft_tokens=fixed_draft_tokens, **options)
         async with (
             self._service(name, address, sys.executable, "-m", "slipstream.scheduler.main", *workers, *given),
             self.gateway(address, port, gateway_metrics_port, program=gateway_program, **of_gateway) as served,
@@ -350,7 +350,7 @@ def bundled_options(device: str, slots: int, mps: str = "off") -> tuple[str, ...
     In bfloat16, a GPU's default, tokens depend on the batch.
     """
     on_gpu = {"dtype": "float32", "mps": mps} if device == "cuda" else {}
-    return words(device=device, slots=slots, num_draft_tokens=NUM_DRAFT_TOKENS, **on_gpu)
+    return words(device=device, slots=slots, fixed_draft_tokens=NUM_DRAFT_TOKENS, **on_gpu)
 
 
 @asynccontextmanager

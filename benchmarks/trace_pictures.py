@@ -190,7 +190,7 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
     plan.out.mkdir(parents=True, exist_ok=True)
     draft_ms, verify_ms = KERNELS_MS[plan.device]
     requests = [request(PROMPT, CONTEXT_TOKENS // 2, 0.0, 0)] * NUM_CLIENTS
-    sizes = {"num_draft_tokens": NUM_DRAFT_TOKENS, "slots": NUM_CLIENTS, "context_tokens": CONTEXT_TOKENS}
+    sizes = {"fixed_draft_tokens": NUM_DRAFT_TOKENS, "slots": NUM_CLIENTS, "context_tokens": CONTEXT_TOKENS}
     about = {"host": host(plan.device), "draft_ms": draft_ms, "verify_ms": verify_ms}
 
     async def sample(served: Served, scenario: Scenario) -> AsyncIterator[Row]:

@@ -25,7 +25,6 @@ from slipstream.cli.status import read_server
 from slipstream.cli.up import supervising
 from slipstream.cli.up_config import UpConfig, free_address, gateway_commands, scheduler_command, worker_command
 from slipstream.client import AsyncClient
-from slipstream.scheduler.config import DEFAULT_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -105,7 +104,7 @@ class _Demo:
         workers = (replace(worker_command(config, name), is_optional=False) for name in config.workers)
         self._supervisor.start(*workers)
         await self._supervisor.wait_ready()
-        drafted = await self._measure(config, f"drafting as many tokens as pay, up to {DEFAULT_DRAFT_TOKENS}")
+        drafted = await self._measure(config, "drafting as many tokens as pay")
         # The workers stay: verify decodes plainly for a scheduler that has no draft.
         await self._supervisor.stop("scheduler", "gateway")
         plain = replace(config, models=config.models.without_draft())

@@ -15,7 +15,7 @@ from slipstream import bundled
 from slipstream.cli.hub import MODEL_UNIT, find_model
 from slipstream.common.errors import CheckpointError, ConfigError
 from slipstream.common.settings import Settings, setting
-from slipstream.scheduler.config import AUTO, DEFAULT_DRAFT_TOKENS, parse_number_or_auto
+from slipstream.scheduler.config import AUTO, DRAFT_TOKENS_HELP, parse_number_or_auto
 from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP, algorithm_of_head
 from slipstream.services.worker.config import ALGORITHMS as WORKER_ALGORITHMS
 from slipstream.services.worker.config import NGRAM, STANDALONE
@@ -44,7 +44,7 @@ class ModelChoice:
     algorithm: str
     """Algorithm of the draft; "none": no draft."""
     num_draft_tokens: int | None = None
-    """Tokens drafted in each step. None: the scheduler's "auto". Unused without a draft."""
+    """Most tokens drafted for a request in a step. None: the scheduler's "auto". Unused without a draft."""
 
     @property
     def has_draft(self) -> bool:
@@ -75,9 +75,9 @@ class ModelOptions(Settings, heading="Models"):
     num_draft_tokens: int | None = setting(
         None,
         unit="K|auto",
-        help="Tokens drafted in each step; auto drafts as long as that is faster than plain decoding.",
+        help=DRAFT_TOKENS_HELP,
         parse=parse_number_or_auto,
-        unset=f"{AUTO}, with {DEFAULT_DRAFT_TOKENS}",
+        unset=AUTO,
     )
 
     def choose(self, *, may_download: bool = True) -> ModelChoice:

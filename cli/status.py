@@ -84,7 +84,7 @@ class ServerStatus:
         state = self.state
         words = [f"algorithm {state.algorithm}"]
         if state.algorithm != "none":
-            words.append(f"{state.num_draft_tokens} draft tokens a step")
+            words.append(f"up to {state.num_draft_tokens} draft tokens a step")
         if state.draft_state:
             is_resting = state.draft_state == "resting"
             name = f"draft {'attached' if is_resting else state.draft_state}"

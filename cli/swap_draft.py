@@ -19,6 +19,7 @@ from slipstream.common.wire.server import (
     SwapOutcome,
     SwapTerms,
 )
+from slipstream.scheduler.config import MOST_DRAFT_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,12 @@ class SwapOptions(Settings):
         unset=INFERRED,
     )
     num_draft_tokens: int | None = setting(
-        None, unit="K", help="Tokens drafted in a step.", unset="as many as the server was started with", low=1, high=16
+        None,
+        unit="K",
+        help="Most tokens drafted for a request in a step.",
+        unset="as many as the server was started with",
+        low=1,
+        high=MOST_DRAFT_TOKENS,
     )
     judge_steps: int = setting(
         DEFAULT_JUDGE_STEPS,

@@ -150,7 +150,7 @@ class UpConfig(
         # Prompt lookup's settings are for the draft of a later swap, too.
         lookup = {} if name == "draft" and models.algorithm == NGRAM else PROMPT_LOOKUP
         if name == "verify":
-            width = self.scheduler.most_draft_tokens + 1 if self.deterministic else None
+            width = self.scheduler.draft_tokens(is_ragged=False) + 1 if self.deterministic else None
             return shared(WorkerConfig, self, model=models.target, deterministic_width=width, **lookup)
         target = None if models.algorithm == STANDALONE else models.target
         chosen = {"model": models.draft, "algorithm": models.algorithm, "target": target}

@@ -15,8 +15,14 @@ DEVICES = ("auto", "cpu", "cuda")
 FENCES = ("auto", "timeline", "event")
 """Kinds of fences on a GPU; a CPU has one kind."""
 AUTO = "auto"
+MOST_DRAFT_TOKENS = 15
+"""The largest K: a row of a step then has 16 tokens."""
 DEFAULT_DRAFT_TOKENS = 4
-"""K where no number is given."""
+"""K where no number is given and all rows of a step have K draft tokens or none, as on a GPU."""
+DRAFT_TOKENS_HELP = (
+    "Most tokens drafted for a request in a step: each step has as many for each request as are fastest, 0 included. "
+    f"auto: {MOST_DRAFT_TOKENS}; on a GPU {DEFAULT_DRAFT_TOKENS}, as all requests of a step have K there, or none."
+)
 _DAY_S = 86_400
 
 
@@ -70,6 +76,15 @@ class ServingSettings(Settings, heading="Steps and memory"):
         accepted="1 to 65536, or auto",
         parse=parse_number_or_auto,
         unset=AUTO,
+    )
+    fixed_draft_tokens: int | None = setting(
+        None,
+        help="Measuring: draft K tokens for each request in each step, whatever it costs, in place of "
+        "--num-draft-tokens.",
+        unit="K",
+        low=1,
+        high=MOST_DRAFT_TOKENS,
+        unset="none",
     )
     no_prefix_cache: bool = setting(
         False, help="Compute every prompt whole: share no KV pages of requests that begin with the same tokens."
@@ -135,20 +150,20 @@ class SchedulerConfig(ServingSettings, heading="Scheduler"):
     )
     num_draft_tokens: int | None = setting(
         None,
-        help="Tokens drafted in each step; auto drafts as long as that is faster than plain decoding.",
+        help=DRAFT_TOKENS_HELP,
         unit="K|auto",
         low=1,
-        high=16,
-        accepted="1 to 16, or auto",
+        high=MOST_DRAFT_TOKENS,
+        accepted=f"1 to {MOST_DRAFT_TOKENS}, or auto",
         parse=parse_number_or_auto,
-        unset=f"{AUTO}, with {DEFAULT_DRAFT_TOKENS}",
+        unset=AUTO,
     )
     swapped_draft_tokens: int | None = setting(
         None,
-        help="Tokens that the draft drafts in a step, if a swap has chosen fewer than --num-draft-tokens.",
+        help="Most tokens drafted for a request in a step, if a swap has chosen fewer than --num-draft-tokens.",
         unit="K",
         low=1,
-        high=16,
+        high=MOST_DRAFT_TOKENS,
         unset="--num-draft-tokens",
     )
     grace_s: float = setting(
@@ -168,10 +183,13 @@ class SchedulerConfig(ServingSettings, heading="Scheduler"):
         None, help="Debugging: log accesses to shared memory there, for the happens-before checker.", unit="DIR"
     )
 
-    @property
-    def most_draft_tokens(self) -> int:
-        """K of the steps that are drafted, and the most that a draft may have after a swap."""
-        return DEFAULT_DRAFT_TOKENS if self.num_draft_tokens is None else self.num_draft_tokens
+    def draft_tokens(self, *, is_ragged: bool) -> int:
+        """K of a draft for which a swap has named no number, and the most that it may name.
+
+        `is_ragged`: whether each row of a step may have its own number of draft tokens.
+        """
+        given = self.fixed_draft_tokens or self.num_draft_tokens
+        return given or (MOST_DRAFT_TOKENS if is_ragged else DEFAULT_DRAFT_TOKENS)
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the field."""
@@ -181,7 +199,9 @@ class SchedulerConfig(ServingSettings, heading="Scheduler"):
             parse_address(self.draft, field="draft")
         if self.grammar is not None:
             parse_address(self.grammar, field="grammar")
-        if (self.swapped_draft_tokens or 0) > self.most_draft_tokens:
-            raise ConfigError("swapped_draft_tokens", self.swapped_draft_tokens, f"1 to {self.most_draft_tokens}")
+        if self.fixed_draft_tokens is not None and self.num_draft_tokens is not None:
+            raise ConfigError("fixed_draft_tokens", self.fixed_draft_tokens, "none with --num-draft-tokens")
+        if (self.swapped_draft_tokens or 0) > (most := self.draft_tokens(is_ragged=True)):
+            raise ConfigError("swapped_draft_tokens", self.swapped_draft_tokens, f"1 to {most}")
         if self.device == "cpu" and self.fence != "auto":
             raise ConfigError("fence", self.fence, "auto on a CPU")

@@ -34,6 +34,8 @@ MOST_SAVED = 16
 """The most that is saved, in steps. Until everything was tried once with a new draft, trials need no savings."""
 FIRST_STEPS, LEAST_PAUSE = 24, 256
 """Steps with a new draft before anything else is tried, and between two trials of the same."""
+FIRST_TOKENS = 4
+"""Draft tokens of each sequence in steps before any drafted step was measured."""
 TRIAL_STEPS = 8
 """Steps of a trial for which the draft has to rest, or to take part again."""
 MARGIN, PATIENCE = 0.03, 16
@@ -110,7 +112,7 @@ class DraftChoice:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """As many tokens as there may be are drafted meanwhile: a draft is judged. Any thread."""
+        """Each step has draft tokens meanwhile: a draft is judged. Any thread."""
         self.is_held = True
         try:
             yield
@@ -133,11 +135,13 @@ class DraftChoice:
     def choose(self, slots: StepSlots, most: Counts, *, is_ragged: bool) -> Counts:
         """Implements `ChooseDraftTokens`."""
         self._most, self._is_ragged = int(most.max()), is_ragged
-        if self.is_held or not self.costs.knows_drafts:
-            return most
+        if not self.costs.knows_drafts:
+            return np.minimum(most, FIRST_TOKENS) if is_ragged else most
         self._step += 1
         survivals = self._survivals(slots, most)
         evenly = self._evenly(survivals)
+        if self.is_held:
+            return self._run(max(evenly.values(), key=lambda option: option.rate), most, survivals)
         kept = _Option(KEPT, len(most), self.costs.undrafted(KEPT, len(most)))
         options = [kept, *evenly.values()]
         best = max(options, key=lambda option: option.rate)

@@ -20,7 +20,7 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.host import name_this_thread
-from slipstream.scheduler.attachment import DraftAttachment, Retired, check_fits, draft_sizes
+from slipstream.scheduler.attachment import DraftAttachment, Retired, check_fits
 from slipstream.scheduler.draft import Draft, DraftState
 from slipstream.scheduler.metrics import SwapResult
 from slipstream.scheduler.records import DraftTarget, LossCause
@@ -162,8 +162,7 @@ class DraftSession:
         self._metrics = metrics
         self._wake = wake
         self._changed = threading.Condition()
-        num_draft_tokens = config.swapped_draft_tokens or config.most_draft_tokens
-        self._target = None if config.draft is None else DraftTarget(config.draft, num_draft_tokens)
+        self._target = None if config.draft is None else DraftTarget(config.draft, config.swapped_draft_tokens)
         self._epoch: Epoch | None = None
         self._drafts: tuple[Draft, ...] = ()
         """Those that are not detached."""
@@ -255,13 +254,13 @@ class DraftSession:
 
         Raises InvalidArgumentError, FailedPreconditionError (and its kinds) and UnavailableError.
         """
-        most = self._config.most_draft_tokens
-        if (request.terms.num_draft_tokens or 0) > most:
-            accepted = f"1 to {most}, the scheduler's --num-draft-tokens"
-            raise InvalidArgumentError("num_draft_tokens", request.terms.num_draft_tokens, accepted)
         with self._changed:
             if self._epoch is None or self._is_stopped:
                 raise UnavailableError("there is no verify service")
+            most = self._epoch.sizes.batch.num_draft_tokens
+            if (request.terms.num_draft_tokens or 0) > most:
+                accepted = f"1 to {most}, the scheduler's --num-draft-tokens"
+                raise InvalidArgumentError("num_draft_tokens", request.terms.num_draft_tokens, accepted)
             if self._swap is not None:
                 raise FailedPreconditionError("another swap of the draft is under way")
             result: Future[SwapOutcome] = Future()
@@ -395,7 +394,7 @@ class DraftSession:
         description = link.describe()
         self._admission.check(epoch, description, target)
         number = self._next_number(description.last_epoch)
-        sizes = draft_sizes(description, target.num_draft_tokens)
+        sizes = epoch.sizes_of(description, target.num_draft_tokens)
         shape = sizes.shape(epoch.attachment.shape, epoch.verify.torch_dtype)
         attachment = DraftAttachment(number, link, description, shape, self._device, epoch=epoch.number, log=epoch.log)
         try:
@@ -445,7 +444,7 @@ class DraftSession:
         try:
             if epoch is None:
                 raise UnavailableError("there is no verify service")
-            target = DraftTarget(request.address, request.terms.num_draft_tokens or self._config.most_draft_tokens)
+            target = DraftTarget(request.address, request.terms.num_draft_tokens)
             swap = Swap(self, epoch, request, self._joined)
             outcome = swap.run(before, target if request.address else None)
         except Exception as error:

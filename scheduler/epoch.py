@@ -74,7 +74,7 @@ class Epoch:
         timeout_s = None if config.draft_timeout_ms is None else config.draft_timeout_ms / 1000
         is_on_gpu = device.identity != "cpu"
         num_slots, most = sizes.batch.num_slots, sizes.batch.num_draft_tokens
-        self.choice = DraftChoice(num_slots, most, metrics.rested) if config.num_draft_tokens is None else None
+        self.choice = DraftChoice(num_slots, most, metrics.rested) if config.fixed_draft_tokens is None else None
         """Chooses how many tokens are drafted; None drafts as many as there may be."""
         self._is_acknowledged = config.dispatch == DISPATCH_ACKNOWLEDGED or self.fence_kind == EVENT
         """True if a command is sent once what it waits for is acknowledged."""
@@ -190,10 +190,15 @@ class Epoch:
         return self._loop(arena)
 
     def _expected_draft(self) -> DraftSizes | None:
-        draft, num_draft_tokens = self._expected.draft, self._expected.num_draft_tokens
-        if num_draft_tokens is None:
-            num_draft_tokens = self.sizes.batch.num_draft_tokens
-        return draft_sizes(draft, num_draft_tokens) if draft is not None and num_draft_tokens else None
+        draft = self._expected.draft
+        if draft is None or self._expected.num_draft_tokens == 0:
+            return None
+        return self.sizes_of(draft, self._expected.num_draft_tokens)
+
+    def sizes_of(self, draft: WorkerDescription, num_draft_tokens: int | None) -> DraftSizes:
+        """The sizes of a draft of this epoch. `num_draft_tokens`: see `DraftTarget`."""
+        is_ragged = self.sizes.batch.is_ragged and draft.takes_ragged_steps
+        return draft_sizes(draft, num_draft_tokens or self._config.draft_tokens(is_ragged=is_ragged))
 
     def close(self, *, drain: bool) -> None:
         """Ends verify's stream of commands and gives the memory back; with `drain` it finishes what it has."""

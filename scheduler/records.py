@@ -68,7 +68,8 @@ class DraftTarget(NamedTuple):
     """The draft that is wanted."""
 
     address: str
-    num_draft_tokens: int
+    num_draft_tokens: int | None
+    """K. None: the configuration's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,13 +197,15 @@ class _Serving:
         grammar = epoch.constraints.active
         if grammar is not None and self._config.grammar is not None:
             services.append(_service(grammar.description, self._config.grammar))
+        num_wanted = drafts.target.num_draft_tokens
+        num_wanted = sizes.batch.num_draft_tokens if num_wanted is None else num_wanted
         server = ServerState(
             version=version("slipstream-serve"),
             model=verify.model,
             vocab_size=verify.vocab_size,
             context_tokens=sizes.context_tokens,
             algorithm=epoch.algorithm,
-            num_draft_tokens=epoch.num_draft_tokens or drafts.target.num_draft_tokens,
+            num_draft_tokens=epoch.num_draft_tokens or num_wanted,
             run_ahead=sizes.batch.run_ahead,
             num_slots=epoch.batch.slots.num_slots,
             page_tokens=sizes.batch.page_tokens,

@@ -148,7 +148,7 @@ class Workers:
     draft: WorkerDescription | None
     """The draft that is expected: it may arrive and leave."""
     num_draft_tokens: int | None = None
-    """K of that draft. None: the configuration's; 0: no draft is wanted for now."""
+    """K of that draft, as `DraftTarget` has it; 0: no draft is wanted for now."""
 
     @property
     def all(self) -> list[WorkerDescription]:
@@ -195,7 +195,7 @@ class EpochSizes:
             num_pages=0,
             page_tokens=page_tokens,
             chunk_tokens=min(chunk_tokens, context),
-            num_draft_tokens=config.most_draft_tokens,
+            num_draft_tokens=config.draft_tokens(is_ragged=workers.verify.takes_ragged_steps),
             run_ahead=config.run_ahead,
             has_prefix_cache=not config.no_prefix_cache,
             is_ragged=workers.verify.takes_ragged_steps,

@@ -7,6 +7,8 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from slipstream.common.errors import SlipstreamError, UnavailableError
 from slipstream.common.wire.server import DraftFigures, SwapOutcome
 from slipstream.scheduler.observer import KEPT_STEPS, accepted_of_first, figures
@@ -129,12 +131,14 @@ class Swap:
     ) -> str:
         """Why the draft before is better; empty if it is not, or if that cannot be said.
 
-        Only draft tokens that both have count: a draft is not worse for drafting fewer, nor better for drafting more.
+        Only draft tokens that both have in most steps count: a draft is not worse for drafting fewer, nor better for
+        drafting more.
         """
         terms = self._request.terms
         if not steps_before or len(steps) < min(terms.judge_steps, KEPT_STEPS):
             return ""
         common = min(before.num_draft_tokens, after.num_draft_tokens)
+        common = min(common, _usually_drafted(steps_before), _usually_drafted(steps))
         was, now = accepted_of_first(common, steps_before), accepted_of_first(common, steps)
         if now >= terms.rollback_below * was:
             return ""
@@ -160,6 +164,11 @@ class Swap:
         self._session.take_away(self._epoch, but=back)
         problem = problem or (back and back.reason) or "it still catches up"
         return f"; the new draft was taken away, and the draft before is not back yet: {problem}"
+
+
+def _usually_drafted(steps: list[DecodedStep]) -> int:
+    """The draft tokens that at least half of the steps have for some sequence."""
+    return int(np.median([step.num_drafted.max(initial=0) for step in steps]))
 
 
 def _figures_of(draft: Draft | None, steps: list[DecodedStep]) -> DraftFigures:

@@ -109,7 +109,7 @@ def _services(folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     target, head = str(bundled.target_dir()), str(bundled.eagle3_dir())
     address = {name: f"unix:{folder}/{name}.sock" for name in _MODULES}
     # Tracing is slow: still each step is drafted, and no draft is lost. `auto` enters `draft_choice.py`, too.
-    patient = ("--num-draft-tokens", "4", "--draft-timeout-ms", "20000")
+    patient = ("--fixed-draft-tokens", "4", "--draft-timeout-ms", "20000")
     options = {
         "verify": ("--model", target, "--device", "cpu"),
         "draft": ("--model", head, "--algorithm", ALGORITHM, "--target", target, "--device", "cpu"),

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(180)
 
 NUM_JOBS = 6
 MAX_NEW_TOKENS = 160
-OPTIONS = ("--device", "cpu", "--metrics-port", "0", "--num-draft-tokens", "4")
+OPTIONS = ("--device", "cpu", "--metrics-port", "0", "--fixed-draft-tokens", "4")
 TIMES = {"draft.before_ready": 1, "draft.before_attach": 1, "gateway.before_submit": 1}
 """Points that a server comes to once; the others fail in the middle of the jobs."""
 TIME = 20

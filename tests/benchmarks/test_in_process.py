@@ -50,7 +50,7 @@ async def served(algorithm: str) -> AsyncIterator[tuple[str, int]]:
             draft=drafts[algorithm],
             # A number: by itself, the draft may rest whenever this machine is slow.
             scheduler=SchedulerConfig(
-                verify=address, draft=drafts[algorithm] and address, num_draft_tokens=4, device="cpu"
+                verify=address, draft=drafts[algorithm] and address, fixed_draft_tokens=4, device="cpu"
             ),
         )
         await stack.process("one", *in_process_command(settings, address, metrics_port))

@@ -53,7 +53,7 @@ def up(state_dir: Path, metrics_port: int) -> Iterator[Running]:
     It drafts from the beginning on, on a busy machine, too.
     """
     options = ("--slots", "8", "--metrics-port", str(metrics_port), "--log-format", "json")
-    drafts = ("--num-draft-tokens", str(DEFAULT_DRAFT_TOKENS), "--draft-timeout-ms", str(PATIENCE_MS))
+    drafts = ("--fixed-draft-tokens", str(DEFAULT_DRAFT_TOKENS), "--draft-timeout-ms", str(PATIENCE_MS))
     with ExitStack() as held:
         with pytest.MonkeyPatch.context() as environment:
             for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):

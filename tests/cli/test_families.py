@@ -62,7 +62,7 @@ async def check(folder: Path, family: str, *options: str) -> list[list[OutputChu
     """Serves a checkpoint, as its own draft if the options say so, and compares; returns what came, by prompt."""
     target = write_checkpoint(folder / "target", family=family, seed=SEED, **CHANGES[family])
     if options:
-        options = (*options, "--draft", str(target), "--num-draft-tokens", str(NUM_DRAFT_TOKENS))
+        options = (*options, "--draft", str(target), "--fixed-draft-tokens", str(NUM_DRAFT_TOKENS))
     tokenizer: Any = AutoTokenizer.from_pretrained(target)
     rng = random.Random(SEED)
     prompts = [[rng.randrange(256) for _ in range(length)] for length in PROMPT_TOKENS]

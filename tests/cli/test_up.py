@@ -232,7 +232,7 @@ def test_why_a_draft_does_not_take_part(state: str, problem: str, reason: str) -
 def test_it_is_ready_once_a_draft_that_loads_slowly_takes_part(tmp_path: Path) -> None:
     """The scheduler waits for it before verify plans memory and captures graphs, and says so."""
     faults, state_dir = PlantedFaults(tmp_path / "record", "draft.before_ready:stop@1"), tmp_path / "state"
-    options = ("--device", "cpu", "--metrics-port", "0", "--num-draft-tokens", "4")
+    options = ("--device", "cpu", "--metrics-port", "0", "--fixed-draft-tokens", "4")
     arguments = ("up", "--state-dir", str(state_dir), "--listen", "127.0.0.1:0", *options)
     with running(*arguments, environment=faults.environment) as up:
         log = state_dir / "scheduler.log"

@@ -83,7 +83,7 @@ def make_job(job_id: str, prompt: tuple[int, ...], sampling: SamplingParams, max
 
 def settings(**changes: object) -> dict[str, Any]:
     """Scheduler settings: small sizes, and every check on."""
-    sizes = {"num_draft_tokens": 3, "slots": 3, "context_tokens": 480, "max_batched_tokens": 16}
+    sizes = {"fixed_draft_tokens": 3, "slots": 3, "context_tokens": 480, "max_batched_tokens": 16}
     return {**sizes, "page_tokens": 8, "kv_memory_mib": 8, "debug": True, **changes}
 
 
@@ -122,7 +122,7 @@ async def test_the_same_tokens_as_without_a_draft(
 async def test_the_same_tokens_when_commands_wait_for_acknowledgements(
     processes: WorkerProcesses, plain: list[list[int]]
 ) -> None:
-    assert await serve(processes, make_jobs(9), dispatch="acknowledged", num_draft_tokens=7) == plain
+    assert await serve(processes, make_jobs(9), dispatch="acknowledged", fixed_draft_tokens=7) == plain
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ async def test_repetitive_text_is_guessed(tmp_path: Path) -> None:
         outputs = []
         for has_draft in (True, False):
             jobs = [make_job(str(number), prompt, sampling, 96) for number, sampling in enumerate(samplings)]
-            outputs.append(await serve(processes, jobs, has_draft=has_draft, kv_memory_mib=64, num_draft_tokens=4))
+            outputs.append(await serve(processes, jobs, has_draft=has_draft, kv_memory_mib=64, fixed_draft_tokens=4))
             if has_draft:
                 lengths = [job.stats.mean_accept_length for job in jobs]
         assert outputs[0] == outputs[1]

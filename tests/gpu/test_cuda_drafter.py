@@ -30,14 +30,14 @@ CHECKED = {
 }
 NUM_JOBS = 6
 MAX_NEW_TOKENS = 96
-SIZES = {"slots": 3, "num_draft_tokens": 4, "context_tokens": 512, "max_batched_tokens": 64, "kv_memory_mib": 256}
+SIZES = {"slots": 3, "fixed_draft_tokens": 4, "context_tokens": 512, "max_batched_tokens": 64, "kv_memory_mib": 256}
 REPETITIVE = "".join(f"    def test_{name}(self):\n        self.check({name})\n\n" for name in ("one", "two", "six"))
 
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcesses]:
     """The bundled target in rows of one width, so that what is computed of a token does not depend on the draft."""
-    folder, width = tmp_path_factory.mktemp("drafter"), str(SIZES["num_draft_tokens"] + 1)
+    folder, width = tmp_path_factory.mktemp("drafter"), str(SIZES["fixed_draft_tokens"] + 1)
     program = [str(CUDA_DRAFTER), "--dtype", "float32"]
     options = ("--device", "cuda", "--dtype", "float32", "--deterministic-width", width)
     with ExampleDrafted(folder, target_dir(), program, *options) as made:

@@ -30,7 +30,7 @@ MAX_NEW_TOKENS = 200
 NUM_WRITES = 2000
 MOST_ACCEPTED = 0.7
 """Share of a round's drafted tokens that shows that writes were used: of an honest draft's, 0.78 are accepted."""
-SIZES = {"slots": 4, "num_draft_tokens": 4, "context_tokens": 512, "kv_memory_mib": 256}
+SIZES = {"slots": 4, "fixed_draft_tokens": 4, "context_tokens": 512, "kv_memory_mib": 256}
 
 
 def make_jobs() -> list[Job]:
@@ -59,7 +59,7 @@ async def test_no_token_changes(tmp_path: Path, device: CudaDevice, algorithm: s
     """
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
-    writes, width = tmp_path / "writes", str(SIZES["num_draft_tokens"] + 1)
+    writes, width = tmp_path / "writes", str(SIZES["fixed_draft_tokens"] + 1)
     target = ("--target", str(target_dir())) if algorithm != STANDALONE else ()
     programs = {
         Role.VERIFY: ("-m", "slipstream.services.verify_main", "--deterministic-width", width),

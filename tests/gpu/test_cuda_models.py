@@ -111,7 +111,7 @@ def serve_ways(
     make = LocalWorker if may_wait else WatchedWorker
     config = SchedulerConfig(
         verify="unix:/none",
-        num_draft_tokens=NUM_DRAFT_TOKENS,
+        fixed_draft_tokens=NUM_DRAFT_TOKENS,
         slots=slots,
         context_tokens=256,
         max_batched_tokens=64,

@@ -119,7 +119,7 @@ def test_no_kernel_is_compiled_for_a_request(
         roles.append(make_draft(config, device, 0))
     settings = SchedulerConfig(
         verify="unix:/none",
-        num_draft_tokens=4,
+        fixed_draft_tokens=4,
         slots=slots,
         context_tokens=1024,
         max_batched_tokens=700,

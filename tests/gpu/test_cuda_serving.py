@@ -57,7 +57,7 @@ def expected(job: Job) -> list[int]:
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
 async def test_the_right_tokens(processes: WorkerProcesses, device_of_kind: CudaDevice, run_ahead: int) -> None:
     """Prompts of one and of several chunks, more jobs than slots; half of the draft is right."""
-    sizes = {"slots": 3, "max_batched_tokens": 16, "num_draft_tokens": 4, "context_tokens": 4096}
+    sizes = {"slots": 3, "max_batched_tokens": 16, "fixed_draft_tokens": 4, "context_tokens": 4096}
     settings: dict[str, Any] = {"device": device_of_kind, "run_ahead": run_ahead, **sizes}
     with running_session(processes, **settings) as client:
         await client.served()

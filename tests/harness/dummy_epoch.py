@@ -49,5 +49,5 @@ def workers(
 
 def make_epoch(both: tuple[LocalWorker, LocalWorker], **changes: object) -> LocalEpoch:
     """An epoch with run-ahead 1."""
-    settings: dict[str, object] = {"context_tokens": 256, "slots": 4, "num_draft_tokens": 2, **changes}
+    settings: dict[str, object] = {"context_tokens": 256, "slots": 4, "fixed_draft_tokens": 2, **changes}
     return LocalEpoch(1, SchedulerConfig(verify="unix:/none", **settings), both)  # type: ignore[arg-type]

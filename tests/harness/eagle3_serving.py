@@ -40,7 +40,7 @@ def serve(state_dir: Path, device: str, algorithm: str) -> Outputs:
     """
     options = ("--device", device, "--dtype", "float32", "--algorithm", algorithm, "--metrics-port", "0")
     if algorithm != "none":
-        options = (*options, "--num-draft-tokens", "4", *(["--share-weights"] if algorithm == "eagle" else []))
+        options = (*options, "--fixed-draft-tokens", "4", *(["--share-weights"] if algorithm == "eagle" else []))
     with running_up(state_dir, *options), Client((state_dir / "server").read_text()) as client:
 
         def run(number: int) -> tuple[tuple[int, ...], float]:

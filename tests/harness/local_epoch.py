@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.step import FenceName, FenceOps, Role
-from slipstream.scheduler.attachment import DraftAttachment, draft_sizes
+from slipstream.scheduler.attachment import DraftAttachment
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.draft import Draft
 from slipstream.scheduler.epoch import Epoch
@@ -126,9 +126,8 @@ class LocalEpoch:
     def attach(self, link: Link, num_draft_tokens: int | None = None) -> Draft:
         """Attaches a draft beside the running steps; to be offered then."""
         epoch, description = self.epoch, link.describe()
-        most = epoch.sizes.batch.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         number = max(epoch.number, description.last_epoch, *(one.number for one in self.attachments), 0) + 1
-        shape = draft_sizes(description, most).shape(epoch.attachment.shape, epoch.verify.torch_dtype)
+        shape = epoch.sizes_of(description, num_draft_tokens).shape(epoch.attachment.shape, epoch.verify.torch_dtype)
         attachment = DraftAttachment(number, link, description, shape, self._device, epoch=epoch.number, log=epoch.log)
         attachment.attach(epoch.attachment, epoch.link, epoch.verify)
         self.attachments.append(attachment)
@@ -218,7 +217,7 @@ class Way:
         """The scheduler's settings."""
         return SchedulerConfig(
             verify="unix:/none",
-            num_draft_tokens=max(1, self.num_draft_tokens),
+            fixed_draft_tokens=max(1, self.num_draft_tokens),
             draft_timeout_ms=PATIENCE_MS,
             run_ahead=self.run_ahead,
             slots=self.slots,

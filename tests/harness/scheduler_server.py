@@ -65,7 +65,7 @@ async def served_scheduler(
 
     `log_dir`: scheduler, verify and draft log their accesses there. `before_send`: see `LocalWorker`.
     """
-    draft = {"draft": "unix:/none", "num_draft_tokens": 4} if len(roles) > 1 else {}
+    draft = {"draft": "unix:/none", "fixed_draft_tokens": 4} if len(roles) > 1 else {}
     sizes = {"draft_timeout_ms": PATIENCE_MS, "context_tokens": 96, "slots": 4, "page_tokens": 4}
     config = SchedulerConfig(verify="unix:/none", access_log_dir=log_dir, **{**sizes, **draft, **settings})
     with (

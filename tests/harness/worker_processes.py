@@ -244,7 +244,7 @@ def running_session(
     config = SchedulerConfig(
         verify=processes.address(Role.VERIFY),
         draft=processes.address(Role.DRAFT) if has_draft else None,
-        **{"draft_timeout_ms": PATIENCE_MS, "num_draft_tokens": 4, **settings},  # type: ignore[arg-type]
+        **{"draft_timeout_ms": PATIENCE_MS, "fixed_draft_tokens": 4, **settings},  # type: ignore[arg-type]
     )
     session = WorkerSession(
         config,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slipstream.scheduler.costs import KEPT, RESTING, CostTable, Survivals
-from slipstream.scheduler.draft_choice import ALONE_STEPS, MIXED_STEPS, PATIENCE, DraftChoice
+from slipstream.scheduler.draft_choice import ALONE_STEPS, FIRST_TOKENS, MIXED_STEPS, PATIENCE, DraftChoice
 from slipstream.scheduler.records import NO_OUTCOME, RestCause, SlotLease, Step, StepSlots
 
 MOST = 5
@@ -218,11 +218,14 @@ def test_where_every_step_would_be_mixed_some_decode_alone() -> None:
     assert max(sum(pair) for pair in pairwise(alone)) == ALONE_STEPS
 
 
-def test_a_draft_that_is_judged_drafts_all_that_it_may_and_another_one_begins_so() -> None:
-    server = make_server(0.0, 0.0)
+@pytest.mark.parametrize("is_ragged", [True, False])
+def test_a_draft_that_is_judged_drafts_in_each_step_and_another_one_begins_so(is_ragged: bool) -> None:
+    server = make_server(0.0, 0.0, is_ragged=is_ragged)
     with server.choice.held():
         server.run(300)
-    assert all(counts == [MOST, MOST] for counts in server.counts)
+    assert all(all(counts) for counts in server.counts)
+    assert server.counts[0] == [FIRST_TOKENS if is_ragged else MOST] * 2
+    assert server.counts[-1] == [1 if is_ragged else MOST] * 2
     server.run(1500)
     assert not server.choice.drafts
     server.choice.joined()

@@ -102,7 +102,7 @@ def test_metrics_and_what_chooses_draft_tokens_tell_such_steps_apart(
     monkeypatch.setattr(DraftChoice, "took", lambda _, step, *__, **___: told.append(step))
     device = HostDevice()
     with local_workers(*roles(checkpoints, "standalone", device, None), device=device) as workers:
-        epoch = LocalEpoch(1, make_config(num_draft_tokens=None, slots=6, max_batched_tokens=9), workers)
+        epoch = LocalEpoch(1, make_config(fixed_draft_tokens=None, slots=6, max_batched_tokens=9), workers)
         epoch.run(make_jobs())
     assert told
     assert not any(step.chunks for step in told), "their time is that of prompts"

@@ -126,13 +126,13 @@ async def test_a_stopped_draft_costs_the_watchdogs_time(processes: WorkerProcess
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("given", "most"), [(3, 3), (None, 4)], ids=["fixed", "auto"])
+@pytest.mark.parametrize(("given", "most"), [(3, 3), (None, 15)], ids=["fixed", "auto"])
 async def test_swaps_from_one_draft_to_another_and_to_none_and_back(
     processes: WorkerProcesses, models: dict[Role, Path], tmp_path: Path, given: int | None, most: int
 ) -> None:
     (tmp_path / "other").mkdir(mode=0o700)
     with (
-        running_session(processes, **calm(num_draft_tokens=given)) as client,
+        running_session(processes, **calm(fixed_draft_tokens=given)) as client,
         WorkerProcesses(tmp_path / "other", models) as others,
     ):
         others.start(DRAFT)

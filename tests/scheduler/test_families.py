@@ -96,7 +96,7 @@ def _serve(prompts: list[list[int]], *roles: RoleEngine, num_tokens: int = NUM_T
     """The tokens of all prompts, served together, and their mean accept length."""
     config = SchedulerConfig(
         verify="unix:/none",
-        num_draft_tokens=3,
+        fixed_draft_tokens=3,
         slots=len(prompts),
         context_tokens=num_tokens + 48,
         max_batched_tokens=8,

@@ -94,7 +94,7 @@ def make_jobs() -> list[Job]:
 
 def make_config(**changes: Any) -> SchedulerConfig:
     """Four slots, small pages and chunks."""
-    sizes = {"num_draft_tokens": 3, "slots": 4, "context_tokens": 96, "max_batched_tokens": 16, "page_tokens": 4}
+    sizes = {"fixed_draft_tokens": 3, "slots": 4, "context_tokens": 96, "max_batched_tokens": 16, "page_tokens": 4}
     return SchedulerConfig(verify="unix:/none", **{**sizes, **changes})
 
 

@@ -276,7 +276,7 @@ def test_an_epoch_leaves_nothing() -> None:
 def test_drafts_of_requests_that_are_over_are_not_counted() -> None:
     """Steps that ran ahead of a request's end were work, but say nothing of how well the draft guesses."""
     with workers() as both:
-        epoch = make_epoch(both, run_ahead=2, slots=1, num_draft_tokens=2)
+        epoch = make_epoch(both, run_ahead=2, slots=1, fixed_draft_tokens=2)
         jobs = [make_job(max_new_tokens=9, max_draft_tokens=most) for most in (None, 0, None, 1, None)]
         epoch.run(*([job] for job in jobs))
         assert len({tuple(epoch.outputs[job]) for job in jobs}) == 1
@@ -297,7 +297,7 @@ def test_drafts_of_requests_that_are_over_are_not_counted() -> None:
 def test_time_is_counted_where_it_went() -> None:
     """Busy times and bubbles of a run add up to its wall time, and the busy times are those of the dummy kernels."""
     with workers(draft_ms=1.0, verify_ms=3.0) as both:
-        epoch = make_epoch(both, run_ahead=1, slots=1, num_draft_tokens=2)
+        epoch = make_epoch(both, run_ahead=1, slots=1, fixed_draft_tokens=2)
         epoch.run([make_job(max_new_tokens=61)])
         timings = [timing for timing in epoch.metrics.timings if timing.wall_ns is not None]
         assert len(timings) >= 20
@@ -322,7 +322,7 @@ def test_a_draft_that_is_always_wrong_rests_and_changes_no_token(monkeypatch: py
     with workers(draft_ms=2.0, verify_ms=1.0) as both:
         expected = make_epoch(both[:1]).run(jobs)  # type: ignore[arg-type]
         both[0].engine.last_epoch = 0
-        epoch = make_epoch(both, num_draft_tokens=None, draft_timeout_ms=20_000.0)
+        epoch = make_epoch(both, fixed_draft_tokens=None, draft_timeout_ms=20_000.0)
         again = [make_job(prompt_tokens=20, max_new_tokens=230) for _ in range(3)]
         outputs = epoch.run(again)
         assert [outputs[job] for job in again] == [expected[job] for job in jobs]

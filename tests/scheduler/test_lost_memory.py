@@ -64,7 +64,7 @@ class Cut:
         self.connections: dict[Role, Connection] = {}
         dummies = (DummyVerify(describe(Role.VERIFY), 0.0), DummyDraft(describe(Role.DRAFT), 0.0))
         self._workers = {one.description.role: LocalWorker(one) for one in dummies}
-        sizes = {"context_tokens": 256, "slots": 2, "num_draft_tokens": 2}
+        sizes = {"context_tokens": 256, "slots": 2, "fixed_draft_tokens": 2}
         config = SchedulerConfig(verify="unix:/v", draft="unix:/d", draft_timeout_ms=PATIENCE_MS, **sizes)  # type: ignore[arg-type]
         self._session = WorkerSession(
             config,

@@ -271,7 +271,7 @@ def test_a_step_without_draft_tokens_waits_for_draft_only_before_it_samples() ->
 
 
 CONFIG = SchedulerConfig(
-    verify="unix:/none", run_ahead=2, num_draft_tokens=3, slots=5, context_tokens=64, page_tokens=16
+    verify="unix:/none", run_ahead=2, fixed_draft_tokens=3, slots=5, context_tokens=64, page_tokens=16
 )
 
 

@@ -83,11 +83,11 @@ def test_random_requests_with_hits_preemptions_and_cancels_have_their_own_tokens
     assert_all_is_given_back(served)
 
 
-@pytest.mark.parametrize("num_draft_tokens", [None, 3])
+@pytest.mark.parametrize("fixed_draft_tokens", [None, 3])
 def test_beside_prompts_some_steps_decode_alone_only_where_a_policy_is_to_learn(
-    models: Models, num_draft_tokens: int | None
+    models: Models, fixed_draft_tokens: int | None
 ) -> None:
-    """`auto` has a policy, which knows nothing yet of the costs here."""
+    """A server that chooses has a policy, which knows nothing yet of the costs here."""
     mixed: list[bool] = []
 
     def note(command: StepCommand) -> StepCommand:
@@ -98,11 +98,11 @@ def test_beside_prompts_some_steps_decode_alone_only_where_a_policy_is_to_learn(
 
     stream, prompts = make_job("stream", (1, 2, 3), 80), [make_job(str(n), (n,) * 90, 1) for n in range(5)]
     with local_workers(models.verify, models.draft, before_send=note) as workers:
-        config = replace(Way(chunk_tokens=6).config(None), num_draft_tokens=num_draft_tokens)
+        config = replace(Way(chunk_tokens=6).config(None), fixed_draft_tokens=fixed_draft_tokens)
         LocalEpoch(1, config, workers).run([stream, *prompts])
     first, last = mixed.index(True), len(mixed) - mixed[::-1].index(True)
     alone = [len(list(steps)) for has_chunks, steps in groupby(mixed[first:last]) if not has_chunks]
-    if num_draft_tokens is None:
+    if fixed_draft_tokens is None:
         assert len(alone) > 2
         assert set(alone) == {ALONE_STEPS}
     else:

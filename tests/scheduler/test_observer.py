@@ -286,7 +286,7 @@ def measured(late_role: Role, *, run_ahead: int = 0, has_draft: bool = True) -> 
     config = SchedulerConfig(
         verify="unix:/none",
         run_ahead=run_ahead,
-        num_draft_tokens=1,
+        fixed_draft_tokens=1,
         slots=1,
         context_tokens=512,
         page_tokens=16,

@@ -102,7 +102,7 @@ async def test_a_caller_gets_the_pages_and_their_changes(tmp_path: Path) -> None
     """The tokens of a prompt by its pages, each with the one before; a later caller gets them all at once."""
     prompt = tuple(range(1, 14))
     async with (
-        served_scheduler(tmp_path, *dummies(), num_draft_tokens=2, page_events=True) as served,
+        served_scheduler(tmp_path, *dummies(), fixed_draft_tokens=2, page_events=True) as served,
         Gateway(served) as gateway,
     ):
         await gateway.attached()
@@ -122,7 +122,7 @@ async def test_a_caller_gets_the_pages_and_their_changes(tmp_path: Path) -> None
 
 
 async def test_a_scheduler_says_nothing_of_its_cache_unless_it_is_to(tmp_path: Path) -> None:
-    async with served_scheduler(tmp_path, *dummies(), num_draft_tokens=2) as served:
+    async with served_scheduler(tmp_path, *dummies(), fixed_draft_tokens=2) as served:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await served.stub.WatchPages(pb.WatchPagesRequest()).read()
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

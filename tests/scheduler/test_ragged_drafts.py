@@ -12,6 +12,7 @@ import pytest
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.wire.step import StepCommand
+from slipstream.scheduler.config import MOST_DRAFT_TOKENS
 from slipstream.scheduler.observer import DecodedStep, accepted_of_first
 from slipstream.services.factory import make_draft
 from slipstream.services.models.sampler import SimulatedAcceptance
@@ -49,7 +50,7 @@ def chosen_at_random(monkeypatch: pytest.MonkeyPatch, *, rests: float = 0.0) -> 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("draft", DRAFTS[1:])
-@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize("run_ahead", [0, 1])
 def test_tokens_are_those_of_plain_decoding_with_every_drafter(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, draft: str, run_ahead: int
 ) -> None:
@@ -57,20 +58,21 @@ def test_tokens_are_those_of_plain_decoding_with_every_drafter(
 
     Requests have every way to sample, and logprobs.
     """
-    device, outputs, num_pages = HostDevice(), [], 30 if run_ahead else None
+    device, outputs, num_pages = HostDevice(), [], 40 if run_ahead else None
     for name in ("none", draft):
         chosen = chosen_at_random(monkeypatch, rests=0.05)
         waves, log_dir = [jobs_of_all_kinds() for _ in range(2)], tmp_path / name
         for job in (job for wave in waves for job in wave if num_pages is not None):
-            job.spec = replace(job.spec, max_new_tokens=45)
-        config = make_config(run_ahead=run_ahead, num_draft_tokens=None, access_log_dir=log_dir)
+            job.spec = replace(job.spec, max_new_tokens=55)
+        config = make_config(run_ahead=run_ahead, fixed_draft_tokens=None, access_log_dir=log_dir)
         log_dir.mkdir()
         with local_workers(*roles(checkpoints, name, device, None), log_dir=log_dir, device=device) as workers:
             epoch = LocalEpoch(1, config, workers, num_pages=num_pages)
             found = epoch.run(*waves)
         outputs.append([found[job] for wave in waves for job in wave])
     assert outputs[0] == outputs[1]
-    assert chosen[0].counts == {0, 1, 2, 3, 4}
+    assert max(chosen[0].counts) == MOST_DRAFT_TOKENS
+    assert len(chosen[0].counts) > 10
     counts = epoch.epoch.batch.counts
     assert counts.prefix_hit_tokens if num_pages is None else counts.preemptions
     report = Replay(log_dir).report()
@@ -90,13 +92,13 @@ def test_a_draft_that_is_always_right_stays_right_and_gives_each_sequence_its_nu
     assert served.run(jobs) == reference
     for job in jobs:
         # In a job's last step tokens past its end are drafted.
-        assert job.stats.total_draft_tokens - job.stats.total_accepted_tokens <= 4
-        assert len(job.stats.accepted_per_position) <= (4, 2, 0)[jobs.index(job) % 3]
+        assert job.stats.total_draft_tokens - job.stats.total_accepted_tokens <= MOST_DRAFT_TOKENS
+        assert len(job.stats.accepted_per_position) <= (MOST_DRAFT_TOKENS, 2, 0)[jobs.index(job) % 3]
 
 
 def _served(models: Models, **settings: Any) -> Served:
     served = Served(models, Way(num_draft_tokens=4, **settings))
-    config = replace(Way(num_draft_tokens=4, **settings).config(None), num_draft_tokens=None)
+    config = replace(Way(num_draft_tokens=4, **settings).config(None), fixed_draft_tokens=None)
     served.epoch = LocalEpoch(1, config, list(served.epoch._links.values()))  # type: ignore[arg-type]
     return served
 
@@ -104,14 +106,14 @@ def _served(models: Models, **settings: Any) -> Served:
 def test_a_swap_between_drafts_of_other_numbers_changes_no_token(
     models: Models, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second drafts up to two tokens, the third up to four, as the first did."""
+    """The second drafts up to two tokens, the third up to fifteen."""
     another = make_draft(WorkerConfig(model=target), HostDevice(), 0)
     expected = Served(models, Way(run_ahead=0, slots=1)).run(*([job] for job in make_jobs(12)))
     chosen_at_random(monkeypatch, rests=0.05)
     jobs = make_jobs(12)
     with local_workers(models.verify, models.draft, models.twin, another) as (verify, first, second, third):
-        swaps = [(first, 4), (second, 2), (third, 4)]
-        config = replace(Way(num_draft_tokens=4).config(None), num_draft_tokens=None)
+        swaps = [(first, 4), (second, 2), (third, 15)]
+        config = replace(Way(num_draft_tokens=4).config(None), fixed_draft_tokens=None)
         epoch = LocalEpoch(1, config, [verify, first])
 
         def swap(job: Job, _: OutputRow) -> None:
@@ -161,8 +163,10 @@ def test_simulated_acceptance_is_that_of_the_draft_cut_at_each_sequences_number(
 ) -> None:
     """An accept length that short chains could never have is no error."""
     chosen_at_random(monkeypatch)
-    simulated = SimulatedAcceptance(4.5, 4)
-    monkeypatch.setattr(models.verify, "_acceptance", lambda most: simulated if most == 4 else pytest.fail(f"{most}"))
+    simulated = SimulatedAcceptance(12.5, MOST_DRAFT_TOKENS)
+    monkeypatch.setattr(
+        models.verify, "_acceptance", lambda most: simulated if most == MOST_DRAFT_TOKENS else pytest.fail(f"{most}")
+    )
     jobs = make_jobs()
     _served(models).run(jobs)
     assert sum(job.stats.total_accepted_tokens for job in jobs) > 0.8 * sum(

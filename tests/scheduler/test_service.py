@@ -58,7 +58,7 @@ def tokens_at(first: int, last: int) -> list[int]:
 
 
 async def test_sequences_run_and_their_output_comes_step_by_step(tmp_path: Path) -> None:
-    async with served_scheduler(tmp_path, *dummies(), num_draft_tokens=2) as served, Gateway(served) as gateway:
+    async with served_scheduler(tmp_path, *dummies(), fixed_draft_tokens=2) as served, Gateway(served) as gateway:
         await gateway.attached()
         other = replace(SPEC, prompt=(5,), max_new_tokens=4, max_draft_tokens=0)
         assert await gateway.run(SPEC, other) == [tokens_at(3, 12), tokens_at(1, 5)]
@@ -103,7 +103,7 @@ class _Anchor:
 
 
 async def test_a_sequence_with_output_goes_on_behind_it(tmp_path: Path) -> None:
-    async with served_scheduler(tmp_path, *dummies(), num_draft_tokens=2) as served, Gateway(served) as gateway:
+    async with served_scheduler(tmp_path, *dummies(), fixed_draft_tokens=2) as served, Gateway(served) as gateway:
         await gateway.attached()
         cut = replace(SPEC, output=tuple(tokens_at(3, 7)))
         assert await gateway.run(cut) == [tokens_at(7, 12)]
@@ -220,7 +220,7 @@ async def test_a_gateway_that_is_gone_ends_its_sequences_and_no_others(tmp_path:
 
 async def test_two_gateways_get_their_own_tokens_though_their_ids_are_the_same(tmp_path: Path) -> None:
     async with (
-        served_scheduler(tmp_path, *dummies(1.0), num_draft_tokens=2) as served,
+        served_scheduler(tmp_path, *dummies(1.0), fixed_draft_tokens=2) as served,
         Gateway(served) as one,
         Gateway(served) as other,
     ):

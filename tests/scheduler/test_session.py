@@ -68,7 +68,7 @@ def make_jobs(count: int, *, max_new_tokens: int = 40) -> list[Job]:
 def settings(log_dir: Path | None = None, **changes: object) -> dict[str, Any]:
     """Settings of a small scheduler with all checks on."""
     return {
-        "num_draft_tokens": 3,
+        "fixed_draft_tokens": 3,
         "slots": 3,
         "context_tokens": 480,
         "max_batched_tokens": 16,

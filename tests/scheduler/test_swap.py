@@ -38,9 +38,11 @@ def joined_draft(number: int, target: DraftTarget) -> Draft:
 class FakeDrafts:
     """Implements `Drafts`: each draft that is attached joins at once, and the first decodes some steps."""
 
-    def __init__(self, accepted: list[int]) -> None:
+    def __init__(self, accepted: list[int], *, num_drafted: int = 4) -> None:
+        """`num_drafted`: draft tokens of each sequence in the steps of the new draft."""
         self.record = DecodeRecord()
         self._accepted = accepted
+        self._num_drafted = num_drafted
         self._now_ns = 1
         self._numbers = iter((NEW, BACK))
 
@@ -59,7 +61,7 @@ class FakeDrafts:
         The first step of all has no time, as it follows on none.
         """
         decoded, chunks = SimpleNamespace(rows=np.arange(len(accepted))), (None,) * num_ending
-        most = 0 if takes_in_only else 4
+        most = 0 if takes_in_only else self._num_drafted if number == NEW else 4
         step = SimpleNamespace(most_draft_tokens=most, is_kept=True, decoded=decoded, chunks=chunks)
         accepted = accepted + [0] * num_ending
         for _ in range(num_steps):
@@ -145,6 +147,14 @@ def test_a_draft_that_guesses_as_well_stays_whatever_it_drafts(
         assert figures.num_draft_tokens == num_draft_tokens
         assert figures.num_steps == NUM_STEPS
         assert figures.accept_length == pytest.approx(1 + sum(accepted) / len(accepted))
+
+
+def test_only_tokens_that_the_steps_of_both_have_are_compared() -> None:
+    """The new draft is chosen to draft two tokens at a time, which are all right."""
+    drafts = FakeDrafts([2, 2, 1], num_drafted=2)
+    assert not swap((4, [4, 4, 1]), (4, [2, 2, 1]), drafts).rolled_back
+    drafts = FakeDrafts([2, 0, 0], num_drafted=2)
+    assert "of the first 2 draft tokens" in swap((4, [4, 4, 1]), (4, [2, 0, 0]), drafts).reason
 
 
 def test_a_draft_that_guesses_worse_goes_though_it_has_more_accepted_tokens() -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SEED = 5
 SETTINGS: dict[str, Any] = {
-    "num_draft_tokens": 3,
+    "fixed_draft_tokens": 3,
     "slots": 3,
     "context_tokens": 480,
     "max_batched_tokens": 16,

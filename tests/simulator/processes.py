@@ -98,7 +98,7 @@ class SchedulerProcess(Process):
         if self.servicer is None:
             return
         terms = SwapTerms(
-            num_draft_tokens=self.world.random.randint(1, self.config.most_draft_tokens),
+            num_draft_tokens=self.world.random.randint(1, self.config.draft_tokens(is_ragged=False)),
             judge_steps=self.world.random.choice((0, 3, 10)),
         )
         request = DraftSwap(address="" if name == "none" else f"unix:/{name}", terms=terms)

@@ -70,7 +70,7 @@ class Schedule:
             kv_memory_mib=1,
             page_tokens=self.page_tokens,
             max_batched_tokens=random.choice((5, 16)),
-            num_draft_tokens=random.choice((1, 2, 4)),
+            fixed_draft_tokens=random.choice((1, 2, 4)),
             step_timeout_s=5.0,
             draft_timeout_ms=random.choice((None, 50.0)),
             debug=random.random() < 0.7,
@@ -81,7 +81,7 @@ class Schedule:
         if self.skill.quality == 1.0:
             self.skill = DraftSkill(reads_hidden=self.skill.reads_hidden, quality=1.0, is_watched=True)
         self.plans = [
-            Plan.draw(random, context_tokens=CONTEXT_TOKENS, num_draft_tokens=self.config.most_draft_tokens)
+            Plan.draw(random, context_tokens=CONTEXT_TOKENS, num_draft_tokens=self.config.draft_tokens(is_ragged=True))
             for _ in range(random.randint(1, 6))
         ]
         self._lack_pages(Random(f"pages {seed}"))
@@ -101,7 +101,8 @@ class Schedule:
         self.is_ragged = Random(f"ragged steps {seed}").random() < 0.7
         if random.random() < 0.4:
             # Drafts rest and come back at random, see `substitutes`.
-            self.config = replace(self.config, num_draft_tokens=None)
+            most = None if Random(f"draft tokens {seed}").random() < 0.5 else self.config.fixed_draft_tokens
+            self.config = replace(self.config, fixed_draft_tokens=None, num_draft_tokens=most)
         self.outage_timeout_s = 600.0
         self.can_fail = False
         """True if the server may fail jobs, which their clients ask for again."""
