@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Device
     from slipstream.common.wire.step import Role, StepCommand
-    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, StepTokens, WorkerDescription
+    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, Measurements, WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.services.worker.config import WorkerConfig
     from slipstream.services.worker.engine import Engine
@@ -74,10 +74,10 @@ class LocalLink:
     def describe(self) -> WorkerDescription:
         return self._device_thread.submit(self._engine.describe).result()
 
-    def attach(self, attachment: Attachment) -> StepTokens | None:
-        step_tokens = self._device_thread.submit(self._engine.attach, attachment).result()
+    def attach(self, attachment: Attachment) -> Measurements | None:
+        measured = self._device_thread.submit(self._engine.attach, attachment).result()
         self._epoch = attachment.epoch
-        return step_tokens
+        return measured
 
     def attach_draft(self, region: DraftRegion) -> None:
         self._device_thread.submit(lambda: list(self._engine.attach_draft(region))).result()

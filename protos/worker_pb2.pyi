@@ -118,7 +118,7 @@ class DeviceMemory(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., weights: _Optional[int] = ..., work: _Optional[int] = ..., work_per_token: _Optional[int] = ..., work_per_choice: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("epoch", "peer", "manifest", "num_slots", "num_draft_tokens", "run_ahead", "page_tokens", "num_pages", "context_tokens", "chunk_tokens", "protocol_version", "debug", "given", "expected_draft", "slot_pages", "measures_step_tokens", "results")
+    __slots__ = ("epoch", "peer", "manifest", "num_slots", "num_draft_tokens", "run_ahead", "page_tokens", "num_pages", "context_tokens", "chunk_tokens", "protocol_version", "debug", "given", "expected_draft", "slot_pages", "measures_step_tokens", "results", "measures_costs")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,7 @@ class AttachRequest(_message.Message):
     SLOT_PAGES_FIELD_NUMBER: _ClassVar[int]
     MEASURES_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
+    MEASURES_COSTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     peer: DescribeResponse
     manifest: Manifest
@@ -153,17 +154,30 @@ class AttachRequest(_message.Message):
     slot_pages: int
     measures_step_tokens: bool
     results: Manifest
-    def __init__(self, epoch: _Optional[int] = ..., peer: _Optional[_Union[DescribeResponse, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., num_slots: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., run_ahead: _Optional[int] = ..., page_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., context_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., debug: _Optional[bool] = ..., given: _Optional[_Union[Manifest, _Mapping]] = ..., expected_draft: _Optional[_Union[DraftSizes, _Mapping]] = ..., slot_pages: _Optional[int] = ..., measures_step_tokens: _Optional[bool] = ..., results: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
+    measures_costs: bool
+    def __init__(self, epoch: _Optional[int] = ..., peer: _Optional[_Union[DescribeResponse, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., num_slots: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., run_ahead: _Optional[int] = ..., page_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., context_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., debug: _Optional[bool] = ..., given: _Optional[_Union[Manifest, _Mapping]] = ..., expected_draft: _Optional[_Union[DraftSizes, _Mapping]] = ..., slot_pages: _Optional[int] = ..., measures_step_tokens: _Optional[bool] = ..., results: _Optional[_Union[Manifest, _Mapping]] = ..., measures_costs: _Optional[bool] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("step_tokens", "step_doubling_context", "command_socket")
+    __slots__ = ("step_tokens", "step_doubling_context", "command_socket", "costs")
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_DOUBLING_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     COMMAND_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
     step_tokens: int
     step_doubling_context: int
     command_socket: str
-    def __init__(self, step_tokens: _Optional[int] = ..., step_doubling_context: _Optional[int] = ..., command_socket: _Optional[str] = ...) -> None: ...
+    costs: _containers.RepeatedCompositeFieldContainer[StepCost]
+    def __init__(self, step_tokens: _Optional[int] = ..., step_doubling_context: _Optional[int] = ..., command_socket: _Optional[str] = ..., costs: _Optional[_Iterable[_Union[StepCost, _Mapping]]] = ...) -> None: ...
+
+class StepCost(_message.Message):
+    __slots__ = ("rows", "draft_tokens", "ns")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NS_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    draft_tokens: int
+    ns: int
+    def __init__(self, rows: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., ns: _Optional[int] = ...) -> None: ...
 
 class DraftSizes(_message.Message):
     __slots__ = ("num_draft_tokens", "hidden_width", "hidden_layers")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.layout import DraftShape
     from slipstream.common.wire.step import StepCommand
-    from slipstream.common.wire.worker import WorkerDescription
+    from slipstream.common.wire.worker import StepCost, WorkerDescription
     from slipstream.scheduler.link import Link
 
 MOST_RETIRED = 2
@@ -78,6 +78,8 @@ class DraftAttachment:
         """The sequences and the shared pages that it can work with."""
         self.is_released = False
         """True once steps may have gone on without the tokens that they waited for."""
+        self.costs: tuple[StepCost, ...] = ()
+        """Times of its part of steps, as it measured them."""
         self._epoch = epoch
         self._log = log
         self._is_on_gpu = device.torch_device.type == "cuda"
@@ -108,7 +110,7 @@ class DraftAttachment:
             # On a GPU, memory that is lent can be written, too.
             described_verify = replace(described_verify, weights=None)
         self.mapping = Mapping.ASKED
-        self.link.attach(
+        measured = self.link.attach(
             replace(
                 common,
                 epoch=self.number,
@@ -119,6 +121,7 @@ class DraftAttachment:
                 expected_draft=None,
             )
         )
+        self.costs = () if measured is None else measured.costs
         sizes = draft_sizes(self.description, self.num_draft_tokens)
         self.mapping, self._verify = Mapping.TAKEN, verify
         verify.attach_draft(DraftRegion(epoch=self._epoch, attachment=self.number, own=own, given=given, draft=sizes))

@@ -6,6 +6,8 @@ the tokens of the step, and by the length of the chain. Steps without draft toke
 that takes in what was stashed, and with one that rests. What was not measured is read between the nearest measured
 places, and beyond them taken to grow by half as much as their tokens.
 
+The workers measure steps of some sizes when they are attached, with which the table begins.
+
 Nothing here has a clock: the same measurements give the same answers.
 """
 
@@ -16,8 +18,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
+    from slipstream.common.wire.worker import StepCost
     from slipstream.scheduler.records import Counts, Ints, StepSlots
 
     Floats = NDArray[np.float64]
@@ -109,10 +114,29 @@ class CostTable:
         self._level = 1.0
         """How much longer than at first steps take now, for reasons that are those of all."""
         self._step = 0
+        self._num_compared = round(1 / _DRIFT)
+        """Steps whose times were compared with what was known since the workers' measurements were taken over."""
 
-    def forget_draft(self) -> None:
-        """Begins anew with another draft."""
+    def begin(self, costs: Iterable[StepCost]) -> None:
+        """Takes over what verify measured when the epoch was opened."""
+        for rows, num_draft_tokens, ns in costs:
+            self._num_compared = 0
+            measured = ns / 1e9, (self._level, self._level), self._step
+            self._verify.setdefault(_bucket(rows), _Curve()).add(rows * (num_draft_tokens + 1), *measured)
+            if not num_draft_tokens:
+                self._undrafted[RESTING].add(rows, *measured)
+
+    def begin_draft(self, costs: Iterable[StepCost]) -> None:
+        """Begins anew with another draft, with what it measured when it was attached."""
         self._chains, self._undrafted[KEPT] = {}, _Curve()
+        for rows, num_draft_tokens, ns in costs if self._verify else ():
+            now = (self._level, self._level), self._step
+            if num_draft_tokens:
+                curve = self._chains.setdefault(_bucket(rows), _Curve())
+                curve.add(num_draft_tokens, ns / 1e9, *now, is_exact=True)
+            else:
+                verify_s = float(self.verify(rows, np.array([float(rows)]))[0])
+                self._undrafted[KEPT].add(rows, verify_s + ns / 1e9, *now)
 
     @property
     def knows_drafts(self) -> bool:
@@ -128,7 +152,10 @@ class CostTable:
         self._step += 1
         before = self._level
         if (expected := self._expected(rows, tokens, chain)) > 0:
-            self._level *= 1 + _DRIFT * (min(seconds / expected, _MOST_GROWTH) - 1)
+            # At first it says by how much steps take longer than the workers' parts that were measured.
+            drift = max(_DRIFT, 1 / (2 + self._num_compared))
+            self._level *= 1 + drift * (min(seconds / expected, _MOST_GROWTH) - 1)
+            self._num_compared += 1
         now = (before, self._level), self._step
         if chain <= KEPT:
             self._undrafted[chain].add(rows, seconds, *now)
@@ -175,6 +202,8 @@ class Survivals:
     """
 
     def __init__(self, num_slots: int, num_draft_tokens: int) -> None:
+        self.most = num_draft_tokens
+        """Positions."""
         self._generations = np.zeros(num_slots, np.int64)
         # [2]: chains that have reached a position, and those that have ended there.
         self._own = np.zeros((2, num_slots, num_draft_tokens))

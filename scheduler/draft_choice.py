@@ -23,8 +23,9 @@ from slipstream.scheduler.costs import KEPT, RESTING, CostTable, Survivals
 from slipstream.scheduler.records import RestCause
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
+    from slipstream.common.wire.worker import StepCost
     from slipstream.scheduler.costs import Floats
     from slipstream.scheduler.records import Counts, Ints, Step, StepOutcome, StepSlots
 
@@ -102,13 +103,15 @@ class DraftChoice:
         self._num_mixed = self._num_alone = 0
         """Mixed steps that were sent since ALONE_STEPS only decoded, and steps that have only decoded since."""
 
-    def joined(self) -> None:
-        """Begins anew with another draft: only what is known of plain steps still holds."""
-        self.costs.forget_draft()
+    def joined(self, costs: Iterable[StepCost] = ()) -> None:
+        """Begins anew with another draft: only what is known of plain steps still holds. `costs`: what it measured."""
+        self.costs.begin_draft(costs)
         self.survivals.forget_draft()
-        self._run_at.clear()
         self._turn(drafts=True)
-        self._saved_s, self._trial_left, self._begun, self._is_new = 0.0, 0, self._step, True
+        self._saved_s, self._trial_left, self._begun = 0.0, 0, self._step
+        self._is_new = not self.costs.knows_drafts
+        # What was measured need not be tried soon.
+        self._run_at = {} if self._is_new else dict.fromkeys(range(RESTING, self.survivals.most + 1), self._step)
 
     @contextmanager
     def held(self) -> Iterator[None]:

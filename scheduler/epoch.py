@@ -10,7 +10,7 @@ from slipstream.common.wire.events import StreamName, open_event_log
 from slipstream.common.wire.layout import RESULT_FENCES, EpochShape
 from slipstream.common.wire.manifest import EVENT
 from slipstream.common.wire.step import Role
-from slipstream.common.wire.worker import Attachment, slot_pages
+from slipstream.common.wire.worker import Attachment, Measurements, slot_pages
 from slipstream.scheduler.attachment import draft_sizes
 from slipstream.scheduler.batch import Batch
 from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
@@ -179,11 +179,14 @@ class Epoch:
             context_tokens=self.sizes.context_tokens,
             expected_draft=self._expected_draft(),
             measures_step_tokens=self._config.max_batched_tokens is None and not self._config.debug,
+            measures_costs=self.choice is not None and not self._config.debug,
             is_debug=self._config.debug,
         )
-        step_tokens = self.link.attach(self._attachment)
-        if step_tokens is not None:
+        measured = self.link.attach(self._attachment) or Measurements()
+        if (step_tokens := measured.step_tokens) is not None:
             self.batch.bound_shared_steps(step_tokens.num_tokens, step_tokens.doubling_context)
+        if self.choice is not None:
+            self.choice.costs.begin(measured.costs)
         # All processes that need the memory have mapped it by now, but for grammar workers.
         if not self._has_constraints:
             arena.seal()

@@ -43,8 +43,8 @@ from slipstream.common.wire.worker import (
     command_to_pb,
     description_from_pb,
     grammar_region_to_pb,
+    measurements_from_pb,
     region_to_pb,
-    step_tokens_from_pb,
 )
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2 as pb
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.step import StepCommand
-    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, StepTokens, WorkerDescription
+    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, Measurements, WorkerDescription
 
 T = TypeVar("T")
 
@@ -132,8 +132,8 @@ class Link(Protocol):
         """Has verify let go of a draft's memory; returns when it does not use it any more."""
         ...
 
-    def attach(self, attachment: Attachment) -> StepTokens | None:
-        """Opens an epoch; returns what verify measured, if asked to. Raises FailedPreconditionError and its kinds."""
+    def attach(self, attachment: Attachment) -> Measurements | None:
+        """Opens an epoch; returns what was measured, if asked to. Raises FailedPreconditionError and its kinds."""
         ...
 
     def send(self, command: StepCommand) -> None:
@@ -215,8 +215,8 @@ class WorkerLink:
         printable: dict[str, Any] = {name: escaped(getattr(description, name)) for name in names}
         return replace(description, pid=_listening_pid(self.address) or description.pid, **printable)
 
-    def attach(self, attachment: Attachment) -> StepTokens | None:
-        return step_tokens_from_pb(self._thread.call(self._attach(attachment)))
+    def attach(self, attachment: Attachment) -> Measurements | None:
+        return measurements_from_pb(self._thread.call(self._attach(attachment)))
 
     def attach_draft(self, region: DraftRegion) -> None:
         self._thread.call(self._attach_draft(region))

@@ -140,7 +140,8 @@ RUN_AHEAD = gauge(
     "slipstream_run_ahead", "Steps that are sent before the result of the first of them is known, less 1."
 )
 NUM_DRAFT_TOKENS = gauge(
-    "slipstream_num_draft_tokens", "Most tokens drafted for a sequence in a step; 0 when nothing drafts, or the draft rests."
+    "slipstream_num_draft_tokens",
+    "Most tokens drafted for a sequence in a step; 0 when nothing drafts, or the draft rests.",
 )
 SLOTS = gauge("slipstream_slots", "Requests that can run at the same time.")
 KV_PAGES = gauge("slipstream_kv_pages", "Pages of a service's KV pool that requests can have.", "service")

@@ -352,7 +352,7 @@ class Speculation:
         if not joining.has_joined:
             joining.joined_at = time.monotonic()
             if self._choice is not None:
-                self._choice.joined()
+                self._choice.joined(joining.attachment.costs)
             self._listener.joined(joining, joining.joined_at - catch_up.begun_at)
 
     def _bring(self, joining: Draft, catch_up: CatchUp, number: int, *, held_back: int = 0) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -167,6 +167,28 @@ class StepTokens:
     one."""
 
 
+class StepCost(NamedTuple):
+    """The time of a worker's part of a step."""
+
+    rows: int
+    draft_tokens: int
+    """Of each row. 0: verify's part of a plain step; of a draft, one that only takes in the stash."""
+    ns: int
+
+
+LONGEST_COST_NS, MOST_COSTS = 10**10, 1024
+"""The longest time that counts, in ns, and the most times of a worker that are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What a worker measured when it was attached."""
+
+    step_tokens: StepTokens | None = None
+    """Verify's; None if it did not measure them."""
+    costs: tuple[StepCost, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
     """One epoch of a worker: the memory it shares and the sizes it works with. For a draft, its attachment."""
@@ -193,6 +215,8 @@ class Attachment:
     """For verify: the draft to prepare for."""
     measures_step_tokens: bool = False
     """For verify: measure how many tokens a step beside decoding may have."""
+    measures_costs: bool = False
+    """Measure how long steps take."""
     protocol_version: int = PROTOCOL_VERSION
     is_debug: bool = False
 
@@ -353,17 +377,21 @@ def attachment_from_pb(message: pb.AttachRequest) -> Attachment:
     return attachment
 
 
-def attached_to_pb(tokens: StepTokens | None, command_socket: str) -> pb.AttachResponse:
-    """Encodes the answer to Attach. `tokens`: None if nothing was measured. `command_socket`: empty for none."""
+def attached_to_pb(measured: Measurements | None, command_socket: str) -> pb.AttachResponse:
+    """Encodes the answer to Attach. `measured`: None if nothing was. `command_socket`: empty for none."""
     answer = pb.AttachResponse(command_socket=command_socket)
-    if tokens is not None:
-        answer.step_tokens, answer.step_doubling_context = tokens.num_tokens, tokens.doubling_context or 0
+    if measured is not None:
+        answer.costs.extend(pb.StepCost(**cost._asdict()) for cost in measured.costs)
+        if (tokens := measured.step_tokens) is not None:
+            answer.step_tokens, answer.step_doubling_context = tokens.num_tokens, tokens.doubling_context or 0
     return answer
 
 
-def step_tokens_from_pb(message: pb.AttachResponse) -> StepTokens | None:
-    """Decodes what verify measured; None if it did not."""
-    return StepTokens(message.step_tokens, message.step_doubling_context or None) if message.step_tokens else None
+def measurements_from_pb(message: pb.AttachResponse) -> Measurements:
+    """Decodes what a worker measured, without times that no step takes: a draft may answer anything."""
+    tokens = StepTokens(message.step_tokens, message.step_doubling_context or None) if message.step_tokens else None
+    costs = (StepCost(cost.rows, cost.draft_tokens, cost.ns) for cost in message.costs[:MOST_COSTS])
+    return Measurements(tokens, tuple(cost for cost in costs if cost.rows and 0 < cost.ns <= LONGEST_COST_NS))
 
 
 def hidden_of(given: Manifest) -> tuple[int, torch.dtype]:

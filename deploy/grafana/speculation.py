@@ -150,8 +150,8 @@ def _over_time() -> list[Panel]:
         graph(
             "Decode steps, by mode",
             "Share of the decode steps that are drafted, plain because many prompts wait or no draft token pays "
-            "(drafted_none), plain because the draft rests (or comes back from it), or plain without a draft. The draft "
-            "rests while plain steps are faster.",
+            "(drafted_none), plain because the draft rests (or comes back from it), or plain without a draft. The "
+            "draft rests while plain steps are faster.",
             Query(over(total(rate(DECODE_STEPS), "mode"), total(rate(DECODE_STEPS))), "{{mode}}"),
             unit="percentunit",
             most=1,

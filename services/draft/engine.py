@@ -8,20 +8,23 @@ from typing import TYPE_CHECKING, Protocol
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART
 from slipstream.common.wire.step import FenceName, WaitPlace
+from slipstream.common.wire.worker import Measurements
 from slipstream.services.worker.engine import Phase
+from slipstream.services.worker.future_map import NextStepState
 from slipstream.services.worker.graphs import GRAPHED_MODES, at_once, batch_buckets, capture_buckets, with_padding
 from slipstream.services.worker.rehearsal import rehearse_drafting, rehearse_prompts
 from slipstream.services.worker.slots import FlatChunks, SamplingMode, check_draft_tokens
+from slipstream.services.worker.step_costs import measure_costs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import torch
 
     from slipstream.common.wire.step import StepCommand
     from slipstream.common.wire.worker import WorkerDescription
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.future_map import NextStepState, Region, StepNumber
+    from slipstream.services.worker.future_map import Region, StepNumber
     from slipstream.services.worker.graphs import Buckets, GraphedPart, GraphedStep
 
 
@@ -58,12 +61,35 @@ class DraftEngine:
         self._graphs: DraftGraphs | None = None
         self._longest = description.max_context_tokens
 
-    def open(self, state: EpochState) -> None:
+    def open(self, state: EpochState) -> Measurements:
         self._drafter.open(state)
         if state.graphs is not None:
             rehearse_prompts(self, state)
             self._graphs = DraftGraphs(self._drafter, state, state.graphs)
             rehearse_drafting(self, state)
+        if not state.attachment.measures_costs:
+            return Measurements()
+        shape, device = state.attachment.shape, state.slots.limits.device
+        return Measurements(costs=measure_costs(shape, partial(self._padding_step, state), device))
+
+    def _padding_step(self, state: EpochState, num_rows: int, num_draft_tokens: int) -> Callable[[], None] | None:
+        """Implements `MakeStep`."""
+        if self._graphs is not None:
+            return self._graphs.padding_step(num_rows, num_draft_tokens)
+        shape, rows = state.region.shape, state.slots.limits.new_zeros(num_rows)
+        hidden = (num_rows, shape.num_draft_tokens + 1, shape.hidden_width)
+        stash = NextStepState(
+            seq_lens=rows,
+            bonus_tokens=rows,
+            num_new=rows + 1,
+            last_tokens=rows[:, None].repeat(1, shape.num_draft_tokens + 1),
+            hidden_states=rows.new_zeros(hidden, dtype=shape.hidden_dtype) if shape.hidden_width else None,
+        )
+
+        def work() -> None:
+            self._drafter.propose(rows, stash, max(1, num_draft_tokens), SamplingMode.NOISE)
+
+        return work
 
     def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
         raise InvalidArgumentError("role", self.description.role.value, "verify, for a draft to attach to")
@@ -158,6 +184,15 @@ class DraftGraphs:
         rows = self._graphed.slots[:num_rows]
         propose(self._drafter, self._state, command.step, rows, mode, command.most_draft_tokens)
         self._graphed.stamp_end()
+
+    def padding_step(self, num_rows: int, num_draft_tokens: int) -> Callable[[], None] | None:
+        """Returns the stream work of a step of padding rows; None if there are no graphs of it. Nothing must run."""
+        if num_draft_tokens not in (0, self._state.attachment.shape.num_draft_tokens):
+            return None
+        graphs = self._made[SamplingMode.NOISE] if num_draft_tokens else self._taking_in
+        made = graphs.get(num_rows)
+        self._graphed.clear()
+        return None if made is None else made.work
 
     def _make(self, mode: SamplingMode, size: int, *, num_draft_tokens: int | None = None) -> GraphedPart:
         """`num_draft_tokens`: None: K."""

@@ -25,7 +25,7 @@ import torch
 
 from slipstream.common.errors import InvalidArgumentError, MismatchError
 from slipstream.common.wire.step import FINAL_NORM, FenceName, PrefillChunk, SlotUpdate, WaitPlace
-from slipstream.common.wire.worker import DraftSizes, StepTokens
+from slipstream.common.wire.worker import DraftSizes, Measurements, StepTokens
 from slipstream.services.models.sampler import SimulatedAcceptance
 from slipstream.services.verify.graphs import VerifyGraphs, waits_for_stash_read
 from slipstream.services.verify.target import PromptEnds, Target, TargetStep
@@ -39,10 +39,11 @@ from slipstream.services.worker.graphs import (
     with_padding,
 )
 from slipstream.services.worker.rehearsal import rehearse_mixed, rehearse_prompts
-from slipstream.services.worker.slots import FlatChunks, check_draft_tokens
+from slipstream.services.worker.slots import FlatChunks, SamplingMode, check_draft_tokens
+from slipstream.services.worker.step_costs import measure_costs
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from slipstream.common.wire.step import StepCommand
     from slipstream.common.wire.worker import WorkerDescription
@@ -87,7 +88,7 @@ class VerifyEngine:
         self._target: Target | None = None
         self._graphs: VerifyGraphs | None = None
 
-    def open(self, state: EpochState) -> StepTokens | None:
+    def open(self, state: EpochState) -> Measurements:
         attachment = state.attachment
         width = None if state.graphs is None else self._width(attachment.shape.num_draft_tokens)
         self._target = Target(self._model, state, self._acceptance, width=width)
@@ -97,7 +98,10 @@ class VerifyEngine:
         if state.graphs is not None:
             self._graphs = VerifyGraphs(self._target, state, state.graphs, is_one_size=width is not None)
             self._make_ready(state, self._graphs)
-        return measure_step_tokens(self._model, state) if attachment.measures_step_tokens else None
+        tokens = measure_step_tokens(self._model, state) if attachment.measures_step_tokens else None
+        if width is not None or not attachment.measures_costs:
+            return Measurements(tokens)
+        return Measurements(tokens, measure_costs(attachment.shape, self._padding_step, self._model.device))
 
     def _make_ready(self, state: EpochState, graphs: VerifyGraphs) -> None:
         """Captures and rehearses steps of all kinds."""
@@ -166,6 +170,21 @@ class VerifyEngine:
         ends = PromptEnds.of(command.chunks, state.staging, is_each_alone=is_each_alone)
         step = make(chunks=chunks, ends=ends, aux_layers=layers)
         return _phases(command, state, target, slots, rows, region, step)
+
+    def _padding_step(self, num_rows: int, num_draft_tokens: int) -> Callable[[], None] | None:
+        """Implements `MakeStep`."""
+        if self._graphs is not None:
+            return self._graphs.padding_step(num_rows, num_draft_tokens)
+        model, rows = self._model, torch.zeros(num_rows, dtype=torch.int64, device=self._model.device)
+        tokens = rows[:, None].repeat(1, num_draft_tokens + 1)
+        positions = tokens + torch.arange(num_draft_tokens + 1, device=rows.device)
+
+        def work() -> None:
+            slots = model.slots.take(rows)
+            logits = model.decoder.logits(model.forward(slots, tokens, positions).hidden)
+            model.slots.sample(slots, logits, positions, SamplingMode.NOISE)
+
+        return work
 
     def _capture_prompts(self, layers: tuple[int, ...]) -> Generator[None, None, None]:
         """Makes graphs of chunks, unless all steps have one size."""

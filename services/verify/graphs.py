@@ -20,6 +20,7 @@ from slipstream.services.verify.target import TargetForward, merged
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.future_map import NO_REGION, CapturedStep, StampPlace, VerifyResult
 from slipstream.services.worker.graphs import GRAPHED_MODES, GraphedPart, Latest, batch_buckets, capture_buckets
+from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import Region
     from slipstream.services.worker.graphs import Buckets, GraphedStep
-    from slipstream.services.worker.slots import SamplingMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,20 @@ class VerifyGraphs:
         if draft is not None:
             yield from self._capture(draft.num_draft_tokens, layers)
         yield from self._capture(0, layers or self._plain_layers)
+
+    def padding_step(self, num_rows: int, num_draft_tokens: int) -> Callable[[], None] | None:
+        """Returns the stream work of a step of padding rows; None if there are no graphs of it. Nothing must run."""
+        made = [graphs for (count, _), graphs in self._made.items() if count == num_draft_tokens]
+        graphs = made[0].get(num_rows) if made else None
+        if graphs is None or not (ending := graphs.endings.get(SamplingMode.NOISE)):
+            return None
+        self._graphed.clear()
+
+        def work() -> None:
+            graphs.forward.work()
+            ending.part.work()
+
+        return work
 
     def private_region(self, draft: DraftSizes, chunk_tokens: int) -> Region:
         """Makes memory such as a draft's, which no draft shares."""

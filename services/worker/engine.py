@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device, Stream
     from slipstream.common.wire.events import EventLog, FenceLogOp
     from slipstream.common.wire.step import FencePoint, FenceWait, SlotUpdate, StepCommand, WaitPlace
-    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, StepTokens, WorkerDescription
+    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, Measurements, WorkerDescription
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import Region
 
@@ -66,8 +66,8 @@ class RoleEngine(Protocol):
     description: WorkerDescription
     """The worker's description, for the scheduler."""
 
-    def open(self, state: EpochState) -> StepTokens | None:
-        """Allocates what an epoch needs, warms up; verify may return a step's tokens. Raises MismatchError, others."""
+    def open(self, state: EpochState) -> Measurements | None:
+        """Allocates what an epoch needs, warms up, and measures what is asked for. Raises MismatchError, others."""
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """Returns the step's work in order; each part is stream work and holds all it needs."""
@@ -128,7 +128,7 @@ class Engine:
             raise failure from error
         return replace(self.description, last_epoch=self.last_epoch, memory=memory)
 
-    def attach(self, attachment: Attachment) -> StepTokens | None:
+    def attach(self, attachment: Attachment) -> Measurements | None:
         """Opens an epoch, see `RoleEngine.open`. Raises FailedPreconditionError and its kinds, ConfigError, others."""
         with self.log.blocked(Site.ATTACH):
             try:
@@ -137,7 +137,7 @@ class Engine:
                 self._lose_device(error)
                 raise
 
-    def _attach(self, attachment: Attachment) -> StepTokens | None:
+    def _attach(self, attachment: Attachment) -> Measurements | None:
         if self._open is not None:
             raise FailedPreconditionError(f"attached in epoch {self.epoch}: drain it first")
         check_attachment(attachment, self.description, self.last_epoch)
@@ -154,7 +154,7 @@ class Engine:
             )
             opened = Epoch(state, memory)
             self._stream.bind_thread()
-            step_tokens = self._role.open(state)
+            measurements = self._role.open(state)
             self._stream.synchronize(5 * DRAIN_TIMEOUT_S)  # Attach may take so long; after it nothing is written
         except BaseException as error:
             self._role.close()
@@ -166,7 +166,7 @@ class Engine:
         self.log.begin_epoch(attachment.epoch)
         self._is_ending = False
         self._open = opened
-        return step_tokens
+        return measurements
 
     def _no_room(self, attachment: Attachment, error: RuntimeError) -> OutOfMemoryError:
         return no_room(self.description, attachment, self._device.torch_device, self._weights, error)

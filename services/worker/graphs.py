@@ -42,7 +42,7 @@ wait.
 """
 _FURTHER_BITS = 5
 """Sixteen larger ones lie between a power of two and the next, so that rehearsing large steps does not take minutes."""
-_REPEATS = 3
+REPEATS = 3
 """Runs of which the shortest counts: other processes start at the same time."""
 T = TypeVar("T")
 
@@ -126,6 +126,11 @@ class GraphedStep:
     stamp_end: Callable[[], None]
     """Stream work: it ends."""
 
+    def clear(self) -> None:
+        """Stream work: sets the inputs to those of a step of padding rows without a draft."""
+        self.slots.fill_(PADDING_SLOT)
+        self.step.region_words.zero_()
+
     def capture_part(self, work: Callable[[], None]) -> GraphedPart:
         """Stream work: captures a part of a step, which does it once.
 
@@ -134,8 +139,7 @@ class GraphedStep:
         """
         columns = [place.column for place in (self.step.start, self.step.end) if place is not None]
         stamps = [column.clone() for column in columns]
-        self.slots.fill_(PADDING_SLOT)
-        self.step.region_words.zero_()
+        self.clear()
         self.step.take_accesses()
         replay = self.capture.capture(work)
         accesses = self.step.take_accesses()
@@ -250,7 +254,7 @@ def capture_buckets(what: str, sizes: tuple[int, ...], make: Callable[[int], T])
 def shortest_seconds(work: Callable[[], None], device: torch.device) -> float:
     """Returns the shortest time of a few runs of `work`, from an idle device to an idle device."""
     found = []
-    for _ in range(_REPEATS):
+    for _ in range(REPEATS):
         _wait_for(device)
         begun = time.monotonic()
         work()

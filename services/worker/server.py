@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from slipstream.common.wire.command_socket import CommandReader
     from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.step import Role, StepCommand
-    from slipstream.common.wire.worker import Attachment, StepTokens
+    from slipstream.common.wire.worker import Attachment, Measurements
     from slipstream.services.worker.config import WorkerConfig
     from slipstream.services.worker.engine import RoleEngine
 
@@ -250,8 +250,8 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         if self._has_stream:
             raise FailedPreconditionError("another scheduler has the Execute stream of this worker")
         self._commands.forget()
-        step_tokens = await self._on_device_thread(self._attach, attachment)
-        return attached_to_pb(step_tokens, self._commands.ending)
+        measured = await self._on_device_thread(self._attach, attachment)
+        return attached_to_pb(measured, self._commands.ending)
 
     async def AttachDraft(self, request: pb.AttachDraftRequest, context: ServicerContext) -> pb.AttachDraftResponse:
         await self._by_pieces(self._engine.attach_draft(region_from_pb(request)))
@@ -341,7 +341,7 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         await self._on_device_thread(self._engine.drain, request.epoch)
         return pb.DrainResponse()
 
-    def _attach(self, attachment: Attachment) -> StepTokens | None:
+    def _attach(self, attachment: Attachment) -> Measurements | None:
         # Set here, as a caller may wait after other work, or be gone before this is done.
         self._is_attaching = True
         try:

@@ -82,7 +82,10 @@ async def test_what_cannot_be_asked_from_here_is_not_held_against_it(serve_state
     ("draft", "words"),
     [
         (("", 0.0, ""), "algorithm standalone, up to 4 draft tokens a step, host fences"),
-        (("attached", 11.7, ""), "algorithm standalone, up to 4 draft tokens a step, draft attached for 12 s, host fences"),
+        (
+            ("attached", 11.7, ""),
+            "algorithm standalone, up to 4 draft tokens a step, draft attached for 12 s, host fences",
+        ),
         (("resting", 11.7, ""), "up to 4 draft tokens a step, draft attached for 12 s, resting now, host fences"),
         (("catching up", 0.2, ""), "draft catching up for 0 s, host fences"),
         (("missing", 200.0, "it died"), "without a draft for 3 min (it died), host fences"),
@@ -396,7 +399,9 @@ def test_the_table_says_it_all() -> None:
     assert row(look, "tokens") == "21.0 per second"
     assert row(look, "requests") == "2 of 4 running, 3 of 5 waiting"
     assert row(look, "KV") == "10 of 40 pages, 25.0%; 2 preemptions"
-    assert row(look, "runs").startswith("[bold]target[/]; algorithm standalone, up to 2 draft tokens a step, host fences")
+    assert row(look, "runs").startswith(
+        "[bold]target[/]; algorithm standalone, up to 2 draft tokens a step, host fences"
+    )
     assert row(look, "scheduler").split() == ["SERVING", "pid", "7", "unix:/run/scheduler.sock"]
     assert row(look, "gateway").split() == ["SERVING", "pid", "6", "127.0.0.1:1"]
 

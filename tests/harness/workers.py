@@ -23,7 +23,7 @@ from slipstream.common.wire.worker import (
     DraftRegion,
     DraftSizes,
     GrammarRegion,
-    StepTokens,
+    Measurements,
     WorkerDescription,
     attachment_from_pb,
     attachment_to_pb,
@@ -99,11 +99,11 @@ class LocalWorker:
         """See `WorkerLink.describe`."""
         return self.engine.describe()
 
-    def attach(self, attachment: Attachment) -> StepTokens | None:
+    def attach(self, attachment: Attachment) -> Measurements | None:
         """See `WorkerLink.attach`."""
-        step_tokens = self.engine.attach(attachment_from_pb(attachment_to_pb(attachment)))
+        measured = self.engine.attach(attachment_from_pb(attachment_to_pb(attachment)))
         self._epoch = attachment.epoch
-        return step_tokens
+        return measured
 
     def attach_draft(self, region: DraftRegion) -> None:
         """See `WorkerLink.attach_draft`."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 
+from slipstream.common.wire.worker import StepCost
 from slipstream.scheduler.costs import KEPT, RESTING, CostTable, Survivals
 from slipstream.scheduler.draft_choice import ALONE_STEPS, FIRST_TOKENS, MIXED_STEPS, PATIENCE, DraftChoice
 from slipstream.scheduler.records import NO_OUTCOME, RestCause, SlotLease, Step, StepSlots
@@ -46,6 +47,14 @@ class Server:
 
     def __post_init__(self) -> None:
         self.choice = DraftChoice(100, MOST, self.causes.append)
+
+    def measure(self) -> None:
+        """Has the choice begin with times that the workers measured when they were attached."""
+        sizes = list(product((1, 2, 4, 8), range(MOST + 1)))
+        self.choice.costs.begin(
+            StepCost(rows, count, round(1e6 + 1e9 * self.token_s * rows * (count + 1))) for rows, count in sizes
+        )
+        self.choice.joined([StepCost(rows, count, round(1e9 * self.forward_s * count) or 1) for rows, count in sizes])
 
     def run(self, num_steps: int) -> float:
         """Makes steps; returns tokens per second."""
@@ -131,6 +140,27 @@ def test_trials_lose_little_and_try_everything() -> None:
     assert rate > 0.97 * best_of_fixed(0.9, 0.9)
     seen = {max(counts, default=RESTING) for counts in server.counts[begun:]}
     assert seen == {RESTING, KEPT, *range(1, MOST + 1)}
+
+
+@pytest.mark.parametrize(("share", "best"), [(1.0, MOST), (0.0, 0)])
+def test_with_measured_costs_the_first_request_has_its_number_within_32_tokens(share: float, best: int) -> None:
+    """Also where every step takes half as long again as the workers' parts of it, as hosts lose time between them."""
+    server = make_server(share, slowness=1.5, token_s=3e-4, forward_s=2e-4)
+    server.measure()
+    while server.num_tokens < 32:
+        server._step()
+    server.run(20)
+    last = [sum(counts) for counts in server.counts[-20:]]
+    assert last.count(best) > 15 or (not best and not server.choice.drafts)
+
+
+def test_what_was_measured_is_not_tried_at_once_and_counts_by_how_long_steps_really_take() -> None:
+    server = make_server(0.9, 0.9, slowness=1.5)
+    server.measure()
+    server.run(60)
+    assert min(max(counts, default=RESTING) for counts in server.counts) > KEPT
+    expected = server.slowness * np.array([1e-3 + 1e-4 * tokens for tokens in (2, 6, 12)])
+    assert server.choice.costs.verify(2, np.array([2.0, 6.0, 12.0])) == pytest.approx(expected, rel=0.1)
 
 
 def test_a_sequence_that_is_accepted_gets_more_within_32_tokens() -> None:
@@ -230,7 +260,7 @@ def test_a_draft_that_is_judged_drafts_in_each_step_and_another_one_begins_so(is
     assert not server.choice.drafts
     server.choice.joined()
     server.run(WAY_BACK)
-    assert server.counts[-1] == [MOST, MOST]
+    assert server.counts[-1] == [FIRST_TOKENS if is_ragged else MOST] * 2
 
 
 def test_the_same_measurements_give_the_same_choices() -> None:

@@ -25,7 +25,7 @@ from tests.harness.workers import LocalWorker, local_workers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.common.wire.worker import Attachment, StepTokens
+    from slipstream.common.wire.worker import Attachment, Measurements
     from slipstream.services.worker.engine import RoleEngine
     from tests.harness.counted_jobs import Job
 
@@ -45,13 +45,13 @@ class Vandal(LocalWorker):
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def attach(self, attachment: Attachment) -> StepTokens | None:
+    def attach(self, attachment: Attachment) -> Measurements | None:
         """See `LocalWorker.attach`."""
         arena = HostArena.open(attachment.manifest)
-        step_tokens = super().attach(attachment)
+        measured = super().attach(attachment)
         self._thread = threading.Thread(target=self._scribble, args=(arena,))
         self._thread.start()
-        return step_tokens
+        return measured
 
     def detach(self, *, drain: bool) -> None:
         """See `LocalWorker.detach`."""

@@ -19,8 +19,12 @@ from slipstream.common.wire.layout import (
 from slipstream.common.wire.manifest import BufferSpec, FenceWord, Manifest, lay_out
 from slipstream.common.wire.step import FenceName, Role, StepCommand
 from slipstream.common.wire.worker import (
+    LONGEST_COST_NS,
+    MOST_COSTS,
     Attachment,
     DraftRegion,
+    Measurements,
+    StepCost,
     StepTokens,
     WorkerDescription,
     attached_to_pb,
@@ -32,9 +36,9 @@ from slipstream.common.wire.worker import (
     description_to_pb,
     manifest_from_pb,
     manifest_to_pb,
+    measurements_from_pb,
     region_from_pb,
     region_to_pb,
-    step_tokens_from_pb,
 )
 from slipstream.protos import worker_pb2 as pb
 from tests.harness.worker_messages import COMMANDS, DESCRIPTIONS, REGIONS, attachments, manifests, weights
@@ -218,5 +222,11 @@ def test_weights_cannot_stand_in_for_other_memory() -> None:
 
 
 @pytest.mark.parametrize("tokens", [None, StepTokens(32), StepTokens(64, 4000)])
-def test_step_tokens(tokens: StepTokens | None) -> None:
-    assert step_tokens_from_pb(attached_to_pb(tokens, ".commands")) == tokens
+def test_measurements_arrive_without_times_that_no_step_takes(tokens: StepTokens | None) -> None:
+    costs = (StepCost(1, 0, 900), StepCost(4, 15, LONGEST_COST_NS))
+    wrong = (StepCost(0, 1, 900), StepCost(1, 1, 0), StepCost(1, 1, LONGEST_COST_NS + 1), StepCost(1, 1, 2**64 - 1))
+    given = Measurements(tokens, costs[:1] + wrong + costs[1:] + costs * MOST_COSTS)
+    found = measurements_from_pb(attached_to_pb(given, ".commands"))
+    assert found.step_tokens == tokens
+    assert found.costs == costs + (costs * MOST_COSTS)[: MOST_COSTS - len(costs + wrong)]
+    assert measurements_from_pb(attached_to_pb(None, "")) == Measurements()
