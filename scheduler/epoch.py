@@ -179,7 +179,7 @@ class Epoch:
             context_tokens=self.sizes.context_tokens,
             expected_draft=self._expected_draft(),
             measures_step_tokens=self._config.max_batched_tokens is None and not self._config.debug,
-            measures_costs=self.choice is not None and not self._config.debug,
+            chooses_draft_tokens=self.choice is not None,
             is_debug=self._config.debug,
         )
         measured = self.link.attach(self._attachment) or Measurements()

@@ -215,8 +215,8 @@ class Attachment:
     """For verify: the draft to prepare for."""
     measures_step_tokens: bool = False
     """For verify: measure how many tokens a step beside decoding may have."""
-    measures_costs: bool = False
-    """Measure how long steps take."""
+    chooses_draft_tokens: bool = False
+    """True if the draft tokens of each step are chosen: the worker measures how long steps take."""
     protocol_version: int = PROTOCOL_VERSION
     is_debug: bool = False
 
@@ -235,6 +235,11 @@ class Attachment:
         ):
             if not low <= value <= high:
                 raise ConfigError(f"attach.{name}", value, f"{low} to {high}")
+
+    @property
+    def measures_costs(self) -> bool:
+        """True if the worker is to measure how long steps take; in debug mode that is not what they take otherwise."""
+        return self.chooses_draft_tokens and not self.is_debug
 
 
 def slot_pages(shape: EpochShape, *, context_tokens: int, page_tokens: int) -> int:
