@@ -54,14 +54,14 @@ def chosen_at_random(monkeypatch: pytest.MonkeyPatch, *, rests: float = 0.0) -> 
 def test_tokens_are_those_of_plain_decoding_with_every_drafter(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, draft: str, run_ahead: int
 ) -> None:
-    """Twice, so that prefixes are shared, or in so few pages that sequences are preempted; and all is in order.
+    """Twice, so that prefixes are shared, or with so few pages that sequences are preempted; and all is in order.
 
     Requests have every way to sample, and logprobs.
     """
     device, outputs, num_pages = HostDevice(), [], 40 if run_ahead else None
     for name in ("none", draft):
         chosen = chosen_at_random(monkeypatch, rests=0.05)
-        waves, log_dir = [jobs_of_all_kinds() for _ in range(2)], tmp_path / name
+        waves, log_dir = [jobs_of_all_kinds() for _ in range(2 if num_pages is None else 1)], tmp_path / name
         for job in (job for wave in waves for job in wave if num_pages is not None):
             job.spec = replace(job.spec, max_new_tokens=55)
         config = make_config(run_ahead=run_ahead, fixed_draft_tokens=None, access_log_dir=log_dir)
