@@ -22,7 +22,7 @@ from slipstream.common.wire.server import DraftSwap, SwapTerms
 from slipstream.common.wire.step import Role
 from slipstream.common.wire.worker import Attachment, DeviceMemory, WorkerDescription
 from slipstream.scheduler import session
-from slipstream.scheduler.attachment import DraftAttachment
+from slipstream.scheduler.attachment import DraftAttachment, draft_sizes
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.draft import Draft, DraftState
 from slipstream.scheduler.draft_session import DraftSession
@@ -164,6 +164,7 @@ class Drafts:
             "policy": None,
             "log": EventLog(),
             "measure": lambda: None,
+            "sizes_of": lambda draft, num_draft_tokens: draft_sizes(draft, num_draft_tokens or 2),
         }
         self.epoch = cast("Epoch", SimpleNamespace(**parts, link=verify or FakeLink(VERIFY)))
 

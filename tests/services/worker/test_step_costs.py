@@ -65,7 +65,7 @@ def test_an_epoch_that_chooses_draft_tokens_begins_with_what_steps_cost(
 ) -> None:
     """With steps by graphs and without; one with a fixed number measures nothing."""
     monkeypatch.setattr(step_costs, "BUDGET_S", 60.0)  # on a busy machine, too
-    monkeypatch.setattr(step_costs, "DRAFT_TOKENS", (0, 2))
+    monkeypatch.setattr(step_costs, "DRAFT_TOKENS", (0, 15))
     device, target = make_device(), target_dir()
     model = eagle3_dir() if algorithm == "eagle3" else None
     roles = (
