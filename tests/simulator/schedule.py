@@ -193,7 +193,9 @@ class Schedule:
     def _machine(self, directory: Path) -> Machine:
         world = self.world
         host = Host(world)
-        needed = -(-(CONTEXT_TOKENS + 20) // self.page_tokens) + 1
+        most_draft_tokens = self.config.draft_tokens(is_ragged=self.is_ragged)
+        ahead = max(20, (self.config.run_ahead + 1) * (most_draft_tokens + 1))
+        needed = -(-(CONTEXT_TOKENS + ahead) // self.page_tokens) + 1
         num_pages = int(needed * self.num_contexts) + 2
         bytes_per_token = max(1, _MIB // (num_pages * self.page_tokens * (2 if self.has_draft else 1)))
 
