@@ -76,7 +76,7 @@ def serve(device: Device, path: Path, draft: str | None, *, num_at_once: int) ->
     ]
     config = SchedulerConfig(
         verify="unix:/none",
-        num_draft_tokens=NUM_DRAFT_TOKENS,
+        fixed_draft_tokens=NUM_DRAFT_TOKENS,
         slots=num_at_once,
         context_tokens=128,
         max_batched_tokens=64,

@@ -159,7 +159,7 @@ async def test_outputs_do_not_depend_on_how_many_tokens_each_sequence_drafts_in_
 ) -> None:
     """Drawn anew for each sequence in each step, with a constraint or without; and the draft rests at times."""
     chosen, role = chosen_at_random(monkeypatch, rests=0.05), make_draft(DRAFTS[draft], HostDevice(), 0)
-    settings = {"num_draft_tokens": None, "run_ahead": run_ahead, "grammar_timeout_ms": 2e4}
+    settings = {"fixed_draft_tokens": None, "run_ahead": run_ahead, "grammar_timeout_ms": 2e4}
     twice = [*SPECS, *(replace(one, job_id=f"again {one.job_id}") for one in SPECS)]
     async with served(tmp_path, target, role, **settings) as gateway:
         assert await gateway.run(*twice) == 2 * plain

@@ -71,7 +71,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(target, guesser, {EAGLE3: write_head(folder / EAGLE3), MTP: folder / MTP})
 
 
-def roles(checkpoints: Checkpoints, draft: str, device: Device, width: int | None, kv_dtype: str) -> list[RoleEngine]:
+def roles(
+    checkpoints: Checkpoints, draft: str, device: Device, width: int | None, kv_dtype: str = "auto"
+) -> list[RoleEngine]:
     """Verify, and a draft if there is one."""
     of_target = WorkerConfig(model=checkpoints.target, deterministic_width=width, kv_dtype=kv_dtype)
     made = [make_verify(of_target, device, 0)]
