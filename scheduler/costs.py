@@ -43,6 +43,8 @@ _DRIFT = 1 / _WINDOW
 As much as a mean of a whole window takes in. So the level goes with the means: it returns when they do, and noise,
 which these level out, moves it no further.
 """
+_LEAST_PART = 1 / 1024
+"""Least part of a step's time that counts as verify's, whose stamps may be equal: no step takes no time."""
 _SERVER_WINDOW, _OWN_WINDOW = 1024.0, 64.0
 """Drafts of all sequences, and steps of one, that survivals go back over."""
 _FIRST_HAZARD, _SERVER_WEIGHT = 0.3, 2.0
@@ -156,13 +158,12 @@ class CostTable:
             drift = max(_DRIFT, 1 / (2 + self._num_compared))
             self._level *= 1 + drift * (min(seconds / expected, _MOST_GROWTH) - 1)
             self._num_compared += 1
-        now = (before, self._level), self._step
+        now, verify_s = ((before, self._level), self._step), min(max(verify_s, _LEAST_PART * seconds), seconds)
         if chain <= KEPT:
             self._undrafted[chain].add(rows, seconds, *now)
             if chain == RESTING:
-                self._verify.setdefault(_bucket(rows), _Curve()).add(tokens, min(verify_s, seconds), *now)
+                self._verify.setdefault(_bucket(rows), _Curve()).add(tokens, verify_s, *now)
             return
-        verify_s = min(verify_s, seconds)
         self._verify.setdefault(_bucket(rows), _Curve()).add(tokens, verify_s, *now)
         self._chains.setdefault(_bucket(rows), _Curve()).add(chain, seconds - verify_s, *now, is_exact=True)
 

@@ -285,6 +285,13 @@ def test_costs_are_read_between_what_was_measured() -> None:
     assert table.undrafted(RESTING, 4) == pytest.approx(0.002, rel=0.05)
 
 
+def test_stamps_of_verify_may_be_equal() -> None:
+    choice, slots = DraftChoice(10, MOST), StepSlots.of([SlotLease(1, 1), SlotLease(2, 1)])
+    choice.costs.add(0.004, 0.0, rows=2, tokens=12, chain=MOST)
+    counts = choice.choose(slots, np.full(2, MOST, np.int32), is_ragged=True)
+    assert counts.shape == (2,)
+
+
 @pytest.mark.parametrize("noise", [0.1, 0.3])
 def test_noise_of_the_steps_that_run_says_nothing_of_those_that_do_not(noise: float) -> None:
     rng, table = np.random.default_rng(4), CostTable()
