@@ -184,13 +184,13 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
 
 def test_metrics_are_where_prometheus_expects_them_unless_clients_take_any_port() -> None:
     expected = {job: static["targets"] for job, static in scraped().items()}
-    names = ("scheduler", "verify", "draft", "gateway")
+    names = ("scheduler", "verify", "draft", "gateway", "grammar")
     config = UpConfig(models=MODELS)
     assert expected == {f"slipstream-{name}": [f"127.0.0.1:{config.metrics_port_of(name)}"] for name in names}
     for free in (UpConfig(models=MODELS, listen="127.0.0.1:0"), UpConfig(models=MODELS, metrics_port=0)):
-        assert [free.metrics_port_of(name) for name in names] == [0, 0, 0, 0]
+        assert [free.metrics_port_of(name) for name in names] == [0, 0, 0, 0, 0]
     given = UpConfig(models=MODELS, listen="127.0.0.1:0", metrics_port=9500)
-    assert [given.metrics_port_of(name) for name in names] == [9500, 9501, 9502, 9503]
+    assert [given.metrics_port_of(name) for name in names] == [9500, 9501, 9502, 9503, 9505]
 
 
 @pytest.mark.parametrize(
