@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.routing import Route, Router
 
-from slipstream.common.errors import SlipstreamError
+from slipstream.common.errors import InvalidArgumentError, SlipstreamError
 from slipstream.door.answers import token_text
 from slipstream.door.call import Call, Door
 from slipstream.door.chat import NAMES as CHAT_NAMES
@@ -96,9 +96,9 @@ class Endpoint:
             async with self._door.receiving(receive) as body:
                 call = Call(self._door, client, body, send, names, scope["path_params"])
                 await _while_connected(self._handle(call), receive)
-        except ApiError:
+        except (ApiError, InvalidArgumentError):
             if not self._is_open and self._door.config.asks_for_keys:
-                # The door itself refused the call: what is wrong with it is only for who has a key.
+                # Perhaps the door itself refused the call: what is wrong with it is only for who has a key.
                 await self._door.state(client, is_fresh=True)
             raise
 

@@ -153,11 +153,13 @@ class ResponsesRequest(Generation, kw_only=True):
                     thoughts = None
                 case "reasoning":
                     parts = _content(item.content, f"{field}.content")
-                    thoughts = parts if isinstance(parts, str) else "".join(part.text or "" for part in parts)
+                    said = parts if isinstance(parts, str) else "".join(part.text or "" for part in parts)
+                    thoughts = _together(thoughts, said)
                 case "function_call":
                     call = ToolCall(ToolCallFunction(item.name or "", item.arguments or ""), item.call_id, "function")
                     if made and made[-1].role == "assistant":
                         made[-1].tool_calls = [*(made[-1].tool_calls or []), call]
+                        made[-1].reasoning_content = _together(made[-1].reasoning_content, thoughts)
                     else:
                         made.append(Message("assistant", tool_calls=[call], reasoning_content=thoughts))
                     thoughts = None
@@ -166,6 +168,10 @@ class ResponsesRequest(Generation, kw_only=True):
                 case other:
                     raise refused(f"{field}.type", other, "message, function_call, function_call_output, reasoning")
         return conversation_of(made, "input")
+
+
+def _together(*thoughts: str | None) -> str | None:
+    return "\n".join(filter(None, thoughts)) or None
 
 
 def _content(content: str | list[Part] | None, field: str) -> str | list[Part]:

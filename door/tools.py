@@ -244,7 +244,14 @@ def _call(value: Any, functions: Functions) -> tuple[str, str]:
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
         raise ValueError("arguments are an object")
-    return value["name"], json.dumps(arguments, ensure_ascii=False)
+    return value["name"], _in_json(arguments)
+
+
+def _in_json(arguments: dict[str, Any]) -> str:
+    """Raises ValueError for what JSON, or a text, cannot have: NaN, half of a surrogate pair."""
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return text
 
 
 def _qwen3_coder(text: str, functions: Functions) -> list[tuple[str, str]]:
@@ -257,7 +264,7 @@ def _qwen3_coder(text: str, functions: Functions) -> list[tuple[str, str]]:
         schemas = properties if isinstance(properties, dict) else {}
         given = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
         arguments = {key: _typed(value, schemas.get(key)) for key, value in given}
-        calls.append((name, json.dumps(arguments, ensure_ascii=False)))
+        calls.append((name, _in_json(arguments)))
     if not calls:
         raise ValueError("no call")
     return calls

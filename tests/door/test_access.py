@@ -68,6 +68,8 @@ async def test_a_caller_needs_a_key_that_the_gateway_knows(tmp_path: Path) -> No
                     assert answer.json()["error"]["code"] == "invalid_api_key"
                     assert answer.headers["www-authenticate"] == "Bearer"
                     # What is wrong with a request is not for who has no key.
+                    assert (await http.post("/v1/completions", json={"prompt": [5] * 5000})).status_code == 401
+                    assert (await http.post("/v1/completions", json={"prompt": "a", "n": -1})).status_code == 401
                     assert (await http.post(path, content=b"{")).status_code == 401
                     assert (await http.post(path, json={"mood": 1})).status_code == 401
                 for path in ("/v1/models", "/v1/models/tiny", "/metrics"):

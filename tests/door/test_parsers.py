@@ -76,6 +76,8 @@ CASES: list[tuple[str, str, str, tuple[str, str, list[Any]]]] = [
     ("llama3_json", "", f"Hi <|python_tag|>{LLAMA}", ("Hi", "", [W])),
     ("hermes", "", HERMES.removesuffix(' "Paris"}}\n</tool_call>'), ("", "", [("get_weather", '{"city":')])),
     ("hermes", "", SWAPPED, ("", "", [W])),
+    ("hermes", "", SWAPPED.replace("Paris", "\\ud83d"), (..., "", [])),  # type: ignore[list-item]
+    ("hermes", "", SWAPPED.replace('"Paris"', "NaN"), (..., "", [])),  # type: ignore[list-item]
     ("hermes", "", AS_TEXT + " x", ("x", "", [W])),
     ("hermes", "", ESCAPED, ("", "", [("get_weather", {"city": '\\"}</tool_call>'})])),
     ("hermes", "", HERMES.removesuffix("\n</tool_call>") + " after", ("after", "", [W])),

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
+from slipstream.door.fields import parse
+from slipstream.door.responses import ResponsesRequest
 from tests.door.test_parsers import COMMENTARY, HERMES, LLAMA, MISTRAL, WEATHER
 from tests.harness.doors import RunningDoor, running_door
 from tests.harness.generation_server import generation_server
@@ -221,6 +223,17 @@ async def test_a_response_goes_on_with_its_items() -> None:
         )
         assert answer.output_text == "warm"[: len(answer.output_text)]
         assert answer.output_text
+
+
+def test_no_thoughts_of_an_input_are_left_out() -> None:
+    thoughts = [
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": one}]} for one in "abc"
+    ]
+    said = {"role": "assistant", "content": "Sure."}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    items = [{"role": "user", "content": "?"}, *thoughts[:2], said, thoughts[2], call]
+    _, answer = parse(json.dumps({"input": items}).encode(), ResponsesRequest).messages()
+    assert (answer["reasoning"], answer["content"], len(answer["tool_calls"])) == ("a\nb\nc", "Sure.", 1)
 
 
 @pytest.mark.parametrize(
