@@ -18,6 +18,7 @@ from slipstream.services.factory import describe_verify
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder, paired_dimensions
+from slipstream.services.models.families import FAMILIES
 from slipstream.services.models.head_config import MtpConfig
 from slipstream.services.models.json_files import ConfigFields, read_json
 from slipstream.services.worker.config import WorkerConfig
@@ -35,6 +36,12 @@ MULTIMODAL = ("gemma3-multimodal", "mistral3-multimodal")
 def logits_of(path: Path, prompt: list[int]) -> torch.Tensor:
     model = PagedModel(path)
     return model.run(model.batch([(0, prompt)]))
+
+
+def test_every_further_family_is_compared() -> None:
+    compared = {variant["model_type"] for variant in VARIANTS.values()}
+    elsewhere = {"llama", "mistral", "qwen2", "qwen3", "phi3"}
+    assert {family.model_type for family in FAMILIES.values()} <= compared | elsewhere
 
 
 @pytest.mark.sampled(5)
