@@ -171,7 +171,7 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
             "grammar": stack.socket("grammar"),
             "grammar_timeout_ms": GRAMMAR_TIMEOUT_MS,
         }
-        async with stack.scheduler("draft", num_draft_tokens=NUM_DRAFT_TOKENS, **options) as served:
+        async with stack.scheduler("draft", fixed_draft_tokens=NUM_DRAFT_TOKENS, **options) as served:
             for batch in plan.sizes:
                 modes = [mode for mode in MODES if mode != SOME or batch > NUM_MIXED]
                 for repeat in range(-1, plan.repeats):
