@@ -73,7 +73,9 @@ def serving(directory: Path) -> Iterator[str]:
         f"--temp-dir={directory}/ray",
         *given,
     ]
-    more = {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "120", "TMPDIR": str(directory)}
+    # Bounds for a host that is busy with other tests.
+    more = {"RAY_raylet_start_wait_time_s": "120", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
+    more |= {"RAY_AUTH_MODE": "disabled", "TMPDIR": str(directory)}
     environment = os.environ | more | {"RAY_ADDRESS": f"{NODE}:{first}", "PATH": f"{BIN}:{os.environ['PATH']}"}
     commands = [
         [*start, *OPTIONS.split(), "--object-store-memory=100000000", "--min-worker-port=0", "--max-worker-port=0"],
