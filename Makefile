@@ -32,6 +32,8 @@ test: $(STAMP)
 
 test-all: $(CLIENTS)
 	$(BIN)/python -m pytest -m 'not gpu' --slowest 10 $(PYTEST_ARGS)
+	@if [ "$$(id -u)" = 0 ] && command -v buildah && command -v debootstrap; then $(MAKE) images; \
+	else echo 'images: not built, that needs root, buildah and debootstrap'; fi
 
 check: install
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/slipstream/venv
 ENV PATH=/opt/slipstream/venv/bin:$PATH
 COPY . /src
+# A gateway reads the bundled models' tokenizers, not their weights, and downloads and installs nothing later.
 # The packages that pyproject.toml names, those of OpenAI's interface and of constraints too, in the versions that the tests run with, but for those that compute.
 ARG NOT_INSTALLED="torch|numpy|transformers|safetensors"
 RUN python -c "import tomllib; p = tomllib.load(open('/src/pyproject.toml', 'rb'))['project']; \
@@ -17,7 +18,9 @@ RUN python -c "import tomllib; p = tomllib.load(open('/src/pyproject.toml', 'rb'
       | grep -Ev "^($NOT_INSTALLED)[^a-z-]" > /tmp/needs.txt \
  && pip install $PIP_ARGS --constraint /src/constraints.txt --requirement /tmp/needs.txt \
  && pip install $PIP_ARGS --no-deps /src \
- && ln -s "$(python -c 'from slipstream.bundled import target_dir; print(target_dir().parent)')" /opt/slipstream/bundled
+ && ln -s "$(python -c 'from slipstream.bundled import target_dir; print(target_dir().parent)')" /opt/slipstream/bundled \
+ && find /opt/slipstream/bundled/ -name '*.safetensors' -delete \
+ && pip uninstall --quiet --yes hf-xet pip
 
 FROM ${PYTHON} AS final
 RUN groupadd --gid 10001 slipstream && useradd --uid 10001 --gid 10001 --create-home slipstream \

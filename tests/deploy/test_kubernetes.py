@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import ssl
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.request import ProxyHandler, build_opener
 
+import httpx
 import kubernetes_validate
+import openai
 import pytest
 import typer.main
 from jsonschema import Draft202012Validator
+from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.bundled import target_dir
 from slipstream.client import AsyncClient
@@ -29,6 +34,7 @@ from slipstream.services.command_line import draft, verify
 from slipstream.services.grammar.config import GrammarConfig
 from slipstream.services.grammar_main import grammar
 from slipstream.services.worker.config import WorkerConfig
+from tests.harness.certificates import Certificates
 from tests.harness.compose_files import DEPLOY, scraped
 from tests.harness.generation_server import text_of, tokens_of
 from tests.harness.kustomize import containers, one_of, render
@@ -48,6 +54,9 @@ COMMANDS: dict[str, tuple[Any, type]] = {
     "gateway": (gateway, GatewayConfig),
     "door": (door, DoorConfig),
 }
+KEY = "a-token-of-a-caller"
+COMPATIBLE = {"vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"}
+COMPATIBLE |= {"vllm:cache_config_info"}
 BUNDLED_IN_IMAGE = "/opt/slipstream/bundled"
 
 each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
@@ -225,14 +234,61 @@ async def output_of(client: AsyncClient, request: dict[str, Any]) -> tuple[list[
     return tokens_of(chunks), text_of(chunks)
 
 
+def secured(statefulset: dict[str, Any], files: Certificates, keys: Path) -> None:
+    """Gives the pods a public door that has TLS, and a file of keys, as docs/security.md says."""
+    keys.write_text(f"caller:{KEY}\n", encoding="utf-8")
+    keys.chmod(0o600)
+    for one in containers(statefulset):
+        if one["name"] == "gateway":
+            one["command"].append(f"--api-keys={keys}")
+        if one["name"] == "door":
+            one["command"].remove("--insecure-public")
+            one["command"] += ["--asks-for-keys", f"--tls-cert={files.cert}", f"--tls-key={files.key}"]
+            for probe in ("startupProbe", "readinessProbe"):
+                one[probe]["httpGet"]["scheme"] = "HTTPS"
+
+
+def openai_client(pod: Pod, files: Certificates, key: str = KEY) -> openai.AsyncOpenAI:
+    """A client of a pod's door."""
+    trusted = ssl.create_default_context(cafile=str(files.ca))
+    trusted.check_hostname = False  # a pod of this test has an address of its own
+    http = httpx.AsyncClient(verify=trusted, trust_env=False)
+    return openai.AsyncOpenAI(base_url=f"https://{pod.ip}:8000/v1", api_key=key, max_retries=0, http_client=http)
+
+
+async def completion(client: openai.AsyncOpenAI) -> str:
+    """The text of the first of `REQUESTS`."""
+    answer = await client.completions.create(
+        model="target",
+        prompt=REQUESTS[0]["prompt"],
+        max_tokens=REQUESTS[0]["max_new_tokens"],
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    return answer.choices[0].text
+
+
+def scraped_names(pod: Pod) -> set[str]:
+    """The names on the page of the pod's gateway."""
+    with build_opener(ProxyHandler({})).open(f"http://{pod.ip}:9404/metrics", timeout=10) as answer:
+        return {
+            sample.name
+            for family in text_string_to_metric_families(answer.read().decode())
+            for sample in family.samples
+        }
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_a_rolling_update_under_load_fails_no_request() -> None:
-    """Two pods, each ended and started again while clients with both addresses stream; jobs are back with the pod.
+async def test_a_rolling_update_under_load_fails_no_request(tmp_path: Path) -> None:
+    """Two pods, each ended and started again, while clients stream by gRPC, and OpenAI's by doors with TLS and keys.
 
-    `tests/harness/pods.py` says what of a kubelet it does not do.
+    gRPC's clients have both addresses; OpenAI's choose a pod that is ready, as a Service does, which hears of an end a
+    second late. Jobs are back with the pod. `tests/harness/pods.py` says what of a kubelet it does not do.
     """
     statefulset, scaling = (one_of(rendered("openai"), kind) for kind in ("StatefulSet", "HorizontalPodAutoscaler"))
+    files = Certificates(tmp_path)
+    secured(statefulset, files, tmp_path / "keys")
     with TemporaryDirectory() as directory, ThreadPoolExecutor(4) as threads:
         pods = [Pod(statefulset, ordinal, Path(directory)) for ordinal in range(scaling["spec"]["minReplicas"])]
         loop = asyncio.get_running_loop()
@@ -240,7 +296,11 @@ async def test_a_rolling_update_under_load_fails_no_request() -> None:
             await asyncio.gather(*(loop.run_in_executor(threads, pod.start) for pod in pods))
             for pod in pods:
                 assert all((await loop.run_in_executor(threads, pod.live)).values())
-            async with AsyncClient([pod.address for pod in pods]) as client:
+            doors = {pod: openai_client(pod, files) for pod in pods}
+            with pytest.raises(openai.AuthenticationError):
+                await completion(openai_client(pods[0], files, "wrong"))
+            assert scraped_names(pods[0]) >= COMPATIBLE
+            async with AsyncClient([pod.address for pod in pods], api_key=KEY) as client:
                 expected = [await output_of(client, request) for request in REQUESTS]
                 outputs: list[tuple[int, tuple[list[int], str]]] = []
                 is_updated = asyncio.Event()
@@ -249,12 +309,21 @@ async def test_a_rolling_update_under_load_fails_no_request() -> None:
                     while not is_updated.is_set():
                         outputs.append((number, await output_of(client, REQUESTS[number])))
 
+                ready, texts = list(pods), []
+
+                async def load_doors() -> None:
+                    while not is_updated.is_set():
+                        texts.append(await completion(doors[ready[len(texts) % len(ready)]]))
+
                 clients = [asyncio.create_task(load(number)) for number in range(len(REQUESTS))]
+                clients += [asyncio.create_task(load_doors()) for _ in range(2)]
                 for pod in reversed(pods):
-                    async with AsyncClient(pod.address) as own:
+                    async with AsyncClient(pod.address, api_key=KEY) as own:
                         await own.create_job(**REQUESTS[0], job_id="kept")
+                        loop.call_later(1.0, ready.remove, pod)
                         assert await loop.run_in_executor(threads, pod.delete) == []
                         await loop.run_in_executor(threads, pod.start)
+                        ready.append(pod)
                         watched = [chunk async for chunk in own.watch_job("kept")]
                         assert (tokens_of(watched), text_of(watched)) == expected[0]
                         assert (await own.get_job("kept")).state is JobState.ENDED
@@ -262,6 +331,7 @@ async def test_a_rolling_update_under_load_fails_no_request() -> None:
                 await asyncio.gather(*clients)
             assert len(outputs) > len(clients)
             assert all(output == expected[number] for number, output in outputs)
+            assert set(texts) == {expected[0][1]}
         finally:
             for pod in pods:
                 pod.close()

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.request import ProxyHandler, build_opener
+from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from tests.harness.kustomize import Resource
 
 _BIN = Path(sys.executable).parent
-_http = build_opener(ProxyHandler({}))
+_unverified = ssl.create_default_context()
+_unverified.check_hostname, _unverified.verify_mode = False, ssl.CERT_NONE
+_http = build_opener(ProxyHandler({}), HTTPSHandler(context=_unverified))
+"""As a kubelet, which trusts every certificate of a pod."""
 _HOSTS = ("/dev/shm", "/tmp")
 
 
@@ -88,7 +92,8 @@ class Pod:
                     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
             if "httpGet" in probe:
                 get = probe["httpGet"]
-                with _http.open(f"http://{self.ip}:{get['port']}{get['path']}", timeout=timeout_s) as answer:
+                scheme = get.get("scheme", "HTTP").lower()
+                with _http.open(f"{scheme}://{self.ip}:{get['port']}{get['path']}", timeout=timeout_s) as answer:
                     return bool(answer.status == 200)
             with socket.create_connection((self.ip, probe["tcpSocket"]["port"]), timeout_s):
                 return True
