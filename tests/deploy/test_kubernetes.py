@@ -7,6 +7,7 @@ import dataclasses
 import json
 import ssl
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -296,11 +297,13 @@ async def test_a_rolling_update_under_load_fails_no_request(tmp_path: Path) -> N
             await asyncio.gather(*(loop.run_in_executor(threads, pod.start) for pod in pods))
             for pod in pods:
                 assert all((await loop.run_in_executor(threads, pod.live)).values())
-            doors = {pod: openai_client(pod, files) for pod in pods}
-            with pytest.raises(openai.AuthenticationError):
-                await completion(openai_client(pods[0], files, "wrong"))
             assert scraped_names(pods[0]) >= COMPATIBLE
-            async with AsyncClient([pod.address for pod in pods], api_key=KEY) as client:
+            async with AsyncExitStack() as held:
+                client = await held.enter_async_context(AsyncClient([pod.address for pod in pods], api_key=KEY))
+                doors = {pod: await held.enter_async_context(openai_client(pod, files)) for pod in pods}
+                stranger = await held.enter_async_context(openai_client(pods[0], files, "wrong"))
+                with pytest.raises(openai.AuthenticationError):
+                    await completion(stranger)
                 expected = [await output_of(client, request) for request in REQUESTS]
                 outputs: list[tuple[int, tuple[list[int], str]]] = []
                 is_updated = asyncio.Event()

@@ -28,7 +28,7 @@ from tests.harness.generation_server import text_of, tokens_of
 from tests.harness.running import free_ports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 CONFIG: dict[str, Any] = yaml.safe_load((DEPLOY / "ray" / "config.yaml").read_text(encoding="utf-8"))
 NODE = "127.0.0.2"
@@ -86,8 +86,8 @@ def serving(directory: Path) -> Iterator[str]:
         for command in commands:
             with (directory / "log").open("ab") as log:
                 processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-            if len(processes) == 1:
-                until(lambda: "Ray runtime started" in (directory / "log").read_text(encoding="utf-8"))
+            while len(processes) == 1 and "Ray runtime started" not in (directory / "log").read_text(encoding="utf-8"):
+                time.sleep(0.1)
         yield f"127.0.0.1:{grpc}"
     finally:
         children = [child for process in processes for child in psutil.Process(process.pid).children(recursive=True)]
@@ -112,12 +112,6 @@ def application_for_this_host() -> dict[str, Any]:
     }
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    """Returns when it is so; the test's timeout bounds it."""
-    while not is_so():
-        time.sleep(0.1)
-
-
 def servers(directory: Path) -> dict[str, psutil.Process]:
     """The `slipstream up` of each replica that serves, by its address."""
     found = {}
@@ -127,6 +121,12 @@ def servers(directory: Path) -> dict[str, psutil.Process]:
             if "up" in words and str(file.parent) in words:
                 found[file.read_text(encoding="utf-8")] = process
     return found
+
+
+async def until_two_serve(directory: Path) -> None:
+    """Returns when both replicas have a server that serves; the test's timeout bounds it."""
+    while len(await asyncio.to_thread(servers, directory)) != 2:
+        pass
 
 
 def requests() -> list[dict[str, Any]]:
@@ -175,11 +175,11 @@ def replica_itself(up: psutil.Process) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 async def test_what_a_dead_replica_streamed_goes_on_with_the_same_tokens() -> None:
     with TemporaryDirectory(prefix="r") as name, serving(Path(name)) as address:
         directory = Path(name)
-        await asyncio.to_thread(until, lambda: len(servers(directory)) == 2)
+        await until_two_serve(directory)
         async with AsyncClient([address]) as client:
             while not await client.is_serving(timeout_s=10):
                 pass
@@ -196,7 +196,7 @@ async def test_what_a_dead_replica_streamed_goes_on_with_the_same_tokens() -> No
                 for victim in victims(next(iter(before.values()))):
                     victim.kill()
                 assert await streams == expected, victims.__name__
-                await asyncio.to_thread(until, lambda: len(servers(directory)) == 2)
+                await until_two_serve(directory)
 
 
 async def check_other_calls(client: AsyncClient, directory: Path) -> None:
