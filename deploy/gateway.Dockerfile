@@ -20,7 +20,7 @@ RUN python -c "import tomllib; p = tomllib.load(open('/src/pyproject.toml', 'rb'
  && pip install $PIP_ARGS --no-deps /src \
  && ln -s "$(python -c 'from slipstream.bundled import target_dir; print(target_dir().parent)')" /opt/slipstream/bundled \
  && find /opt/slipstream/bundled/ -name '*.safetensors' -delete \
- && pip uninstall --quiet --yes hf-xet pip
+ && pip uninstall --quiet --yes hf-xet setuptools pip
 
 FROM ${PYTHON} AS final
 RUN groupadd --gid 10001 slipstream && useradd --uid 10001 --gid 10001 --create-home slipstream \
