@@ -1,4 +1,7 @@
-"""Measures what OpenAI's interface adds to a message, and its CPU time, in turns with our own interface."""
+"""Measures what OpenAI's interface adds to a message, and its CPU time, in turns with our own interface.
+
+And what the same costs when no outputs arrive at the door together.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,10 @@ from slipstream.benchmarks.runner import NoPlan, Row, Table, benchmark, host
 from slipstream.benchmarks.stack import LOG_DIR, Stack, free_ports, running, words
 from slipstream.client import AsyncClient
 from slipstream.common.settings import setting
+from slipstream.door.server import TOGETHER_FROM
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
     from pathlib import Path
 
     from slipstream.benchmarks.stack import Served
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
     Start = Callable[[int, "Arrivals"], asyncio.Task[None]]
     """Starts a stream with a seed."""
 
-OURS, OPENAI = "gRPC", "OpenAI"
+OURS, OPENAI, ALONE = "gRPC", "OpenAI", "OpenAI, each output on a stream of its own"
 PROMPT = list(range(300, 332))
 OPTIONS: RequestOptions = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 900}
 
@@ -110,20 +114,25 @@ async def probe(client: AsyncClient, arrivals: Arrivals) -> None:
 
 
 @asynccontextmanager
-async def door_of(stack: Stack, served: Served) -> AsyncIterator[tuple[int, int]]:
+async def door_of(
+    stack: Stack, served: Served, *, together_from: int = TOGETHER_FROM
+) -> AsyncIterator[tuple[int, int]]:
     """A door before the gateway: its port, and its process."""
     (port,) = free_ports(1)
-    options = words(listen=f"127.0.0.1:{port}", gateway=served.address, private_listen=stack.socket("door"))
-    command = (sys.executable, "-m", "slipstream.door.main", *options)
-    async with running(
-        "door", f"http://{stack.socket('door')}", *command, log=LOG_DIR / "door.log", environment={}
-    ) as process:
+    private = stack.socket(f"door-{together_from}")
+    options = words(listen=f"127.0.0.1:{port}", gateway=served.address, private_listen=private)
+    run = f"from slipstream.door import main, server; server.TOGETHER_FROM = {together_from}; main.main()"
+    command = (sys.executable, "-c", run, *options)
+    async with running("door", f"http://{private}", *command, log=LOG_DIR / "door.log", environment={}) as process:
         yield port, process.pid
 
 
-async def sample(
-    plan: Plan, batch: int, served: Served, start: Callable[[int, Arrivals], asyncio.Task[None]], pid: int
-) -> Row:
+def cpu_s(pid: int) -> float:
+    """The CPU time that a process has taken."""
+    return float(sum(psutil.Process(pid).cpu_times()[:2]))
+
+
+async def sample(plan: Plan, batch: int, served: Served, start: Start, pids: Mapping[str, int]) -> Row:
     """Streams a batch of requests, and measures while all of them run."""
     arrivals = Arrivals()
     async with AsyncClient(served.address) as client:
@@ -132,10 +141,9 @@ async def sample(
             while arrivals.num_streams < batch:
                 await asyncio.sleep(0.05)
                 [task.result() for task in tasks if task.done()]
-            process = psutil.Process(pid)
-            before, begin_ns = sum(process.cpu_times()[:2]), time.monotonic_ns()
+            before, begin_ns = {name: cpu_s(pid) for name, pid in pids.items()}, time.monotonic_ns()
             await asyncio.sleep(plan.seconds)
-            end_ns, after = time.monotonic_ns(), sum(process.cpu_times()[:2])
+            end_ns, after = time.monotonic_ns(), {name: cpu_s(pid) for name, pid in pids.items()}
             [task.result() for task in tasks if task.done()]
         finally:
             for task in tasks:
@@ -146,14 +154,14 @@ async def sample(
         "messages": len(late_ms),
         "late_p50_ms": median(late_ms),
         "late_p99_ms": quantiles(late_ms, n=100)[98],
-        "cpu_us": (after - before) * 1e6 / len(late_ms),
+        **{f"{name}_us": (after[name] - before[name]) * 1e6 / len(late_ms) for name in pids},
         "first_token_p50_ms": 1000 * median(arrivals.first_token_s),
     }
 
 
 @benchmark(Plan)
 async def main(plan: Plan, file: Path | None) -> list[str]:
-    """Measures both interfaces of one gateway in turns, over dummy workers."""
+    """Measures the interfaces of one gateway in turns, over dummy workers."""
     table = Table(file, "batch", "interface", "repeat")
     for batch, step_ms in zip(map(int, plan.batches.split(",")), map(float, plan.step_ms.split(",")), strict=True):
         async with Stack() as stack:
@@ -164,18 +172,26 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
                 "stream_interval_ms": 0,
                 "kv_memory_mib": 512,
             }
-            async with stack.scheduler("draft", **options) as served, door_of(stack, served) as (port, pid):
+            async with (
+                stack.scheduler("draft", **options) as served,
+                door_of(stack, served) as (port, pid),
+                door_of(stack, served, together_from=2**30) as (other_port, other_pid),
+            ):
                 gateway = next(
                     one.pid for one in psutil.Process().children() if any("gateway" in word for word in one.cmdline())
                 )
+                pids = {"gateway": gateway, "door": pid}
                 async with AsyncClient(served.address) as client:
-                    starts: dict[str, tuple[Start, int]] = {
-                        OURS: (lambda seed, to: asyncio.create_task(ours(client, seed, to)), gateway),
-                        OPENAI: (lambda seed, to: asyncio.create_task(openai(port, seed, to)), pid),
+                    starts: dict[str, Start] = {
+                        OURS: lambda seed, to: asyncio.create_task(ours(client, seed, to)),
+                        OPENAI: lambda seed, to: asyncio.create_task(openai(port, seed, to)),
+                        ALONE: lambda seed, to: asyncio.create_task(openai(other_port, seed, to)),
                     }
                     for repeat in range(plan.repeats):
-                        for interface, (start, watched) in starts.items():
-                            row = await sample(plan, batch, served, start, watched)
+                        for interface, start in starts.items():
+                            row = await sample(
+                                plan, batch, served, start, pids | {"door": other_pid} if interface == ALONE else pids
+                            )
                             about = {"batch": batch, "interface": interface, "repeat": repeat}
                             table.add({**about, **row, "step_ms": step_ms, "host": host()})
     return []

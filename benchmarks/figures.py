@@ -207,7 +207,7 @@ def _experts() -> str:
 def _door() -> str:
     """Medians of OpenAI's interface and of our own, measured in turns."""
     groups = grouped(load("door_cpu"), "batch", "interface")
-    names = ("late_p50_ms", "late_p99_ms", "first_token_p50_ms", "cpu_us", "messages")
+    names = ("late_p50_ms", "late_p99_ms", "first_token_p50_ms", "gateway_us", "door_us", "messages")
     rows = []
     for batch in dict.fromkeys(batch for batch, _ in groups):
         ours, openai = (
