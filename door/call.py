@@ -147,7 +147,10 @@ class Call:
 
     async def read(self, kind: type[RequestT]) -> tuple[RequestT, ServerState]:
         """Reads the request, and says what serves it. Raises ApiError for a wrong field, and for another model."""
-        request = await self.aside(partial(parse, self.body, kind))
+        more: tuple[int, ...] = ()
+        if len(self.body) >= LARGE_BODY_BYTES:
+            more = ((await self.door.state(self.client)).context_tokens,)
+        request = await self.aside(partial(parse, self.body, kind, *more))
         return request, await self.served(request.model)
 
     def constrain(self, options: RequestOptions, constraint: Constraint | None) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
+from slipstream.common.errors import InvalidArgumentError
 from slipstream.door.errors import ApiError, refused
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ DEFAULT_MAX_TOKENS = 16
 """Of a completion, as OpenAI has it."""
 LARGE_BODY_BYTES = 2**16
 """Bytes of a body from which on a thread reads it, in pieces: to read one of 4 MiB takes tens of milliseconds."""
+MANY_VALUES = 2**15
+"""Commas in JSON from which on it is read in pieces."""
 MAX_ITEMS = 2**12
 """Items of a list other than one of numbers, where the body is large: messages that the gateway takes."""
 MAX_CHOICES = 2048
@@ -334,17 +337,20 @@ def conversation_of(messages: list[Message], field: str = "messages") -> list[di
     return [message.to_ours(f"{field}[{index}]") for index, message in enumerate(messages)]
 
 
-def parse(body: bytes, kind: type[RequestT]) -> RequestT:
-    """Reads a request. Raises ApiError naming the field that is wrong."""
+def parse(body: bytes, kind: type[RequestT], context_tokens: int = SEED_MASK) -> RequestT:
+    """Reads a request. Raises ApiError or InvalidArgumentError naming the field that is wrong.
+
+    `context_tokens`: more numbers than that in a list are refused before they are decoded, where the body is large.
+    """
     try:
         try:
-            if len(body) >= LARGE_BODY_BYTES:
-                request = _converted(_in_pieces(body), kind)
-            else:
+            if _is_quick(body):
                 request = msgspec.json.decode(body, type=kind)
+            else:
+                request = _converted(_in_pieces(body, context_tokens), kind)
         except msgspec.ValidationError:
             # A field that is not known here may be null.
-            request = msgspec.convert(_without_nulls(_in_pieces(body)), kind, str_keys=True)
+            request = msgspec.convert(_without_nulls(_in_pieces(body, context_tokens)), kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise _refusal(error) from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -369,25 +375,32 @@ class _Numbers(list[int]):
     """A list that has whole numbers only."""
 
 
-def _in_pieces(body: bytes | memoryview, path: str = "", depth: int = 3) -> Any:
+def _is_quick(body: bytes) -> bool:
+    """Whether JSON is decoded in a few milliseconds."""
+    return len(body) < LARGE_BODY_BYTES or body.count(b",") < MANY_VALUES
+
+
+def _in_pieces(body: bytes, most_numbers: int, path: str = "", depth: int = 3) -> Any:
     """Decodes JSON in steps of a few milliseconds: each keeps the interpreter from the event loop.
 
-    Raises ApiError for a list with more items than a request may have, before they are decoded.
+    Raises an error for a list with more items than a request may have, before they are decoded.
     """
-    if len(body) < LARGE_BODY_BYTES or not depth:
-        return msgspec.json.decode(body)
-    given = bytes(body).strip()
+    given = body.strip()
+    if not depth or _is_quick(given):
+        return msgspec.json.decode(given)
     if given.startswith(b"{"):
         fields = msgspec.json.decode(given, type=dict[str, msgspec.Raw])
-        return {name: _in_pieces(memoryview(raw), name, depth - 1) for name, raw in fields.items()}
+        return {name: _in_pieces(bytes(raw), most_numbers, name, depth - 1) for name, raw in fields.items()}
     if not given.startswith(b"["):
         return msgspec.json.decode(given)
     if given.count(b"[") == 1 and b'"' not in given and b"{" not in given:
+        if (count := given.count(b",") + 1) > most_numbers:
+            raise InvalidArgumentError(path, f"{count} tokens", f"at most {most_numbers}, the context")
         return _numbers(given)
     items = msgspec.json.decode(given, type=list[msgspec.Raw])
     if len(items) > MAX_ITEMS:
         raise refused(path, f"{len(items)} items", f"at most {MAX_ITEMS}")
-    return [_in_pieces(memoryview(raw), path, depth - 1) for raw in items]
+    return [_in_pieces(bytes(raw), most_numbers, path, depth - 1) for raw in items]
 
 
 def _numbers(given: bytes) -> list[Any]:

@@ -224,9 +224,9 @@ async def test_heads_are_bounded() -> None:
 async def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
 
-    def recorded(body: bytes, kind: Any) -> Any:
+    def recorded(body: bytes, kind: Any, *bounds: int) -> Any:
         threads.append(threading.current_thread())
-        return parse(body, kind)
+        return parse(body, kind, *bounds)
 
     monkeypatch.setattr("slipstream.door.call.parse", recorded)
     async with generation_server() as server, running_door(server.address) as door:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from slipstream.common.errors import InvalidArgumentError
 from slipstream.door.errors import ApiError
 from slipstream.door.fields import (
     LARGE_BODY_BYTES,
@@ -40,13 +41,13 @@ CASES: list[tuple[type[Request], dict[str, Any]]] = [
     (CompletionRequest, {"prompt": "a", "stop_token_ids": NUMBERS}),
     (CompletionRequest, {"suffix": LONG}),
     (DetokenizeRequest, {"tokens": NUMBERS}),
-    (ChatRequest, {"messages": [MESSAGE] * 300, "tools": [TOOL] * 300, "model": None}),
+    (ChatRequest, {"messages": [MESSAGE] * 900, "tools": [TOOL] * 300, "model": None}),
     (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}], "name": None}]}),
-    (ChatRequest, {"messages": [*[MESSAGE] * 300, {"role": 5}]}),
-    (ChatRequest, {"messages": [*[MESSAGE] * 300, {**MESSAGE, "other": 1}]}),
+    (ChatRequest, {"messages": [*[MESSAGE] * 900, {"role": 5}]}),
+    (ChatRequest, {"messages": [*[MESSAGE] * 900, {**MESSAGE, "other": 1}]}),
     (ChatRequest, {"messages": {"role": LONG}}),
     (ChatRequest, {"messages": [MESSAGE], "chat_template_kwargs": {"a": LONG, "b": None, "c": NUMBERS}}),
-    (ResponsesRequest, {"input": [{"type": "message", **MESSAGE}] * 300}),
+    (ResponsesRequest, {"input": [{"type": "message", **MESSAGE}] * 900}),
     (ResponsesRequest, {"input": LONG, "store": True}),
 ]
 
@@ -65,8 +66,9 @@ def test_a_large_body_is_read_as_a_small_one(
 ) -> None:
     bodies = [json.dumps(fields, indent=indent).encode() for indent in (None, 1)]
     assert all(len(body) > LARGE_BODY_BYTES for body in bodies)
+    monkeypatch.setattr("slipstream.door.fields.MANY_VALUES", 16)
     found = [outcome(body, kind) for body in bodies]
-    monkeypatch.setattr("slipstream.door.fields.LARGE_BODY_BYTES", 2**30)
+    monkeypatch.setattr("slipstream.door.fields.MANY_VALUES", 2**30)
     assert found == [outcome(body, kind) for body in bodies]
 
 
@@ -86,10 +88,14 @@ def test_more_items_than_are_taken_are_not_decoded(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(msgspec.json, "decode", recorded)
     for name, kind in (("messages", ChatRequest), ("tools", ChatRequest), ("prompt", CompletionRequest)):
-        body = json.dumps({name: [{"role": "user"}] * (MAX_ITEMS + 1)}).encode()
+        body = json.dumps({name: [{"role": "user", "content": ",,,,,,,,"}] * (MAX_ITEMS + 1)}).encode()
         with pytest.raises(ApiError, match=f"^{name}: got '{MAX_ITEMS + 1} items', accepted: at most {MAX_ITEMS}"):
             parse(body, kind)
         assert max(sizes) == 0
+    numbers = json.dumps({"prompt": NUMBERS}).encode()
+    with pytest.raises(InvalidArgumentError, match=r"^prompt: got '50030 tokens', accepted: at most 4096, the context"):
+        parse(numbers, CompletionRequest, 4096)
+    assert max(sizes) < 100
     # Numbers are decoded piece by piece.
     parse(json.dumps({"prompt": NUMBERS * 10}).encode(), CompletionRequest)
     assert len(sizes) > 20
