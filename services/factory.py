@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FP8_CAPABILITY = (8, 9)
+"""Compute capability from which a GPU has instructions that convert FP8 numbers."""
+
 
 def make_verify(config: WorkerConfig, device: Device, metrics_port: int) -> RoleEngine:
     """Loads the target model. Raises CheckpointError, OutOfMemoryError."""
@@ -117,10 +120,10 @@ def dtype_of(config: WorkerConfig, device: Device) -> torch.dtype:
 
 
 def keeps_fp8_kv(config: WorkerConfig, device: Device) -> bool:
-    """Returns whether keys and values are kept as FP8. Raises ConfigError for a GPU, whose kernels read none."""
-    keeps_fp8 = config.kv_dtype == FP8_KV
-    if keeps_fp8 and device.torch_device.type == "cuda":
-        raise ConfigError("kv_dtype", FP8_KV, "auto, on a GPU")
+    """Returns whether keys and values are kept as FP8. Raises ConfigError for a GPU that cannot convert them."""
+    keeps_fp8, where = config.kv_dtype == FP8_KV, device.torch_device
+    if keeps_fp8 and where.type == "cuda" and torch.cuda.get_device_capability(where) < _FP8_CAPABILITY:
+        raise ConfigError("kv_dtype", FP8_KV, "auto, on a GPU of compute capability below 8.9")
     return keeps_fp8
 
 

@@ -82,10 +82,10 @@ def serve(
     *,
     slots: int = SLOTS,
     log_dir: Path | None = None,
-    is_deterministic: bool = False,
+    kv_dtype: str = "auto",
 ) -> list[list[int]]:
     """The tokens of each job, all of them there at a time."""
-    settings: dict[str, Any] = {"slots": slots, "log_dir": log_dir, "is_deterministic": is_deterministic}
+    settings: dict[str, Any] = {"slots": slots, "log_dir": log_dir, "kv_dtype": kv_dtype}
     return serve_ways(device, draft, dtype, at_once=(NUM_PROMPTS,), **settings)[0]
 
 
@@ -98,13 +98,15 @@ def serve_ways(
     slots: int = SLOTS,
     log_dir: Path | None = None,
     is_deterministic: bool = False,
+    kv_dtype: str = "auto",
 ) -> list[list[list[int]]]:
     """The tokens of each job, for each number of jobs that are there at a time; all on one attachment."""
     width = 1 + NUM_DRAFT_TOKENS if is_deterministic else None
-    roles = [make_verify(WorkerConfig(model=target_dir(), dtype=dtype, deterministic_width=width), device, 0)]
+    dtypes = {"dtype": dtype, "kv_dtype": kv_dtype}
+    roles = [make_verify(WorkerConfig(model=target_dir(), deterministic_width=width, **dtypes), device, 0)]
     if draft != "none":
         lookup = {"prompt_lookup_min": 1, "suffix_cache_tokens": 2000} if draft == NGRAM else {}
-        config = WorkerConfig(model=MODELS.get(draft), algorithm=draft, target=target_dir(), dtype=dtype, **lookup)
+        config = WorkerConfig(model=MODELS.get(draft), algorithm=draft, target=target_dir(), **dtypes, **lookup)
         roles.append(make_draft(config, device, 0))
     # Which rows a step without graphs accesses is asked of the device, for the log alone.
     may_wait = device.torch_device.type == "cpu" or log_dir is not None
@@ -161,6 +163,18 @@ def test_one_size_for_all_steps_makes_bfloat16_equal(device: CudaDevice) -> None
         if output != expected
     ]
     assert not different
+
+
+def test_with_fp8_keys_and_values_one_size_makes_tokens_equal(device: CudaDevice) -> None:
+    """With any draft and without, alone and side by side; in float32 most outputs are those of a CPU."""
+    settings: dict[str, Any] = {"at_once": (1, NUM_PROMPTS), "is_deterministic": True, "kv_dtype": "fp8"}
+    found = {draft: serve_ways(device, draft, "bfloat16", **settings) for draft in DRAFTS}
+    plain = found["none"][0]
+    assert [draft for draft, ways in found.items() if ways != [plain, plain]] == []
+    # A number that lies between two of FP8's is rounded to the one or the other by its last bits.
+    by_cpu, here = (serve(where, "none", kv_dtype="fp8") for where in (HostDevice(), device))
+    num_equal = sum(one == other for one, other in zip(by_cpu, here, strict=True))
+    assert num_equal >= NUM_PROMPTS * 3 // 4
 
 
 def test_in_bfloat16_outputs_part_at_near_ties_only(device: CudaDevice, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,9 +21,26 @@ def rows_of(page: tl.tensor, key: tl.tensor, num_pages: tl.tensor, PAGE_SIZE: tl
 
 
 @triton.jit
+def scaled_fp8(
+    bits: tl.tensor,  # [BLOCK_N, BLOCK_D] uint8
+    scale: tl.tensor,  # [BLOCK_N] uint8: biased exponents
+    DTYPE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Numbers of e4m3 times their scales, in DTYPE: exactly in bfloat16 and float32."""
+    numbers = bits.to(tl.float8e4nv, bitcast=True)
+    factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, None]
+    if DTYPE.is_bf16():
+        return numbers.to(tl.bfloat16) * factor.to(tl.bfloat16)
+    # Triton's interpreter makes 480 of NaN.
+    wide = tl.where((bits & 0x7F) == 0x7F, float("nan"), numbers.to(tl.float16).to(tl.float32))
+    return (wide * factor).to(DTYPE)
+
+
+@triton.jit
 def attend_keys(
     query: tl.tensor,  # [BLOCK_M, BLOCK_D]
     kv: tl.tensor,
+    scales: tl.tensor,  # read if IS_FP8
     blocks: tl.tensor,  # of [BLOCK_N, HEAD_DIM]
     column: tl.tensor,  # of the key head in both
     page_table: tl.tensor,  # the row's first page
@@ -38,6 +55,7 @@ def attend_keys(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_FIRST: tl.constexpr, READS_BLOCKS: tl.constexpr,
     SCORE_CAP: tl.constexpr, CAP_FACTOR: tl.constexpr,  # None, or scores are SCORE_CAP * tanh(score * CAP_FACTOR)
+    IS_FP8: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Attends to the keys from `begin` to `stop`. Returns the greatest scores, the weights' sums and those of values.
 
@@ -63,7 +81,13 @@ def attend_keys(
             # may see must not be read: zero times NaN is NaN.
             is_read = is_key[:, None] & is_dim[None, :] if BLOCK_D > HEAD_DIM else is_key[:, None]
             at = kv + column + (rows.to(tl.int64) * (2 * KV_SIZE))[:, None] + d[None, :]
-            keys = tl.load(at, mask=is_read, other=0.0)
+            if IS_FP8:
+                scale_at = scales + column // HEAD_DIM + rows.to(tl.int64) * (2 * KV_SIZE // HEAD_DIM)
+                keys = scaled_fp8(
+                    tl.load(at, mask=is_read, other=0), tl.load(scale_at, mask=is_key, other=0), query.dtype
+                )
+            else:
+                keys = tl.load(at, mask=is_read, other=0.0)
         # Looked up two blocks ahead, as the keys of the next are fetched in this one.
         next_key = block_begin + BLOCK_N if READS_BLOCKS else key + BLOCK_N
         rows = rows_of(pages, next_key, num_pages, PAGE_SIZE)
@@ -86,6 +110,9 @@ def attend_keys(
         total = total * decay + tl.sum(weights, axis=1)
         if READS_BLOCKS:
             values = blocks.load([row, column + KV_SIZE])
+        elif IS_FP8:
+            scale = tl.load(scale_at + KV_SIZE // HEAD_DIM, mask=is_key, other=0)
+            values = scaled_fp8(tl.load(at + KV_SIZE, mask=is_read, other=0), scale, query.dtype)
         else:
             values = tl.load(at + KV_SIZE, mask=is_read, other=0.0)
         accumulated = accumulated * decay[:, None]
@@ -98,6 +125,7 @@ def attend_keys(
 def attend_kernel(
     qkv: tl.tensor,  # [N, (KV_HEADS * GROUP + 2 * KV_HEADS) * HEAD_DIM], queries rotated; N is B * width
     kv: tl.tensor,  # [num_pages * PAGE_SIZE, 2 * KV_HEADS * HEAD_DIM]
+    scales: tl.tensor,  # [num_pages * PAGE_SIZE, 2 * KV_HEADS] uint8, read if IS_FP8: see `PagedKV`
     blocks: tl.tensor,  # descriptor of kv, of [BLOCK_N, HEAD_DIM]; read instead if READS_BLOCKS
     page_table: tl.tensor,  # [B, table_width] int64
     positions: tl.tensor,  # [B, width] int64
@@ -119,8 +147,7 @@ def attend_kernel(
     IS_RAGGED: tl.constexpr,  # [N] instead of [B, width]
     READS_BLOCKS: tl.constexpr,  # whole blocks of keys, which a page has one or several of; see `_has_blocks`
     SCORE_CAP: tl.constexpr, CAP_FACTOR: tl.constexpr,  # see `attend_keys`
-    HAS_SINKS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, IS_FP8: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attends with a tile of queries (of all heads that share one key head) of one row over one split of its keys.
 
@@ -170,7 +197,7 @@ def attend_kernel(
     if HAS_WINDOW:
         lowest = tl.maximum(tl.min(tl.where(is_seeing, first_seen, num_seen), axis=0), lowest)
     if has_first:
-        # A query's keys are in the same blocks, wherever the windows of those beside it begin.
+        # A query's keys come in the same blocks, wherever the windows of those beside it begin.
         first = lowest // BLOCK_N * BLOCK_N
 
     # Where they can, splits are even to 16 keys, not to whole blocks, of which a short row has few.
@@ -197,10 +224,10 @@ def attend_kernel(
     seen_until = tl.minimum(tl.min(tl.where(is_seeing, last_seen, num_seen), axis=0) + 1, stop)
     seen_from = tl.max(tl.where(is_seeing, first_seen, 0), axis=0) if has_first else 0
     best, total, accumulated = attend_keys(
-        query, kv, blocks, head * HEAD_DIM, own_pages, begin, stop, seen_from, seen_until,
+        query, kv, scales, blocks, head * HEAD_DIM, own_pages, begin, stop, seen_from, seen_until,
         lowest, first_seen, last_seen, rows, pages, num_pages, score_scale,
         PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D, BLOCK_N, has_first, READS_BLOCKS,
-        SCORE_CAP, CAP_FACTOR,
+        SCORE_CAP, CAP_FACTOR, IS_FP8,
     )  # fmt: skip
 
     if HAS_SINKS:  # as a key of the first split, which every query sees
@@ -212,7 +239,7 @@ def attend_kernel(
         accumulated = accumulated * decay[:, None]
         best = with_sink
 
-    has_keys = is_seeing & (total != 0.0)  # NaN where a key or value is: so is the result
+    has_keys = is_seeing & (total != 0.0)  # NaN where a key or value is: so is what comes of it
     result = tl.where(has_keys[:, None], accumulated / tl.where(has_keys, total, 1.0)[:, None], 0.0)
     is_partial = IS_SPLIT and (num_splits > 1 if IS_RAGGED else True)
     if is_partial:

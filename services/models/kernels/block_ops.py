@@ -108,10 +108,36 @@ def rotation_kernel(
     tl.store(at + HALF, tl.sin(angle) * factor, mask=mask)
 
 
+@triton.jit
+def scale_of(most: tl.tensor) -> tl.tensor:
+    """The biased exponent of the scale of numbers of which `most`, float32, is the greatest: int32; see `PagedKV`."""
+    exponent = ((most.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
+    return tl.minimum(tl.maximum(exponent, 1), 253)
+
+
+@triton.jit
+def power_of_two_of(exponent: tl.tensor) -> tl.tensor:
+    """The power of two with a biased exponent: int32 to float32."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_fp8(x: tl.tensor) -> tl.tensor:
+    """Rounds float32 numbers of at most 448 to e4m3, as uint8. NaN stays NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    # To even in the last of three bits; of subnormal numbers, by a sum whose last bit is theirs.
+    of_normal = ((bits & 0x7FFFFFFF) + 0x7FFFF + ((bits >> 20) & 1) >> 20) - (120 << 3)
+    of_subnormal = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) & 0xF
+    code = tl.where(tl.abs(x) < 0.015625, of_subnormal, of_normal)
+    code = tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)
+    return code.to(tl.uint8)
+
+
 @triton.jit(do_not_specialize=["num_pages", "table_width", "width"])
 def keep_kernel(
     qkv: tl.tensor,  # [B * width, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM]; queries are rotated in place
     kv: tl.tensor,  # [num_pages * PAGE_SIZE, 2 * KV_HEADS * HEAD_DIM], written
+    scales: tl.tensor,  # [num_pages * PAGE_SIZE, 2 * KV_HEADS] uint8, written if IS_FP8: see `PagedKV`
     rotation: tl.tensor,  # [B * width, 2, HEAD_DIM / 2] float32
     query_norm: tl.tensor,  # [HEAD_DIM], read if HAS_NORMS
     key_norm: tl.tensor,  # [HEAD_DIM], read if HAS_NORMS
@@ -124,7 +150,7 @@ def keep_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, HAS_NORMS: tl.constexpr,
     IS_RAGGED: tl.constexpr,  # [N] instead of [B, width]
-    OVERLAPS: tl.constexpr,
+    IS_FP8: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Rotates BLOCK_HEADS queries of one token, or rotates and keeps half as many keys with their values.
 
@@ -186,15 +212,27 @@ def keep_kernel(
     if keeps:
         # What is not finite is seen in the scores, so that it reaches no query that masks it: zero times NaN is NaN.
         is_finite = (tl.abs(first) < float("inf")) & (tl.abs(second) < float("inf"))
-        is_broken = (tl.min(is_finite.to(tl.int32), axis=1) == 0) & (i >= pairs)  # of values
+        is_infinite = tl.min(is_finite.to(tl.int32), axis=1) == 0
+        is_broken = is_infinite & (i >= pairs)  # of values
         is_broken = tl.max(tl.reshape(is_broken.to(tl.int32), [2, pairs]), axis=0)[None, :]
         is_broken = tl.reshape(tl.broadcast_to(is_broken, [2, pairs]), [BLOCK_HEADS])[:, None] > 0  # of keys and values
         kept_as = tl.where(i < pairs, float("nan"), 0.0)[:, None]
-        first = tl.where(is_broken, kept_as, first).to(kv.dtype.element_ty)
-        second = tl.where(is_broken, kept_as, second).to(kv.dtype.element_ty)
+        if IS_FP8:
+            is_broken = is_broken | is_infinite[:, None]  # There is no infinite key.
+            first_kept = tl.where(is_broken, kept_as, first.to(tl.float32))
+            second_kept = tl.where(is_broken, kept_as, second.to(tl.float32))
+            # Of numbers that are not finite the exponent means nothing, but that it is one.
+            most = tl.max(tl.maximum(tl.abs(first_kept), tl.abs(second_kept)), axis=1)
+            exponent = scale_of(most)
+            inverse = power_of_two_of(254 - exponent)[:, None]
+            first_kept, second_kept = to_fp8(first_kept * inverse), to_fp8(second_kept * inverse)
+            tl.store(scales + kv_row * (2 * KV_HEADS) + head - Q_HEADS, exponent.to(tl.uint8), mask=is_head)
+        else:
+            first_kept = tl.where(is_broken, kept_as, first).to(kv.dtype.element_ty)
+            second_kept = tl.where(is_broken, kept_as, second).to(kv.dtype.element_ty)
         kv_at = kv + kv_row * (2 * KV_HEADS * HEAD_DIM) + ((head - Q_HEADS) * HEAD_DIM)[:, None] + h[None, :]
-        tl.store(kv_at, first, mask=is_there)
-        tl.store(kv_at + half, second, mask=is_there)
+        tl.store(kv_at, first_kept, mask=is_there)
+        tl.store(kv_at + half, second_kept, mask=is_there)
     else:
         tl.store(at, first, mask=is_there)
         tl.store(at + half, second, mask=is_there)

@@ -221,7 +221,7 @@ _PROMPT_TILE = _Tile(_LARGE, 64, 8, 3)
 """For heads of up to 128. Two groups of four warps share a block of keys, of which the next two are under way."""
 _WIDE_PROMPT_TILE = _Tile(_LARGE, 64, 8, 2)
 _SMALL_TILE = _Tile(64, 64, 4, 3)
-"""For heads of up to 128 where keys are in blocks, and for rows of which most have a few tokens: a larger tile would
+"""For heads of up to 128 where keys come in blocks, and for rows of which most have a few tokens: a larger tile would
 compute mostly with padding."""
 _LONG_TOKENS, _LONG_ROW = 512, 128
 """Tokens of ragged rows, together and on average, from which a large tile is faster."""
@@ -314,7 +314,7 @@ class PagedAttention:
 
     @property
     def _element_size(self) -> int:
-        return self._cache.rows[0].element_size()
+        return self._cache.dtype.itemsize
 
     def __call__(
         self,
@@ -355,13 +355,14 @@ class PagedAttention:
         num_programs = -(-config.num_heads // block_heads) + -(-2 * config.num_kv_heads // block_heads)
         query_norm, key_norm, eps = (qkv, qkv, 0.0) if norms is None else (*(n.weight for n in norms), norms[0].eps)
         keep_kernel[len(qkv), num_programs](
-            qkv, cache.rows[layer], rotation, query_norm, key_norm,
+            qkv, cache.rows[layer], qkv if cache.scales is None else cache.scales[layer],
+            rotation, query_norm, key_norm,
             self._page_table, self._positions, self._is_valid, self._limits,
             self._limits if self._ragged is None else self._ragged.rows,
             cache.num_pages, self._page_table.shape[1], self._programs.width, eps,
             PAGE_SIZE=cache.page_size, Q_HEADS=config.num_heads, **self._sizes,
             BLOCK_HALF=power_of_two(config.head_dim // 2), BLOCK_HEADS=block_heads,
-            HAS_NORMS=norms is not None, IS_RAGGED=self._ragged is not None,
+            HAS_NORMS=norms is not None, IS_RAGGED=self._ragged is not None, IS_FP8=cache.scales is not None,
             num_warps=4 if block_heads == 16 else 1, **self._overlaps,
         )  # fmt: skip
 
@@ -370,7 +371,8 @@ class PagedAttention:
         window, kv, head_dim = config.sliding_window(layer), cache.rows[layer], config.head_dim
         cap = config.score_cap
         attend_kernel[programs.grid](
-            qkv, kv, TensorDescriptor.from_tensor(kv, [tile.block_n, head_dim]) if self._reads_blocks else kv,
+            qkv, kv, kv if cache.scales is None else cache.scales[layer],
+            TensorDescriptor.from_tensor(kv, [tile.block_n, head_dim]) if self._reads_blocks else kv,
             self._page_table, self._positions, self._is_valid, self._limits,
             self._limits if self._starts is None else self._starts,
             self._limits if self._ragged is None else self._ragged.begins,
@@ -385,6 +387,7 @@ class PagedAttention:
             HAS_WINDOW=window is not None, HAS_STARTS=self._starts is not None, IS_SPLIT=programs.is_split,
             IS_RAGGED=self._ragged is not None, READS_BLOCKS=self._reads_blocks,
             SCORE_CAP=cap, CAP_FACTOR=None if cap is None else config.score_scale / cap, HAS_SINKS=sinks is not None,
+            IS_FP8=cache.scales is not None,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **self._overlaps,
         )  # fmt: skip
         if programs.num_partials:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -88,8 +90,13 @@ def test_a_vector_depends_on_no_other(model: PagedModel) -> None:
     assert torch.equal(kept(model, values)[0, :size], kept(model, others)[0, :size])
 
 
-def test_a_gpu_is_refused(tmp_path: Path) -> None:
-    cuda = cast("Device", SimpleNamespace(torch_device=torch.device("cuda")))
-    assert not keeps_fp8_kv(WorkerConfig(model=tmp_path), cuda)
-    with pytest.raises(ConfigError, match=r"kv_dtype: got 'fp8', .*: auto, on a GPU"):
-        keeps_fp8_kv(WorkerConfig(model=tmp_path, kv_dtype="fp8"), cuda)
+def test_a_gpu_that_cannot_convert_the_numbers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, config = cast("Device", SimpleNamespace(torch_device=torch.device("cuda"))), WorkerConfig(model=tmp_path)
+    for capability in ((8, 0), (8, 9), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", Mock(return_value=capability))
+        assert not keeps_fp8_kv(config, cuda)
+        if capability > (8, 0):
+            assert keeps_fp8_kv(replace(config, kv_dtype="fp8"), cuda)
+            continue
+        with pytest.raises(ConfigError, match=r"kv_dtype: got 'fp8', .*: auto, on a GPU of compute capability"):
+            keeps_fp8_kv(replace(config, kv_dtype="fp8"), cuda)

@@ -52,6 +52,9 @@ def some_config(
     )
 
 
+FP8_NAN = 0x7F
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
     """A batch whose rows hold `lengths` keys before it; keys that a row may not see are NaN."""
@@ -75,6 +78,7 @@ class AttentionCase:
         seed: int,
         page_size: int = 4,
         spare_pages: int = 2,
+        is_fp8: bool = False,
     ) -> AttentionCase:
         """Rows in pages of their own, in random order."""
         print(f"torch seed {seed}")
@@ -82,15 +86,15 @@ class AttentionCase:
         num_rows = len(lengths)
         pages_per_row = -(-(max(lengths) + width) // page_size) + spare_pages
         num_pages = 1 + num_rows * pages_per_row
-        cache = PagedKV(config, num_pages=num_pages, page_size=page_size, device=device, dtype=dtype)
+        cache = PagedKV(config, num_pages=num_pages, page_size=page_size, device=device, dtype=dtype, is_fp8=is_fp8)
         page_table = (1 + torch.randperm(num_pages - 1, generator=generator)).view(num_rows, pages_per_row)
-        for rows in cache.rows:
-            rows.fill_(float("nan"))
+        for layer, rows in enumerate(cache.rows):
+            rows.fill_(FP8_NAN if is_fp8 else float("nan"))
             for row, length in enumerate(lengths):
                 place = torch.arange(length)
                 at = page_table[row, place // page_size] * page_size + place % page_size
                 values = torch.randn(length, rows.shape[1], generator=generator)
-                rows[at.to(device)] = values.to(device, dtype)
+                cache.keep(layer, at.to(device), values.to(device, dtype))
         batch = ForwardBatch(
             tokens=torch.zeros(num_rows, width, dtype=torch.int64, device=device),
             positions=(torch.tensor(lengths)[:, None] + torch.arange(width)).to(device),

@@ -16,7 +16,7 @@ SERVICES = ROOT / "services"
 MODULES = (*(SERVICES / "models" / "kernels").glob("*.py"), SERVICES / "draft" / "fused_suffix_cache.py")
 TESTS = {
     ("step_ops",): ("step_ops",),
-    ("paged_attention",): ("attention_kernels", "paged_attention"),
+    ("paged_attention", "fp8_pages"): ("attention_kernels", "paged_attention"),
     ("block_ops", "rotate_and_keep"): ("block_ops",),
     ("products",): ("products",),
     ("grouped",): ("grouped",),
