@@ -74,9 +74,9 @@ class GrammarWorker:
         """The last step of verify that refers to it."""
         self.prepared: dict[str, SlipstreamError | None] = {}
         """Grammars that it was asked to compile, once it has, with the reason why it could not. Read by the loop."""
-        self._own: Arena = device.create_arena(shape.own_specs(), GRAMMAR_OWN_FENCES)
+        self._own: Arena = device.create_arena(shape.own_specs(), GRAMMAR_OWN_FENCES, on_host=True)
         try:
-            self._given: Arena = device.create_arena(shape.given_specs(), GRAMMAR_GIVEN_FENCES)
+            self._given: Arena = device.create_arena(shape.given_specs(), GRAMMAR_GIVEN_FENCES, on_host=True)
         except BaseException:
             self._own.close()
             raise

@@ -13,7 +13,7 @@ import torch
 from slipstream.common.errors import ConfigError, OutOfMemoryError
 from slipstream.common.host import pid_namespace, shm_device
 from slipstream.common.wire.layout import BufferName
-from slipstream.common.wire.manifest import DTYPE_NAMES, DTYPES, BufferSpec
+from slipstream.common.wire.manifest import DTYPE_NAMES, DTYPES, EVENT, BufferSpec
 from slipstream.common.wire.step import Role
 from slipstream.common.wire.worker import DeviceMemory, WorkerDescription
 from slipstream.services.draft.drafters import HeadDrafter, StandaloneDrafter
@@ -175,7 +175,7 @@ def describe_verify(config: WorkerConfig, device: Device, metrics_port: int) -> 
         hidden_width=len(fused_layers(model.num_layers)) * model.hidden_size,
         eos_token_ids=tuple(sorted(model.eos_token_ids)),
         tokenizer_path=str(config.directory),
-        takes_masks=device.torch_device.type == "cpu",
+        takes_masks=device.fence_kind != EVENT,
     )
 
 

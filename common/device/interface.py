@@ -125,8 +125,9 @@ class Device(Protocol):
     def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName], *, on_host: bool = False) -> Arena:
         """Makes an arena that this process owns, all zero.
 
-        `on_host`: in memory of the host, for what a GPU writes and only the host reads. Its tensors are the host's
-        here, and the GPU's where it is opened. No stream can wait for its fences.
+        `on_host`: in memory of the host, between a GPU and processes without one. Its tensors are the host's here, and
+        the GPU's where it is opened. No stream can wait for its fences here, and where it is opened only one of a
+        device with fences of kind "timeline".
         """
 
     def open_arena(self, manifest: Manifest, *, read_only: bool = False) -> Arena:

@@ -76,7 +76,8 @@ class Site(enum.IntEnum):
     DRAIN = 18
     """Worker, host: the wait for the end of an epoch's work."""
     MASKS = 19
-    """Verify, stream: the wait for masks, between the end of a step's forward and its sampling."""
+    """Verify, stream: the wait for masks, between the end of a step's forward and its sampling. On the stamps' clock;
+    it is added with a later such wait."""
 
 
 WORKER_STALLS = (Site.ATTACH, Site.STAGING, Site.ACKNOWLEDGEMENT, Site.DRAIN, Site.MASKS)

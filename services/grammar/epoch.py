@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.05
 """Between two looks, in a wait, whether the attachment is over."""
+LOOK_AT_GPU_S = 0.00005
+"""Between two looks at a word that a GPU sets. The kernel adds its timer slack, 50 us."""
 FENCES = (pb.FENCE_VERIFY_PUBLISH, pb.FENCE_VERIFY_COPIED)
 """Fences that a command may wait for."""
 
@@ -55,14 +58,15 @@ class GrammarArrays:
 class SharedPiece:
     """A piece of shared memory, as arrays of NumPy and fences. It stays mapped until the last of them is gone."""
 
-    def __init__(self, manifest: pb.Manifest, *, read_only: bool) -> None:
-        """Maps it. Raises ManifestError."""
+    def __init__(self, manifest: pb.Manifest, *, read_only: bool, is_of_gpu: bool = False) -> None:
+        """Maps it. `is_of_gpu`: a GPU sets its words. Raises ManifestError."""
         if manifest.kind != "file":
             raise ManifestError(f"arena kind {manifest.kind!r}: a grammar worker opens files")
         self._manifest = manifest
         mapped = open_mapped(Path(manifest.path), manifest.size, read_only=read_only)
         self._memory: Any = without_its_flag(mapped) if read_only else mapped
-        self._fence_kind = ReadOnlyFence if read_only else HostFence
+        readable = partial(ReadOnlyFence, look_s=LOOK_AT_GPU_S) if is_of_gpu else ReadOnlyFence
+        self._fence_kind: Callable[[memoryview, int], HostFence] = readable if read_only else HostFence
 
     def array(self, name: str, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
         """Returns a buffer. Raises ManifestError unless it lies in the memory with this shape and dtype."""
@@ -160,8 +164,9 @@ class GrammarEpoch:
         self._log = log or EventLog(StreamName.GRAMMAR)
         self._verify_epoch = request.peer.last_epoch
         slots, self._width, ring = request.num_slots, request.num_draft_tokens + 1, request.run_ahead + 2
-        own, given = SharedPiece(request.manifest, read_only=False), SharedPiece(request.given, read_only=True)
-        results = SharedPiece(request.results, read_only=True)
+        is_of_gpu, own = request.peer.device != "cpu", SharedPiece(request.manifest, read_only=False)
+        given = SharedPiece(request.given, read_only=True, is_of_gpu=is_of_gpu)
+        results = SharedPiece(request.results, read_only=True, is_of_gpu=is_of_gpu)
         words = -(-request.peer.vocab_size // 32)
         arrays = GrammarArrays(
             stamps=own.array("mask_stamps", (slots,), "int64"),

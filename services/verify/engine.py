@@ -38,7 +38,7 @@ from slipstream.services.worker.graphs import (
     sizes_up_to,
     with_padding,
 )
-from slipstream.services.worker.rehearsal import rehearse_mixed, rehearse_prompts
+from slipstream.services.worker.rehearsal import rehearse_masked, rehearse_mixed, rehearse_prompts
 from slipstream.services.worker.slots import FlatChunks, SamplingMode, check_draft_tokens
 from slipstream.services.worker.step_costs import measure_costs
 
@@ -115,8 +115,19 @@ class VerifyEngine:
         at_once(self._capture_prompts(layers))
         rehearse_prompts(self, state)
         at_once(graphs.capture(sizes, layers))
+        shape, draft = state.attachment.shape, sizes
+        if shape.num_draft_tokens:
+            draft = draft or DraftSizes(num_draft_tokens=shape.num_draft_tokens)
+            state.add_region(_REHEARSED, graphs.private_region(draft, shape.chunk_tokens))
+        if self.description.takes_masks:
+            masks = state.grammar_shape(self.description.vocab_size)
+            state.grammars[_REHEARSED] = state.make_masks.unshared(masks, self._model.device)
+            drafted = (0, 0) if sizes is None else (sizes.num_draft_tokens, _REHEARSED)
+            rehearse_masked(self, state, *drafted, grammar=_REHEARSED)
         if self._deterministic_width is None:
-            self._rehearse_mixed(state, graphs, sizes)
+            self._rehearse_mixed(state, draft)
+        state.remove_region(_REHEARSED)
+        state.grammars.clear()
 
     def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
         layers = self._check_draft(region.sizes)
@@ -142,10 +153,10 @@ class VerifyEngine:
         if command.chunks and command.slots and self._deterministic_width is not None:
             raise InvalidArgumentError("chunks", len(command.chunks), "none in a step that decodes: all have one size")
         layers = () if region is None else self._layers_of(region.sizes)
-        if self._graphs is not None and command.slots and not (command.chunks or command.constrained):
-            return self._graphs.phases(command, region, layers)
         if not {*command.constrained} <= {*command.slots, *(chunk.slot for chunk in command.chunks if chunk.is_last)}:
             raise InvalidArgumentError("constrained", command.constrained, "slots that the step has tokens for")
+        if self._graphs is not None and command.slots and not command.chunks:
+            return self._graphs.phases(command, region, layers)
         return self._step_phases(command, state, self._target, region, layers)
 
     def _step_phases(
@@ -199,15 +210,12 @@ class VerifyEngine:
             return padded_to(state.attachment.shape.chunk_tokens, command.chunks)
         return with_padding(command.chunks, state.attachment.shape.chunk_tokens, beside=beside)
 
-    def _rehearse_mixed(self, state: EpochState, graphs: VerifyGraphs, draft: DraftSizes | None) -> None:
+    def _rehearse_mixed(self, state: EpochState, draft: DraftSizes | None) -> None:
         """Runs mixed steps with a draft, the expected one if there is any, and without."""
         shape = state.attachment.shape
         self._rehearse_logits(shape.num_slots * (shape.num_draft_tokens + 1))
-        if shape.num_draft_tokens:
-            draft = draft or DraftSizes(num_draft_tokens=shape.num_draft_tokens)
-            state.regions[_REHEARSED] = graphs.private_region(draft, shape.chunk_tokens)
-            rehearse_mixed(self, state, draft.num_draft_tokens, _REHEARSED)
-            del state.regions[_REHEARSED]
+        if draft is not None:
+            rehearse_mixed(self, state, draft.num_draft_tokens, _REHEARSED, grammar=min(state.grammars, default=0))
         rehearse_mixed(self, state)
 
     def _rehearse_logits(self, most: int) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import Region
     from slipstream.services.worker.graphs import Buckets, GraphedStep
+    from slipstream.services.worker.masks import StepMasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,24 +117,30 @@ class VerifyGraphs:
         target, future_map, graphed = self._target, self._state.future_map, self._graphed
         rows = graphed.slots[: self._eager_size or num_rows] if graphs is None else graphs.rows
         copies_stamps = waits_for_stash_read(command)
+        masks, source, copy = self._state.masks_of(command), drafted, None
+        if masks is not None and drafted is not None and command.copies_tokens:
+            source = self._state.regions[-command.attachment]
+            copy = partial(self._copy, command, masks, drafted, source, rows[:num_rows])
 
         forward = Latest[TargetForward]()
 
         def run() -> None:
-            forward.value = self._forward(command, drafted, graphs, rows, layers)
+            forward.value = self._forward(command, source, graphs, rows, layers)
 
         def end() -> None:
             if copies_stamps and region is not None:
                 future_map.copy_stamps(command.step, region)
             mode = self._state.slots.sampling_mode(command.slots)
-            if graphs is not None and command.top_logprobs is None and mode in graphs.endings:
+            if graphs is not None and command.top_logprobs is None and masks is None and mode in graphs.endings:
                 ending = graphs.endings[mode]
                 ending.part.replay(future_map, command)
                 if region is not None:
                     region.log_stash(command.step, command.slots, ending.result.value)
                 return
             # Rows beyond the command's slots are padding.
-            sampled = target.sample(forward.value, target.logits(forward.value), mode, command.top_logprobs)
+            allowed = None if masks is None else masks.take(rows, forward.value.tokens.shape[1])
+            logits, asked = target.logits(forward.value), command.top_logprobs
+            sampled = target.sample(forward.value, logits, mode, asked, allowed=allowed)
             result = merged(lambda values: values[0][:num_rows], sampled)
             future_map.publish(command.step, rows[:num_rows], result)
             target.record_output(rows[:num_rows], result)
@@ -141,7 +148,13 @@ class VerifyGraphs:
                 region.stash(command.step, command.slots, rows[:num_rows], result)
             graphed.stamp_end()
 
-        return phases_of_decode(run, end)
+        return phases_of_decode(run, end, copy=copy)
+
+    def _copy(self, command: StepCommand, masks: StepMasks, drafted: Region, own: Region, rows: torch.Tensor) -> None:
+        """Copies the tokens of `drafted` for a grammar worker, and to `own`, from where the forward copies them in."""
+        draft_tokens = self._state.future_map.copy_in(command.step, drafted, command.slots, rows)
+        masks.copy_out(rows, draft_tokens)
+        own.keep_tokens(rows, draft_tokens)
 
     def _forward(
         self,
@@ -217,14 +230,19 @@ class VerifyGraphs:
             future_map.stash_captured(step, rows, result)
 
 
-def phases_of_decode(run: Callable[[], None], end: Callable[[], None]) -> list[Phase]:
+def phases_of_decode(
+    run: Callable[[], None], end: Callable[[], None], *, copy: Callable[[], None] | None = None
+) -> list[Phase]:
     """The phases of a decode step: its forward, and the rest with publish and stash. They stamp by themselves.
 
     The stash is signalled first: the draft's stream waits for it. The scheduler polls, and sees it no later.
+    `copy`: comes before the forward, where a grammar worker waits for it.
     """
     fences = (FenceName.VERIFY_STASH, FenceName.VERIFY_PUBLISH)
+    begin = [] if copy is None else [Phase(copy, (FenceName.VERIFY_COPIED,), WaitPlace.START, is_stamped=True)]
     return [
-        Phase(run, place=WaitPlace.START, is_stamped=True),
+        *begin,
+        Phase(run, place=None if begin else WaitPlace.START, is_stamped=True),
         Phase(end, fences, WaitPlace.SAMPLING, is_stamped=True),
     ]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import Region, StepNumber
     from slipstream.services.worker.language_model import LanguageModel, SlotRows
-    from slipstream.services.worker.masks import Allowed, GrammarMasks
+    from slipstream.services.worker.masks import Allowed
     from slipstream.services.worker.slots import FlatChunks, SamplingMode, Staging
 
 _Result = TypeVar("_Result", VerifyResult, Logprobs)
@@ -141,7 +141,7 @@ class Target:
         positions = _positions(forward.seq_lens, forward.tokens) + 1
         # Taken anew: in a graph, what the forward has read of the slots belongs only to the forward's graph.
         slots = self._model.slots.take(forward.rows)
-        given = logits if allowed is None else allowed.apply(logits)
+        given = logits if allowed is None else allowed.apply(logits, keeps=top_logprobs is not None)
         tokens = self._model.slots.sample(slots, given, positions, mode, chain)
         scores = _scores(logits, tokens)
         most = chain.shape[1] if num_draft_tokens is None else num_draft_tokens
@@ -243,6 +243,7 @@ class TargetStep:
         self._ends = ends
         self._region = region
         self._aux_layers = aux_layers
+        self._masks = state.masks_of(command)
         self._has_copied_in = False
         self._draft_tokens: torch.Tensor | None = None
         self._decoded: list[TargetForward] = []
@@ -254,8 +255,8 @@ class TargetStep:
         command, self._has_copied_in = self._command, True
         self._target.forget(command, self._region)
         self._draft_tokens = self._copy_in()
-        if command.copies_tokens and self._draft_tokens is not None and (masks := self._masks) is not None:
-            masks.copy_out(command.step, command.slots, self._rows, self._draft_tokens)
+        if command.copies_tokens and self._draft_tokens is not None and self._masks is not None:
+            self._masks.copy_out(self._rows, self._draft_tokens)
 
     def forward(self) -> None:
         """Runs the rows that decode and the chunks: where the step has both, in one forward. Copies in before, unless
@@ -313,7 +314,7 @@ class TargetStep:
         most = self._region.sizes.num_draft_tokens if self._region is not None and self._command.num_draft_tokens else 0
         if self._taken_in is None and len(self._decoded) == 1:
             (decoded,) = self._decoded
-            allowed = self._allowed(decoded.rows, decoded.tokens)
+            allowed = self._allowed(decoded.rows, decoded.tokens.shape[1])
             logits = target.logits(decoded)
             return target.sample(decoded, logits, mode, asked, num_draft_tokens=most, allowed=allowed)
         # By one product: another would read all the weights again.
@@ -326,7 +327,7 @@ class TargetStep:
                 mode,
                 asked,
                 num_draft_tokens=most,
-                allowed=self._allowed(part.rows, part.tokens),
+                allowed=self._allowed(part.rows, part.tokens.shape[1]),
             )
             for part, of_part in zip(self._decoded, of_all, strict=False)
         ]
@@ -342,15 +343,9 @@ class TargetStep:
         command = self._command
         return self._state.future_map.copy_in(command.step, self._region, command.slots, self._rows)
 
-    @property
-    def _masks(self) -> GrammarMasks | None:
-        """The masks of a step in which a slot has a constraint."""
-        return self._state.grammars[self._command.grammar] if self._command.constrained else None
-
-    def _allowed(self, rows: torch.Tensor, tokens: torch.Tensor) -> Allowed | None:
-        """What may follow each of `tokens` ([B, W]) of the slots `rows` ([B]); None if none has a constraint."""
-        masks, command = self._masks, self._command
-        return None if masks is None else masks.take(command.step, command.constrained, rows.tolist(), tokens.shape[1])
+    def _allowed(self, rows: torch.Tensor, width: int) -> Allowed | None:
+        """The tokens that may stand at `width` places of the slots `rows` ([B]); None if none has a constraint."""
+        return None if self._masks is None else self._masks.take(rows, width)
 
     def _hidden_of_ends(self) -> Sequence[torch.Tensor]:
         """[E, hidden_size] for each of the prompts' ends that are sampled together."""
@@ -374,8 +369,8 @@ class TargetStep:
         assert self._taken_in is not None, "the step has chunks"
         logits, aux, asked = logits[:, None], self._taken_in.aux, self._command.top_logprobs
         slots, mode = self._model.slots.take(ends.rows), self._state.slots.sampling_mode(ends.slots)
-        allowed = self._allowed(ends.rows, ends.rows[:, None])
-        given = logits if allowed is None else allowed.apply(logits)
+        allowed = self._allowed(ends.rows, 1)
+        given = logits if allowed is None else allowed.apply(logits, keeps=asked is not None)
         tokens = self._model.slots.sample(slots, given, ends.lengths[:, None], mode)
         return VerifyResult(
             seq_lens=ends.lengths,

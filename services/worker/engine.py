@@ -27,6 +27,7 @@ from slipstream.common.errors import (
 from slipstream.common.wire.events import EventLog, LogOp, Site
 from slipstream.common.wire.step import FenceName, Role
 from slipstream.services.worker.epoch import Epoch, check_attachment, make_state, open_grammar, open_memory, open_region
+from slipstream.services.worker.masks import MaskWaits
 from slipstream.services.worker.memory import allocated_bytes, first_line, is_out_of_memory, measured, no_room
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class Engine:
         """Events: steps that were enqueued, waits for the device, and in debug mode the order."""
         self._refuses_waits = refuses_waits and device.torch_device.type == "cuda"
         self._on_stuck = on_stuck
+        self._mask_waits = MaskWaits(device, log)
         self._open: Epoch | None = None
         self.last_epoch = 0
         """The largest epoch that was attached."""
@@ -413,11 +415,9 @@ class Engine:
 
     def _wait(self, opened: Epoch, wait: FenceWait, command: StepCommand) -> None:
         memory = opened.memory_of(command, wait.fence)
-        if wait.fence is FenceName.GRAMMAR_READY and self.enqueues_at_once:
-            begun_ns: list[int] = []
-            self._stream.enqueue(lambda: begun_ns.append(time.monotonic_ns()))
-            memory.wait(self._stream, wait)
-            self._stream.enqueue(lambda: self.log.stall(Site.MASKS, command.step, begun_ns.pop(), time.monotonic_ns()))
+        if wait.fence is FenceName.GRAMMAR_READY:
+            with self._mask_waits.timed(self._stream, command.step):
+                memory.wait(self._stream, wait)
         else:
             memory.wait(self._stream, wait)
         self._log_point(LogOp.WAIT, wait, command.step, opened.number_of(memory, command))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import (
     FailedPreconditionError,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from slipstream.common.wire.manifest import Manifest
     from slipstream.common.wire.step import FencePoint, FenceWait, StepCommand
     from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, WorkerDescription
+    from slipstream.services.worker.masks import StepMasks
     from slipstream.services.worker.slots import Staging
 
 RELEASED_TIMEOUT_S = 60.0
@@ -65,11 +66,13 @@ class EpochState:
     """The worker's stamps go here: a FutureMap for verify, the only region for a draft."""
     make_region: type[Region]
     slots: SlotTable
+    make_masks: type[GrammarMasks] = GrammarMasks
     staging: Staging = field(default_factory=HostStaging)
     graphs: GraphedStep | None = None
     """For capturing steps; None where steps run without graphs."""
     regions: dict[int, Region] = field(default_factory=dict)
-    """Regions that verify has mapped, by attachment."""
+    """Regions that verify has mapped, by attachment; where steps are graphs, by its negative `Region.with_own_tokens`,
+    for steps that copy draft tokens out before their graph."""
     grammars: dict[int, GrammarMasks] = field(default_factory=dict)
     """The memory with grammar workers that verify has mapped, by attachment."""
     weights: Mapping[BufferName, torch.Tensor] = field(default_factory=dict)
@@ -89,13 +92,34 @@ class EpochState:
 
     def stage(self, command: StepCommand) -> None:
         """Begins the staging of a step."""
-        region = self.regions.get(command.attachment)
+        number = -command.attachment if command.copies_tokens and self.graphs is not None else command.attachment
+        region = self.regions.get(number)
         words = NO_REGION if region is None else region.words
         self.staging.begin(command.step, command.slots, words)
 
     def region_of(self, command: StepCommand) -> Region | None:
         """The region of the draft that takes part in a step of verify; None if none does."""
         return self.regions[command.attachment] if command.attachment else None
+
+    def grammar_shape(self, vocab_size: int) -> GrammarShape:
+        """The sizes of the memory between verify, with such a vocabulary, and a grammar worker."""
+        shape = self.attachment.shape
+        return GrammarShape(num_slots=shape.num_slots, num_draft_tokens=shape.num_draft_tokens, vocab_size=vocab_size)
+
+    def masks_of(self, command: StepCommand) -> StepMasks | None:
+        """The masks of a step that is being staged; None if no slot has a constraint."""
+        return self.grammars[command.grammar].of_step(command, self.staging) if command.constrained else None
+
+    def add_region(self, number: int, region: Region) -> None:
+        """Lets steps name a draft's attachment."""
+        self.regions[number] = region
+        if self.graphs is not None:
+            self.regions[-number] = region.with_own_tokens()
+
+    def remove_region(self, number: int) -> None:
+        """Lets no step name it any more."""
+        for key in (number, -number):
+            self.regions.pop(key, None)
 
 
 class SharedMemory:
@@ -205,7 +229,7 @@ class Epoch:
         """Lets commands name an attachment."""
         self.attachments.add(region.attachment)
         self._drafts[region.attachment] = memory
-        self.state.regions[region.attachment] = region
+        self.state.add_region(region.attachment, region)
 
     def add_grammar(self, number: int, masks: GrammarMasks, memory: SharedMemory) -> None:
         """Lets commands name the attachment of a grammar worker."""
@@ -220,7 +244,7 @@ class Epoch:
 
     def retire_draft(self, attachment: int) -> SharedMemory | None:
         """Lets no further command name an attachment, and returns its memory; None if there is none."""
-        self.state.regions.pop(attachment, None)
+        self.state.remove_region(attachment)
         self.state.grammars.pop(attachment, None)
         return self._drafts.get(attachment)
 
@@ -292,16 +316,15 @@ def open_grammar(
 ) -> tuple[GrammarMasks, SharedMemory]:
     """Maps the memory between verify and a grammar worker. Raises ManifestError, MismatchError."""
     if not description.takes_masks:
-        raise MismatchError(["masks: this verify applies none of a grammar worker"])
-    epoch = state.attachment.shape
-    shape = GrammarShape(
-        num_slots=epoch.num_slots, num_draft_tokens=epoch.num_draft_tokens, vocab_size=description.vocab_size
-    )
+        raise MismatchError(
+            [f"masks: streams of this verify wait for none, as its fences are of kind {device.fence_kind!r}"]
+        )
+    shape = state.grammar_shape(description.vocab_size)
     offered.own.check_holds(shape.own_specs())
     offered.given.check_holds(shape.given_specs())
     pieces = (offered.own, GRAMMAR_OWN_FENCES, False), (offered.given, GRAMMAR_GIVEN_FENCES, True)
     memory = SharedMemory.open(device, *pieces)
-    return GrammarMasks(shape, memory.buffers(), number=offered.attachment, log=log), memory
+    return state.make_masks(shape, memory.buffers(), number=offered.attachment, log=log), memory
 
 
 def _shape_of_region(offered: DraftRegion, epoch: StepShape, own: WorkerDescription) -> DraftShape:
@@ -329,7 +352,7 @@ def make_state(
     blocked: Callable[[int], AbstractContextManager[object]],
 ) -> EpochState:
     """Allocates the state that all roles need. `blocked`: see `PinnedStaging`."""
-    make_future_map, make_region = _classes(device)
+    make_future_map, make_region, make_masks = _classes(device)
     shape, shared, is_debug = attachment.shape, memory.buffers(), attachment.is_debug
     weights = {name: shared.pop(name) for name in LENT_WEIGHTS if name in shared}
     # A draft is told, and proposes, ids of the target.
@@ -343,7 +366,7 @@ def make_state(
     else:
         made = make_future_map(shape, shared, vocab_size=vocab_size, log=log, regions=regions, is_debug=is_debug)
     slots = SlotTable(attachment, vocab_size, device.torch_device, longest=description.max_context_tokens)
-    state = EpochState(attachment, made, make_region, slots, regions=regions, weights=weights)
+    state = EpochState(attachment, made, make_region, slots, make_masks, regions=regions, weights=weights)
     if device.has_stream_threads:
         return state
     staging = PinnedStaging(
@@ -368,13 +391,22 @@ def make_state(
     return replace(state, staging=staging, graphs=graphed)
 
 
-def _classes(device: Device) -> tuple[type[FutureMap], type[Region]]:
+class _Classes(NamedTuple):
+    """Of what is shared, for a device."""
+
+    future_map: type[FutureMap]
+    region: type[Region]
+    masks: type[GrammarMasks]
+
+
+def _classes(device: Device) -> _Classes:
     if device.torch_device.type == "cpu":
-        return FutureMap, Region
+        return _Classes(FutureMap, Region, GrammarMasks)
     # Imported here, as there is no triton where there is no GPU.
     from slipstream.services.worker.fused_future_map import FusedFutureMap, FusedRegion
+    from slipstream.services.worker.fused_masks import FusedMasks
 
-    return FusedFutureMap, FusedRegion
+    return _Classes(FusedFutureMap, FusedRegion, FusedMasks)
 
 
 def check_attachment(attachment: Attachment, own: WorkerDescription, last_epoch: int) -> None:

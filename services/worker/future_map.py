@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
 from slipstream.common.errors import FutureMapError
+from slipstream.common.wire.events import EventLog
 from slipstream.common.wire.layout import DECODE_PART, NOT_FINITE, PREFILL_PART, SLOT_BUFFERS, BufferName, RegionWord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.layout import DraftShape, EpochShape
     from slipstream.common.wire.worker import DraftSizes
     from slipstream.services.models.sampler import Logprobs
@@ -222,6 +222,20 @@ class Region(SharedBuffers):
         words |= {RegionWord.ATTACHMENT.name: number, RegionWord.ROW_WIDTH.name: shape.num_draft_tokens + 1}
         self.words = tuple(words.get(word.name, 0) for word in RegionWord)
         """See `RegionWord`."""
+
+    def with_own_tokens(self) -> Self:
+        """Verify: the same region, with draft tokens of this process in place of the draft's, and without a log.
+
+        A graph that copies in from there has the tokens that `keep_tokens` was given, whatever the draft writes.
+        """
+        own = torch.zeros_like(self._buffers[BufferName.DRAFT_TOKENS])
+        buffers = {**self._buffers, BufferName.DRAFT_TOKENS: own}
+        number, vocab_size = -self.attachment, self._vocab_size
+        return type(self)(self.shape, self.sizes, buffers, number=number, vocab_size=vocab_size, log=EventLog())
+
+    def keep_tokens(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Stream work on a region with its own tokens: writes those of B slots. `rows`: [B] int64; `tokens`: [B, K]."""
+        copy_rows(self._buffers[BufferName.DRAFT_TOKENS], rows, tokens)
 
     def poison(self) -> None:
         """Verify, in debug mode: no slot has a stash yet."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
 from slipstream.common.wire.sequence import SamplingParams
-from slipstream.common.wire.step import PrefillChunk, SlotUpdate, StepCommand
+from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, PrefillChunk, SlotUpdate, StepCommand
 from slipstream.services.worker.graphs import batch_buckets, sizes_up_to
 
 if TYPE_CHECKING:
@@ -32,10 +33,13 @@ def rehearse_prompts(role: RoleEngine, state: EpochState) -> None:
         rehearse(role, state, _chunks(1, *lengths))
 
 
-def rehearse_mixed(role: RoleEngine, state: EpochState, num_draft_tokens: int = 0, attachment: int = 0) -> None:
+def rehearse_mixed(
+    role: RoleEngine, state: EpochState, num_draft_tokens: int = 0, attachment: int = 0, *, grammar: int = 0
+) -> None:
     """Verify: runs steps that decode and take in chunks of all sizes, in every way to sample, in slots without pages.
 
-    `num_draft_tokens`: of each row; `attachment`: of the draft that takes part. The largest is first.
+    `num_draft_tokens`: of each row; `attachment`: of the draft that takes part; `grammar`: of a grammar worker, for
+    further steps. The largest is first.
     """
     shape = state.attachment.shape
     most_rows, most_tokens = shape.num_slots - 2, shape.chunk_tokens
@@ -45,7 +49,14 @@ def rehearse_mixed(role: RoleEngine, state: EpochState, num_draft_tokens: int = 
 
     least_room = -(-most_tokens // 4)
 
-    def run(num_rows: int, num_tokens: int, sampling: SamplingParams = _PLAIN, top_logprobs: int | None = None) -> None:
+    def run(
+        num_rows: int,
+        num_tokens: int,
+        sampling: SamplingParams = _PLAIN,
+        top_logprobs: int | None = None,
+        *,
+        grammar: int = 0,
+    ) -> None:
         # As many as beside these rows in one step; see `BatchSizes.room_for_prompts`.
         room = max(most_tokens - num_rows * width, least_room)
         rehearse(
@@ -57,6 +68,7 @@ def rehearse_mixed(role: RoleEngine, state: EpochState, num_draft_tokens: int = 
             sampling=sampling,
             top_logprobs=top_logprobs,
             attachment=attachment,
+            grammar=grammar,
         )
 
     run(most_rows, most_tokens)
@@ -70,6 +82,28 @@ def rehearse_mixed(role: RoleEngine, state: EpochState, num_draft_tokens: int = 
     for num_rows, sampling in product((most_rows, 1), _MODES):
         for top_logprobs in (0, None):
             run(num_rows, _FEW_TOKENS, sampling, top_logprobs)
+            if grammar:
+                run(num_rows, _FEW_TOKENS, sampling, top_logprobs, grammar=grammar)
+
+
+def rehearse_masked(
+    role: RoleEngine, state: EpochState, num_draft_tokens: int = 0, attachment: int = 0, *, grammar: int
+) -> None:
+    """Verify: runs steps that decode in which all slots have a constraint, and prompts with one.
+
+    `num_draft_tokens`, `attachment`: as in `rehearse_mixed`, with graphs; `grammar`: the grammar worker's attachment.
+    """
+    most_rows = state.attachment.shape.num_slots - 1
+    step = partial(rehearse, role, state, grammar=grammar)
+    drafts = [(0, 0)] if not num_draft_tokens else [(num_draft_tokens, attachment), (0, 0)]
+    for (most, number), num_rows in product(drafts, reversed(batch_buckets(most_rows))):
+        step(slots=tuple(range(1, num_rows + 1)), num_draft_tokens=most, attachment=number)
+    (most, number), *_ = drafts
+    for num_rows, sampling, top_logprobs in product((most_rows, 1), _MODES, (0, None)):
+        slots = tuple(range(1, num_rows + 1))
+        step(slots=slots, num_draft_tokens=most, attachment=number, sampling=sampling, top_logprobs=top_logprobs)
+    for num_prompts in {1, min(2, most_rows)}:
+        step(_chunks(1, *num_prompts * (1,)))
 
 
 def rehearse_drafting(role: RoleEngine, state: EpochState) -> None:
@@ -93,10 +127,12 @@ def rehearse(
     sampling: SamplingParams = _PLAIN,
     top_logprobs: int | None = None,
     attachment: int = 0,
+    grammar: int = 0,
 ) -> None:
     """Runs a step of new sequences without pages: those of `chunks`, and `slots` that decode.
 
-    `num_draft_tokens`: of each of these. Nothing is signalled.
+    `num_draft_tokens`: of each of these. `grammar`: the attachment of a grammar worker; with one all slots have a
+    constraint. Nothing is signalled.
     """
     epoch, taking_in = state.attachment, tuple(chunk.slot for chunk in chunks)
     updates = tuple(
@@ -112,6 +148,9 @@ def rehearse(
         updates=updates,
         top_logprobs=top_logprobs,
         attachment=attachment,
+        grammar=grammar,
+        constrained=(*slots, *taking_in) if grammar else (),
+        ops=FenceOps(signals=(FencePoint(FenceName.VERIFY_COPIED, 0),)) if grammar and num_draft_tokens else FenceOps(),
     )
     state.stage(command)
     changes = state.slots.changes(command.updates, state.staging)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.errors import DeadlineExceededError
 
 if TYPE_CHECKING:
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.cpu.device import HostArena
     from slipstream.common.device.cpu.fence import HostFence
+    from slipstream.common.device.interface import Look
     from slipstream.common.wire.manifest import BufferSpec, Manifest
     from slipstream.common.wire.step import FenceName
+
+LOOK_S = 0.001
 
 
 class InlineStream:
@@ -109,6 +113,15 @@ class InlineFence:
     def wait(self, stream: InlineStream, value: int) -> None:
         """See `Fence.wait`."""
         stream.wait_until(lambda: self._fence.poll() >= value)
+
+    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
+        """See `Fence.wait_on_host`. Runs what another thread, or another process, has signalled."""
+        deadline = time.monotonic() + timeout_s
+        while not self._fence.wait_on_host(value, min(LOOK_S, max(deadline - time.monotonic(), 0.0)), look):
+            if time.monotonic() > deadline:
+                return False
+            self._device.run()
+        return True
 
     def release(self, value: int) -> None:
         """See `Fence.release`."""

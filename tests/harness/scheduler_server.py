@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from slipstream.common.device.interface import Device
     from slipstream.common.wire.job import FinishReason
     from slipstream.common.wire.sequence import SequenceSpec
     from slipstream.scheduler.link import Link
@@ -59,25 +60,28 @@ async def served_scheduler(
     grammars: LocalGrammar | None = None,
     log_dir: Path | None = None,
     before_send: ChangeCommand | None = None,
+    device: Device | None = None,
     **settings: Any,
 ) -> AsyncIterator[ServedScheduler]:
     """Serves `roles`, verify first. `settings`: of `SchedulerConfig`; `grammars`: where that has a grammar worker.
 
-    `log_dir`: scheduler, verify and draft log their accesses there. `before_send`: see `LocalWorker`.
+    `log_dir`: scheduler, verify and draft log their accesses there. `before_send`: see `LocalWorker`. `device`: the
+    roles'; None is the CPU.
     """
+    device = device or HostDevice()
     draft = {"draft": "unix:/none", "fixed_draft_tokens": 4} if len(roles) > 1 else {}
     sizes = {"draft_timeout_ms": PATIENCE_MS, "context_tokens": 96, "slots": 4, "page_tokens": 4}
     config = SchedulerConfig(verify="unix:/none", access_log_dir=log_dir, **{**sizes, **draft, **settings})
     with (
         Listener.claim(f"unix:{folder}/scheduler.sock", field="listen") as listener,
-        local_workers(*roles, log_dir=log_dir, before_send=before_send) as workers,
+        local_workers(*roles, log_dir=log_dir, device=device, before_send=before_send) as workers,
     ):
         links = cast("dict[Role, Link]", {worker.role: worker for worker in workers})
 
         def make_link(role: Role, _: str) -> Link:
             return cast("Link", grammars.link()) if grammars is not None and role is Role.GRAMMAR else links[role]
 
-        serving = run_scheduler(config, listener, 0, device=HostDevice(), make_link=make_link)
+        serving = run_scheduler(config, listener, 0, device=device, make_link=make_link)
         task = asyncio.create_task(serving)
         served = ServedScheduler(listener.address, workers, task)
         with suppress(grpc.RpcError):

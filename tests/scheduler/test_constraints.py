@@ -25,7 +25,12 @@ from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.wire.step import FenceName, StepCommand
 from slipstream.services.factory import make_draft, make_verify
+from slipstream.services.worker import epoch as worker_epoch
 from slipstream.services.worker.config import EAGLE3, MTP, NGRAM, WorkerConfig
+from slipstream.services.worker.fused_masks import FusedMasks
+from slipstream.services.worker.future_map import FutureMap, Region
+from slipstream.services.worker.masks import GrammarMasks
+from tests.harness.inline_device import InlineDevice
 from tests.harness.local_grammar import LocalGrammar
 from tests.harness.scheduler_server import Gateway, served_scheduler
 from tests.ordering.replay import Replay, read_log
@@ -213,6 +218,27 @@ async def test_a_wait_for_masks_that_is_left_out_is_found(target: RoleEngine, tm
 def log_path(folder: Path) -> Path:
     """The grammar worker's log."""
     return folder / "grammar.jsonl"
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("masks", [GrammarMasks, FusedMasks])
+@pytest.mark.parametrize("draft", [None, *DRAFTS])
+async def test_steps_that_are_graphs_give_the_same_tokens(
+    plain: list[list[int]],
+    tmp_path: Path,
+    draft: str | None,
+    masks: type[GrammarMasks],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU that enqueues as a GPU does, which copies draft tokens out before the graph that copies them in."""
+    device = InlineDevice()
+    monkeypatch.setattr(worker_epoch, "_classes", lambda device: (FutureMap, Region, masks))
+    roles = [make_verify(WorkerConfig(model=bundled.target_dir()), device, 0)]
+    roles += [] if draft is None else [make_draft(DRAFTS[draft], device, 0)]
+    async with served(tmp_path, *roles, device=device, grammar_timeout_ms=2e4) as gateway:
+        assert await gateway.run(*SPECS) == plain
+        if draft is not None:
+            assert sum(sum(step.num_accepted) for step in gateway.steps) > 0
 
 
 async def test_preempted_and_resumed_outputs_go_on(target: RoleEngine, plain: list[list[int]], tmp_path: Path) -> None:

@@ -101,9 +101,11 @@ class HostFence:
 class ReadOnlyFence(HostFence):
     """A fence whose word this process can only read: it waits, and `release` ends only the waits of this process."""
 
-    def __init__(self, memory: memoryview, offset: int) -> None:
+    def __init__(self, memory: memoryview, offset: int, *, look_s: float = _LOCAL_RELEASE_S) -> None:
+        """`look_s`: longest time between two looks at the word, in a wait: a GPU that sets it wakes nobody."""
         super().__init__(memory, offset)
         self._floor = 0
+        self._look_s = look_s
 
     def signal(self, stream: Stream, value: int) -> None:
         """Raises FailedPreconditionError."""
@@ -123,7 +125,7 @@ class ReadOnlyFence(HostFence):
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            self._sleep_while(now, min(left, _LOCAL_RELEASE_S))
+            self._sleep_while(now, min(left, self._look_s))
         return True
 
     def release(self, value: int) -> None:

@@ -289,16 +289,30 @@ class PolledArena(HostArena):
 
 
 class _WrittenFence(PolledFence):
-    """The end of who sets it, by a stream."""
+    """The end of who sets it by a stream, or waits for it with a stream."""
 
-    def __init__(self, memory: memoryview, offset: int, store: Callable[[int, int], None]) -> None:
-        """`store`: is called with a stream's handle and the value."""
+    def __init__(
+        self,
+        memory: memoryview,
+        offset: int,
+        store: Callable[[int, int], None],
+        wait: Callable[[int, int], None] | None,
+    ) -> None:
+        """`store`, `wait`: are called with a stream's handle and the value; None where streams cannot wait."""
         super().__init__(memory, offset)
         self._store_on = store
+        self._wait_on = wait
 
     def signal(self, stream: Stream, value: int) -> None:
         """Sets the word when the stream gets there; a host that sees it sees all that the stream has written before."""
         stream.enqueue(lambda: self._store_on(handle_of(stream), value))
+
+    def wait(self, stream: Stream, value: int) -> None:
+        """See `Fence.wait`. Raises FailedPreconditionError on a GPU whose streams cannot wait for words."""
+        if (wait := self._wait_on) is None:
+            super().wait(stream, value)
+        else:
+            stream.enqueue(lambda: wait(handle_of(stream), value))
 
 
 class _Registered:
@@ -320,7 +334,7 @@ class _Registered:
 
 
 class WrittenArena(HostArena):
-    """The end of who writes it, on a GPU: its tensors are the device's."""
+    """The end of who uses it on a GPU: its tensors are the device's, and streams can wait for words that it reads."""
 
     def __init__(self, manifest: Manifest, memory: mmap.mmap, gpu: Gpu) -> None:
         """Use `of`."""
@@ -330,8 +344,15 @@ class WrittenArena(HostArena):
 
         def fence_at(offset: int) -> HostFence:
             write = gpu.driver.streams.write if gpu.has_timelines else gpu.kernels.store
-            # Keeps the memory registered for as long as a stream may write there.
-            return _WrittenFence(words, offset, lambda handle, value: write(handle, registered.address + offset, value))
+
+            # Both keep the memory registered for as long as a stream may use it.
+            def store(handle: int, value: int) -> None:
+                write(handle, registered.address + offset, value)
+
+            def wait(handle: int, value: int) -> None:
+                gpu.driver.streams.wait_at_least(handle, registered.address + offset, value)
+
+            return _WrittenFence(words, offset, store, wait if gpu.has_timelines else None)
 
         self._fences = {word.fence: fence_at(word.offset) for word in manifest.fences}
 

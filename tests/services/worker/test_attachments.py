@@ -26,6 +26,7 @@ from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker import epoch, fused_future_map
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.fused_future_map import FusedFutureMap, FusedRegion
+from slipstream.services.worker.fused_masks import FusedMasks
 from slipstream.services.worker.graphs import HostCapture
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.driven_workers import EPOCH, SIZES, Draft, Driven
@@ -55,7 +56,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     if request.param == "streams with threads":
         return HostDevice()
     if request.param != "graphs":
-        monkeypatch.setattr(epoch, "_classes", lambda device: (FusedFutureMap, FusedRegion))
+        monkeypatch.setattr(epoch, "_classes", lambda device: (FusedFutureMap, FusedRegion, FusedMasks))
     return InlineDevice()
 
 
@@ -194,7 +195,7 @@ def test_drafts_find_what_verify_does_for_them_compiled(
     target: Path, head: Path, monkeypatch: pytest.MonkeyPatch, expected: str | None
 ) -> None:
     """A compiler would hold up the sequences that run when one comes."""
-    monkeypatch.setattr(epoch, "_classes", lambda device: (FusedFutureMap, FusedRegion))
+    monkeypatch.setattr(epoch, "_classes", lambda device: (FusedFutureMap, FusedRegion, FusedMasks))
     monkeypatch.setattr(fused_future_map, "_has_stamp", lambda place: place is not None)
     names = ("copy_in_kernel", "stash_kernel", "gather_kernel", "propose_kernel")
     kernels = {name: KernelLaunches(getattr(fused_future_map, name)) for name in names}

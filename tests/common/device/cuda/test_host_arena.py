@@ -54,9 +54,9 @@ def polled() -> Arena:
     return made
 
 
-def written(arena: Arena, stores: Stores | None = None) -> Any:
+def written(arena: Arena, stores: Stores | None = None, *, has_timelines: bool = False) -> Any:
     """A worker's end, of a GPU whose streams write no words themselves."""
-    gpu = SimpleNamespace(driver=fake_cuda.driver(), kernels=stores or Stores(), has_timelines=False)
+    gpu = SimpleNamespace(driver=fake_cuda.driver(), kernels=stores or Stores(), has_timelines=has_timelines)
     return fake_cuda.module("cuda.arena").WrittenArena.of(arena.manifest, gpu)
 
 
@@ -73,15 +73,34 @@ def test_the_host_sees_a_value_that_nobody_wakes_it_for(cuda: FakeCuda) -> None:
     arena.close()
 
 
-def test_a_stream_writes_where_the_gpu_has_the_word(cuda: FakeCuda) -> None:
-    arena, stores = polled(), Stores()
-    fence = written(arena, stores).fence(PROPOSED)
+def new_stream() -> Any:
+    """A stream, whose work PyTorch has no part in."""
     stream_module = fake_cuda.module("cuda.stream")
     stream_module.torch = SimpleNamespace(
         cuda=SimpleNamespace(ExternalStream=lambda handle, device: handle, set_stream=lambda stream: None),
         inference_mode=torch.inference_mode,
     )
-    stream = stream_module.CudaStream("verify", fake_cuda.driver(), torch.device("cuda"), lambda error: None)
+    return stream_module.CudaStream("verify", fake_cuda.driver(), torch.device("cuda"), lambda error: None)
+
+
+def test_a_stream_waits_where_the_gpu_has_the_word_and_any_process_releases_it(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena, stream, waits = polled(), new_stream(), list[tuple[int, int, int]]()
+    calls = SimpleNamespace(wait_at_least=lambda *arguments: waits.append(arguments), write=lambda *_: None)
+    monkeypatch.setattr(fake_cuda.module("cuda.driver").CudaDriver, "streams", calls)
+    fence = written(arena, has_timelines=True).fence(PROPOSED)
+    fence.wait(stream, 7)
+    assert waits == [(stream.handle, GPU_ADDRESS + arena.manifest.fences[0].offset, 7)]
+    assert fence.is_releasable
+    fence.release(7)
+    assert arena.fence(PROPOSED).poll() == 7
+    arena.close()
+
+
+def test_a_stream_writes_where_the_gpu_has_the_word(cuda: FakeCuda) -> None:
+    arena, stores = polled(), Stores()
+    fence, stream = written(arena, stores).fence(PROPOSED), new_stream()
     fence.signal(stream, 7)
     assert stores.done == [(stream.handle, GPU_ADDRESS + arena.manifest.fences[0].offset, 7)]
     with pytest.raises(FailedPreconditionError, match="stream verify: a fence that is only for the host"):
