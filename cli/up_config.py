@@ -99,7 +99,7 @@ class UpConfig(
     constraints: str = setting(
         "auto",
         help="Whether a grammar worker makes the masks of requests with constraints; auto does where llguidance is "
-        "installed, and on a CPU only.",
+        "installed.",
         choices=("auto", "on", "off"),
     )
     ready_timeout_s: float = duration(300.0, help="Time for the models to load.")
@@ -122,9 +122,8 @@ class UpConfig(
             raise ConfigError("metrics_port", self.metrics_port, "a port with room for all services' below 65536")
         if self.mps == MpsMode.ON and self.device == "cpu":
             raise ConfigError("mps", self.mps, "auto or off on a CPU")
-        if self.constraints == "on" and (self.device == "cuda" or find_spec("llguidance") is None):
-            accepted = "auto or off on a GPU" if self.device == "cuda" else "auto or off without the extra, "
-            accepted += "" if self.device == "cuda" else "slipstream-serve[constraints]"
+        if self.constraints == "on" and find_spec("llguidance") is None:
+            accepted = "auto or off without the extra, slipstream-serve[constraints]"
             raise ConfigError("constraints", self.constraints, accepted)
         self._check_openai()
         for worker in self.workers:
@@ -134,10 +133,7 @@ class UpConfig(
     @property
     def has_grammars(self) -> bool:
         """True if a grammar worker is started."""
-        if self.constraints != "auto":
-            return self.constraints == "on"
-        is_on_gpu = self.device == "cuda" or (self.device == "auto" and has_nvidia_device())
-        return find_spec("llguidance") is not None and not is_on_gpu
+        return self.constraints == "on" or (self.constraints == "auto" and find_spec("llguidance") is not None)
 
     @property
     def workers(self) -> tuple[str, ...]:
