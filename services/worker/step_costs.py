@@ -35,7 +35,10 @@ _GROWTH = 2
 
 
 def measure_costs(shape: StepShape, make_step: MakeStep, device: torch.device) -> tuple[StepCost, ...]:
-    """Stream work: returns the times of steps of about every size. Waits for the device."""
+    """Stream work: returns the times of steps of about every size; none on a GPU. Waits for the device."""
+    if device.type != "cpu":
+        # These steps replay graphs outside of any epoch's order, which no GPU has run yet.
+        return ()
     most_rows = shape.num_slots - 1
     rows = {min(1 << power, most_rows) for power in range(most_rows.bit_length() + 1)}
     counts = {min(count, shape.num_draft_tokens) for count in DRAFT_TOKENS}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.cpu.device import HostArena
     from slipstream.common.device.cpu.fence import HostFence
-    from slipstream.common.device.interface import Look
+    from slipstream.common.device.interface import PollTime
     from slipstream.common.wire.manifest import BufferSpec, Manifest
     from slipstream.common.wire.step import FenceName
 
@@ -114,10 +114,10 @@ class InlineFence:
         """See `Fence.wait`."""
         stream.wait_until(lambda: self._fence.poll() >= value)
 
-    def wait_on_host(self, value: int, timeout_s: float, look: Look = ANY_TIME) -> bool:
+    def wait_on_host(self, value: int, timeout_s: float, poll_time: PollTime = ANY_TIME) -> bool:
         """See `Fence.wait_on_host`. Runs what another thread, or another process, has signalled."""
         deadline = time.monotonic() + timeout_s
-        while not self._fence.wait_on_host(value, min(LOOK_S, max(deadline - time.monotonic(), 0.0)), look):
+        while not self._fence.wait_on_host(value, min(LOOK_S, max(deadline - time.monotonic(), 0.0)), poll_time):
             if time.monotonic() > deadline:
                 return False
             self._device.run()

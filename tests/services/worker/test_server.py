@@ -115,7 +115,7 @@ def test_it_ends_at_once_when_its_stream_cannot_be_released(
     assert process.returncode == 1
     (line,) = log.splitlines()
     assert " ERROR " in line
-    assert "the draft stream waits for what does not come" in line
+    assert "the draft stream waits for what does not happen" in line
     assert "(of attachment 1: VERIFY_STASH 1000, which is 0)" in line
     assert line.endswith("must be started again step=1 epoch=1")
 
