@@ -170,6 +170,7 @@ def refuses_what_does_not_fit(bench: Bench) -> None:
         last_epoch = verify.attachment.epoch
     for what, change in (
         ("an epoch that is over", lambda made: setattr(made, "epoch", last_epoch)),
+        ("the number of another process", lambda made: setattr(made, "pid", 2**32 - 1)),
         ("another protocol_version", lambda made: setattr(made, "protocol_version", PROTOCOL_VERSION + 1)),
         ("a verify with another tokenizer", lambda made: setattr(made.peer, "tokenizer_sha256", "0" * 64)),
         ("a verify of another dtype", lambda made: setattr(made.peer, "dtype", "int32")),

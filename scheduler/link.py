@@ -191,7 +191,7 @@ class WorkerLink:
         """See `Link.has_refused`."""
         self._on_failure = on_failure
         self._thread = thread
-        self._epoch = 0
+        self._epoch = self._described_pid = 0
         self._is_closed = False
         """True after `detach`."""
         self._acknowledged = self._num_sent = self._last_sent = 0
@@ -211,12 +211,15 @@ class WorkerLink:
         description = description_from_pb(answer)
         if description.role is not self.role:
             raise UnavailableError(f"{self.address} is a {description.role.value} service, not {self.role.value}")
+        self._described_pid = description.pid
         names = ("device", "dtype", "model", "algorithm")
         printable: dict[str, Any] = {name: escaped(getattr(description, name)) for name in names}
         return replace(description, pid=_listening_pid(self.address) or description.pid, **printable)
 
     def attach(self, attachment: Attachment) -> Measurements | None:
-        return measurements_from_pb(self._thread.call(self._attach(attachment)))
+        # Not to a process that was started since then: the memory is given back when the described one has ended.
+        meant = replace(attachment, pid=self._described_pid)
+        return measurements_from_pb(self._thread.call(self._attach(meant)))
 
     def attach_draft(self, region: DraftRegion) -> None:
         self._thread.call(self._attach_draft(region))

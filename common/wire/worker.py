@@ -217,6 +217,8 @@ class Attachment:
     """For verify: measure how many tokens a step beside decoding may have."""
     chooses_draft_tokens: bool = False
     """True if the draft tokens of each step are chosen: the worker measures how long steps take."""
+    pid: int = 0
+    """The process that is meant, by its own description; 0: any."""
     protocol_version: int = PROTOCOL_VERSION
     is_debug: bool = False
 

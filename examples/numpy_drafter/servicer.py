@@ -137,6 +137,8 @@ class DraftServicer(pb_grpc.WorkerServicer):
             return "another scheduler has the Execute stream of this worker"
         if request.protocol_version != own.protocol_version:
             return f"protocol version {request.protocol_version}: this drafter speaks {own.protocol_version}"
+        if request.pid not in (0, own.pid):
+            return f"process {request.pid} is meant, and this is process {own.pid}"
         if request.epoch <= self._last_epoch:
             return f"epoch {request.epoch}: this drafter was attached to {self._last_epoch} before"
         if not (1 <= request.num_draft_tokens <= 64 and 2 <= request.num_slots <= 2**16 and request.run_ahead <= 64):

@@ -410,13 +410,15 @@ def _classes(device: Device) -> _Classes:
 
 
 def check_attachment(attachment: Attachment, own: WorkerDescription, last_epoch: int) -> None:
-    """Raises MismatchError, StaleEpochError or ManifestError for an attachment that does not fit this worker.
+    """Raises FailedPreconditionError, or a kind of it, or ManifestError for an attachment that does not fit here.
 
     `last_epoch`: the largest that it was attached in.
     """
     if attachment.protocol_version != PROTOCOL_VERSION:
         given = attachment.protocol_version
         raise MismatchError([f"protocol version: scheduler has {given}, this worker has {PROTOCOL_VERSION}"])
+    if attachment.pid not in (0, own.pid):
+        raise FailedPreconditionError(f"process {attachment.pid} is meant, and this is process {own.pid}")
     if attachment.epoch <= last_epoch:
         raise StaleEpochError(f"epoch {attachment.epoch}: this worker was attached to {last_epoch} before")
     if attachment.peer is not None:

@@ -15,6 +15,7 @@ import pytest
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.errors import (
     DeadlineExceededError,
+    FailedPreconditionError,
     MismatchError,
     UnavailableError,
 )
@@ -139,6 +140,26 @@ async def test_commands_go_out_and_the_worker_drains(
         assert arena.fence(FenceName.DRAFT_PROPOSED).poll() == 20
         assert draft.worker.engine.epoch is None
         assert by_socket == (list(range(1, 21)) if has_socket else [])
+
+
+async def test_a_process_that_was_started_since_the_last_description_is_not_attached(
+    tmp_path: Path, thread: LinkThread, arena: SharedArenas
+) -> None:
+    """The memory would be given back under it, once the process that was described has ended."""
+    async with served(tmp_path, Role.DRAFT) as draft:
+        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+
+        def use() -> None:
+            described = link.describe()
+            engine = draft.worker.engine
+            engine.description = replace(engine.description, pid=described.pid + 1)
+            with pytest.raises(FailedPreconditionError, match="is meant, and this is process"):
+                link.attach(attachment_to(arena, 1))
+            link.describe()
+            link.attach(attachment_to(arena, 1))
+            link.detach(drain=True)
+
+        await asyncio.to_thread(use)
 
 
 async def test_a_worker_whose_socket_cannot_be_reached_gets_commands_by_the_stream(

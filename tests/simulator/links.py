@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from slipstream.common.errors import SlipstreamError, UnavailableError
@@ -49,20 +50,23 @@ class SimulatedLink:
         self._worker: SimulatedWorker | None = None
         self._changed = Signal(self._world)
         self._acknowledged = 0
-        self._epoch = 0
+        self._epoch = self._described_pid = 0
         self.is_open = self._is_closed = False
         self._last_up = self._last_down = 0.0
 
     def describe(self) -> WorkerDescription:
         """See `Link.describe`."""
-        return self._call(lambda worker, answer: answer(worker.describe(), None))
+        found: WorkerDescription = self._call(lambda worker, answer: answer(worker.describe(), None))
+        self._described_pid = found.pid
+        return found
 
     def attach(self, attachment: Attachment) -> None:
         """See `Link.attach`."""
 
         def attach(worker: SimulatedWorker, answer: Callable[[None, SlipstreamError | None], None]) -> None:
             opening_s = self._world.random.random() * ATTACH_S
-            worker.at(opening_s, worker.attach, attachment, lambda error: answer(None, error))
+            meant = replace(attachment, pid=self._described_pid)
+            worker.at(opening_s, worker.attach, meant, lambda error: answer(None, error))
 
         self._call(attach)
         if self._is_closed:

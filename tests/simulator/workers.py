@@ -82,6 +82,8 @@ class SimulatedWorker(Process):
             # Its scheduler was lost between the call and the stream, or it still ends.
             self._closed.watchers.append(lambda: self.soon(self.attach, attachment, then))
             self.abandon(self.epoch)
+        elif attachment.pid not in (0, self.describe().pid):
+            then(FailedPreconditionError(f"process {attachment.pid} is meant, not process {self.describe().pid}"))
         elif attachment.epoch <= self.last_epoch:
             then(StaleEpochError(f"epoch {attachment.epoch} after {self.last_epoch}"))
         else:

@@ -44,7 +44,9 @@ def test_only_one_is_open_and_only_newer_ones_are_taken(draft: Recorder) -> None
             worker.send(decode(1, 1))
         with pytest.raises(StaleEpochError, match="epoch 1: this worker was attached to 1 before"):
             worker.attach(attachment_to(arena, 1))
-        worker.attach(attachment_to(arena, 2))
+        with pytest.raises(FailedPreconditionError, match="process 7 is meant, and this is process 1"):
+            worker.attach(replace(attachment_to(arena, 2), pid=7))
+        worker.attach(replace(attachment_to(arena, 2), pid=1))
         worker.send(decode(1, 1, epoch=2))
         worker.stream.synchronize(5.0)
         assert draft.done == ["1 DRAFT_PROPOSED"]
