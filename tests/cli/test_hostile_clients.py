@@ -220,6 +220,10 @@ def test_any_message_gets_a_proper_status(server: Server, method: str) -> None:
 def test_any_calls_at_once(server: Server) -> None:
     """Streams that are left open, jobs that fill the queue, cancels and watchers of other calls' jobs."""
     anything = st.one_of(*(st.tuples(st.just(method), sent_to(method)) for method in METHODS))
+    with grpc.insecure_channel(server.address) as channel:
+        # The first constraint starts the process that compiles them.
+        constrained = pb.GenerateRequest(text="x", regex="a")
+        exchange(channel, "Generate", constrained.SerializeToString(), None)
     before = {process.pid: process.num_fds() for process in server.up.children()}
 
     @settings(FUZZ, max_examples=examples(25, sampled=10))
