@@ -152,7 +152,7 @@ def test_services_die_with_a_killed_up_and_the_next_one_drains(tmp_path: Path) -
     with running_up(tmp_path, "--algorithm", "none") as up:
         assert status(tmp_path)["algorithm"] == "none"
         children = up.children()
-        assert len(children) == 3
+        assert len(children) == 4
         server = (tmp_path / "server").read_text()
         # A request that runs when the first signal comes is finished.
         with running("generate", "--server", server, "--json", "--max-new-tokens", "400", "--ignore-eos", "x") as job:

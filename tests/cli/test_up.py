@@ -304,7 +304,7 @@ def test_gateways_serve_one_port_and_come_back(tmp_path: Path) -> None:
         shown = status(state_dir)
         assert shown["healthy"]
         names = [service["name"] for service in shown["services"]]
-        assert names == ["gateway-0", "gateway-1", "scheduler", "verify", "draft"]
+        assert names == ["gateway-0", "gateway-1", "scheduler", "verify", "draft", "grammar"]
         assert _gateways(server)["gateway-0"].pid == before["gateway-0"].pid
         up.signal(signal.SIGTERM)
         assert up.end() == 0

@@ -190,7 +190,7 @@ async def test_its_steps_are_traced_by_its_stamps_alone(processes: WorkerProcess
             asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=10)))
             _, trace = await asyncio.gather(client.run(*make_jobs(3, max_new_tokens=120)), asked)
     verify, draft = trace.processes[1:]
-    assert {record.site for record in draft.records} == {Site.STREAM}
+    assert {Site.STREAM} <= {record.site for record in draft.records} <= {Site.STREAM, Site.PREFILL}
     assert {record.site for record in verify.records} == {Site.STREAM, Site.RECEIVE, Site.ENQUEUE}
     assert {record.step for record in draft.records} == {step.step for step in trace.steps if step.has_draft}
     check(trace_json(trace))

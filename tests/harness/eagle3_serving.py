@@ -64,7 +64,8 @@ def check_tokens(folder: Path, device: str, fences: tuple[str, ...], algorithm: 
     drafted = serve(folder / algorithm, device, algorithm)
     assert drafted.state.algorithm == algorithm
     assert drafted.state.fence in fences
-    assert len({service.pid for service in drafted.state.services}) == 4, "each service is a process of its own"
+    services = drafted.state.services
+    assert len({service.pid for service in services}) == len(services) >= 4, "each service is a process of its own"
     workers = [service for service in drafted.state.services if service.name in ("draft", "verify")]
     assert len(workers) == 2
     assert len({service.device for service in workers}) == 1

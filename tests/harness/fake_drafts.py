@@ -16,6 +16,7 @@ from tests.harness.step_kinds import Kind, kind_to_draft
 if TYPE_CHECKING:
     from slipstream.common.device.interface import PollTime
     from slipstream.common.wire.step import SlotUpdate, StepCommand
+    from slipstream.common.wire.worker import StepCost
     from slipstream.scheduler.attachment import DraftAttachment
 
 
@@ -68,6 +69,7 @@ class FakeDraft:
     ) -> None:
         self.number = number
         self.num_draft_tokens = num_draft_tokens
+        self.costs: tuple[StepCost, ...] = ()
         self.traits = DraftTraits(is_present=True, reads_hidden=reads_hidden)
         # Not paged: these drafts are to be told every token.
         self.kv = DraftKV(number, is_paged=False, context_tokens=context_tokens)

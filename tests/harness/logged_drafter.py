@@ -62,10 +62,10 @@ class LoggedEpoch(epoch.Epoch):
         LOG.recv(epoch=command.epoch, step=step)
         super()._carry_out(command)
 
-    def _propose(self, slot: int) -> list[int]:
+    def _propose(self, slot: int, num_guesses: int) -> list[int]:
         for name in READS:
             LOG.access(name, [slot], is_write=False, step=step, attachment=attachment)
-        guesses = super()._propose(slot)
+        guesses = super()._propose(slot, num_guesses)
         LOG.access(BufferName.DRAFT_TOKENS, [slot], is_write=True, step=step, attachment=attachment)
         return guesses
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from slipstream.benchmarks.stack import Served
     from slipstream.client.requests import RequestOptions
 
-LATE_WORKER = Path(__file__).parents[2] / "harness" / "late_worker.py"
+LATE_WORKER = Path(__file__).parents[1] / "harness" / "late_worker.py"
 KERNELS_MS = {"draft": (1.0, standalone_dir), "verify": (2.0, target_dir)}
 OPTIONS: RequestOptions = {"max_new_tokens": 100_000, "ignore_eos": True}
 CLOCK_STEPS, WINDOW_STEPS = 300, 25

@@ -19,7 +19,7 @@ from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART, BufferName,
 from slipstream.common.wire.step import DRAFT_FENCES, FenceName, Role, WaitPlace
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.future_map import VerifyResult
-from slipstream.services.worker.masks import GrammarMasks
+from slipstream.services.worker.masks import GrammarMasks, HostStepMasks
 from tests.harness.workers import VOCAB_SIZE
 from tests.simulator.memory import SimulatedDevice
 from tests.simulator.model import chosen, extend, token_of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.wire.step import PrefillChunk, StepCommand
     from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, WorkerDescription
-    from slipstream.services.worker.masks import Allowed
+    from slipstream.services.worker.masks import HostAllowed
     from tests.simulator.links import SimulatedLink
     from tests.simulator.memory import Host
     from tests.simulator.worker_epochs import DraftSkill, Piece
@@ -282,7 +282,7 @@ class SimulatedWorker(Process):
                 copied = epoch.map.copy_in(command.step, piece.region, command.slots, torch.tensor(command.slots))
                 if command.copies_tokens:
                     masks = epoch.grammars[command.grammar].masks
-                    masks.copy_out(command.step, command.slots, torch.tensor(command.slots), copied)
+                    masks.copy_out(command, torch.tensor(command.slots), copied)
                 drafts[:] = [row[:count] for row, count in zip(copied.tolist(), command.num_draft_tokens, strict=True)]
 
         def leave_states() -> None:
@@ -389,10 +389,11 @@ class SimulatedWorker(Process):
         )
 
     @staticmethod
-    def _allowed(epoch: Epoch, command: StepCommand, slots: Sequence[int], width: int) -> Allowed | None:
+    def _allowed(epoch: Epoch, command: StepCommand, slots: Sequence[int], width: int) -> HostAllowed | None:
         if not command.constrained:
             return None
-        return epoch.grammars[command.grammar].masks.take(command.step, command.constrained, slots, width)
+        masks = HostStepMasks(epoch.grammars[command.grammar].masks, command)
+        return masks.take(torch.tensor(slots), width)
 
     def _accept(
         self, epoch: Epoch, piece: Piece | None, slot: int, length: int, draft: list[int], said: list[int]
@@ -475,7 +476,7 @@ def _states_of(hidden: torch.Tensor) -> list[int]:
     return [(int(high) << 16 | int(low)) & 0xFFFFFFFF for high, low in hidden.tolist()]
 
 
-def _chosen(state: int, allowed: Allowed | None, row: int, place: int) -> int:
+def _chosen(state: int, allowed: HostAllowed | None, row: int, place: int) -> int:
     """The token that verify says, as far as the masks of the step allow it."""
     at = [] if allowed is None else allowed.at.tolist()
     if allowed is None or row not in at:
