@@ -159,8 +159,11 @@ class Journal:
         try:
             changes = [item.change for item in items if item.change is not None]
             rows = [item.rows for item in items if item.rows is not None]
+            num_before = file.num_changes
             step = file.commit(changes, rows) if changes or rows else file.next_step - 1
-            self._call(self._commit_is_done, items, step, file.jobs_to_save())
+            # What writes nothing, as the end of a job that is not there, says nothing of the disk.
+            has_written = file.num_changes != num_before
+            self._call(self._commit_is_done, items, step, file.jobs_to_save(), has_written)
             file.collect()
         except sqlite3.Error as error:
             with self._changed:
@@ -174,8 +177,9 @@ class Journal:
             # The event loop ended before the journal was closed.
             assert self._loop.is_closed(), "an event loop that runs takes calls"
 
-    def _commit_is_done(self, items: list[_Item], step: int, to_save: list[int]) -> None:
-        self._set_writable()
+    def _commit_is_done(self, items: list[_Item], step: int, to_save: list[int], has_written: bool) -> None:
+        if has_written:
+            self._set_writable()
         for item in items:
             if item.then is not None:
                 item.then()

@@ -174,6 +174,11 @@ class JournalFile:
         for number, joined in self._database.execute("SELECT number, rows FROM steps ORDER BY number"):
             yield number, _split(joined)
 
+    @property
+    def num_changes(self) -> int:
+        """Rows that were ever written or deleted."""
+        return self._database.total_changes
+
     def commit(self, changes: Sequence[Change], rows: Sequence[bytes]) -> int:
         """Commits all of it or nothing. Returns the number of the step. Raises sqlite3.Error."""
         step, database = self.next_step, self._database
