@@ -25,6 +25,7 @@ from slipstream.cli.up_config import dialled
 from slipstream.common.errors import ConfigError, SlipstreamError, UnavailableError
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.logs import configure_logging
+from slipstream.common.rpc.metrics import LOOPBACK
 from slipstream.common.wire.step import FenceOps
 from slipstream.common.wire.trace import HostRecords
 from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
@@ -148,6 +149,7 @@ async def run_in_process(config: InProcessSettings, listener: Listener, metrics_
             config.scheduler,
             listener,
             metrics_port,
+            LOOPBACK,
             device=device,
             make_link=lambda role, _: LocalLink(engines[role], thread, failures),
         )

@@ -15,7 +15,7 @@ from slipstream.common.errors import RETRY_AFTER_MS, CheckpointError, Unavailabl
 from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.rpc.access import MAX_CALLS, AccessSettings
 from slipstream.common.rpc.listener import Listener
-from slipstream.common.rpc.metrics import LOOPBACK, RpcMetrics, make_registry, serve_metrics
+from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.service_options import report
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
@@ -50,9 +50,7 @@ LOAD_S = 10.0
 """Time between two lines of the log about the load, while there is one."""
 
 
-async def run_gateway(
-    config: GatewayConfig, listener: Listener, metrics_port: int | None, metrics_host: str = LOOPBACK
-) -> int:
+async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: int | None, metrics_host: str) -> int:
     """Serves until a signal, or until the model's tokenizer cannot be loaded; returns the exit status."""
     registry = make_registry()
     servers: list[GrpcServer] = []

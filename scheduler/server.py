@@ -19,7 +19,7 @@ from slipstream.common.host import yield_to_streams
 from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.rpc.address import SAME_HOST, UnixAddress, parse_address
 from slipstream.common.rpc.logs import escaped
-from slipstream.common.rpc.metrics import BUILD_INFO, LOOPBACK, RpcMetrics, make_registry, serve_metrics
+from slipstream.common.rpc.metrics import BUILD_INFO, RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
 from slipstream.common.wire.events import make_log_directory
@@ -57,7 +57,7 @@ async def run_scheduler(
     config: SchedulerConfig,
     listener: Listener,
     metrics_port: int | None,
-    metrics_host: str = LOOPBACK,
+    metrics_host: str,
     *,
     device: Device | None = None,
     make_link: MakeLink | None = None,

@@ -26,7 +26,7 @@ def grammar(**values: Any) -> None:
         except ModuleNotFoundError as error:
             accepted = "an installation of it: pip install slipstream-serve[constraints]"
             raise ConfigError("llguidance", str(error), accepted) from None
-        return uvloop.run(run_grammar_worker(config, listener, options.metrics_port))
+        return uvloop.run(run_grammar_worker(config, listener, options.metrics_port, options.metrics_host))
 
     service_options.serve("grammar", GrammarConfig, values, run)
 

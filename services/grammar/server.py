@@ -41,12 +41,12 @@ MAX_RECEIVE_BYTES = 64 * 2**20
 STOP_GRACE_S = 0.2
 
 
-async def run_grammar_worker(config: GrammarConfig, listener: Listener, metrics_port: int) -> int:
+async def run_grammar_worker(config: GrammarConfig, listener: Listener, metrics_port: int, metrics_host: str) -> int:
     """Serves until a signal; returns the exit status."""
     registry = make_registry()
     with ExitStack() as held:
         signals = held.enter_context(ShutdownSignals())
-        port = held.enter_context(serve_metrics(registry, metrics_port))
+        port = held.enter_context(serve_metrics(registry, metrics_port, metrics_host))
         make_log_directory(config.access_log_dir)
         log = open_event_log(config.access_log_dir, StreamName.GRAMMAR, os.getpid())
         held.callback(log.close)
@@ -99,6 +99,8 @@ class GrammarServicer(pb_grpc.WorkerServicer):
         if request.protocol_version != PROTOCOL_VERSION:
             given = request.protocol_version
             raise MismatchError([f"protocol version: scheduler has {given}, this worker has {PROTOCOL_VERSION}"])
+        if request.pid not in (0, os.getpid()):
+            raise FailedPreconditionError(f"process {request.pid} is meant, and this is process {os.getpid()}")
         if request.epoch <= self._last_epoch:
             raise StaleEpochError(f"epoch {request.epoch}: this worker was attached to {self._last_epoch} before")
         # An attachment without a stream lost its scheduler between Attach and Execute.

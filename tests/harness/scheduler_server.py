@@ -13,6 +13,7 @@ import grpc.aio
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.rpc.listener import Listener
+from slipstream.common.rpc.metrics import LOOPBACK
 from slipstream.common.wire.sequence import Refusal, StepOutput
 from slipstream.common.wire.server import SchedulerState
 from slipstream.common.wire.step import Role
@@ -81,7 +82,7 @@ async def served_scheduler(
         def make_link(role: Role, _: str) -> Link:
             return cast("Link", grammars.link()) if grammars is not None and role is Role.GRAMMAR else links[role]
 
-        serving = run_scheduler(config, listener, 0, device=device, make_link=make_link)
+        serving = run_scheduler(config, listener, 0, LOOPBACK, device=device, make_link=make_link)
         task = asyncio.create_task(serving)
         served = ServedScheduler(listener.address, workers, task)
         with suppress(grpc.RpcError):

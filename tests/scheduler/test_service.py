@@ -21,6 +21,7 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.rpc.listener import Listener
+from slipstream.common.rpc.metrics import LOOPBACK
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.wire.job import FinishReason
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
@@ -364,7 +365,7 @@ async def test_a_stream_ends_behind_what_is_queued() -> None:
 async def test_tcp_is_refused() -> None:
     refused = pytest.raises(ConfigError, match=r"listen: got .*127\.0\.0\.1.*unix:PATH")
     with Listener.claim("127.0.0.1:0") as listener, refused:
-        await run_scheduler(SchedulerConfig(verify="unix:/none"), listener, 0)
+        await run_scheduler(SchedulerConfig(verify="unix:/none"), listener, 0, LOOPBACK)
 
 
 async def test_a_directory_of_logs_that_cannot_be_made_is_refused_at_start(tmp_path: Path) -> None:
@@ -372,4 +373,4 @@ async def test_a_directory_of_logs_that_cannot_be_made_is_refused_at_start(tmp_p
     config = SchedulerConfig(verify="unix:/none", access_log_dir=tmp_path / "file" / "logs")
     refused = pytest.raises(ConfigError, match=r"access_log_dir: got .*, accepted: a directory .* \(Not a directory\)")
     with Listener.claim(f"unix:{tmp_path}/private/scheduler.sock") as listener, refused:
-        await run_scheduler(config, listener, 0)
+        await run_scheduler(config, listener, 0, LOOPBACK)
