@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.wire.worker import StepCost
     from slipstream.scheduler.costs import Floats
-    from slipstream.scheduler.records import Counts, Ints, Step, StepOutcome, StepSlots
+    from slipstream.scheduler.records import Counts, Step, StepOutcome, StepSlots
 
 SAVED = 256
 """One part in so many of the time may be lost by trials."""
@@ -55,8 +55,8 @@ class _Option(NamedTuple):
     tokens: float
     """Expected."""
     seconds: float
-    num_chosen: int = 0
-    """Draft tokens, the most likely ones."""
+    counts: Counts | None = None
+    """Draft tokens of each sequence; None if each has as many as the chain, if it may."""
 
     @property
     def rate(self) -> float:
@@ -144,7 +144,7 @@ class DraftChoice:
         survivals = self._survivals(slots, most)
         evenly = self._evenly(survivals)
         if self.is_held:
-            return self._run(max(evenly.values(), key=lambda option: option.rate), most, survivals)
+            return self._run(max(evenly.values(), key=lambda option: option.rate), most)
         kept = _Option(KEPT, len(most), self.costs.undrafted(KEPT, len(most)))
         options = [kept, *evenly.values()]
         best = max(options, key=lambda option: option.rate)
@@ -152,16 +152,16 @@ class DraftChoice:
             best = likely
         if self._trial_left:
             self._trial_left -= 1
-            return self._run(max(evenly.values(), key=lambda option: option.rate), most, survivals)
+            return self._run(max(evenly.values(), key=lambda option: option.rate), most)
         resting = _Option(RESTING, len(most), self.costs.undrafted(RESTING, len(most)))
         is_against = best.chain == KEPT or resting.rate > (1 + MARGIN) * best.rate
         self._num_against = self._num_against + 1 if is_against else 0
         if self._num_against >= PATIENCE:
             self._turn(drafts=False)
             self._on_rest(RestCause.SLOWER)
-            return self._run(kept, most, survivals)
+            return self._run(kept, most)
         self._is_new = not {option.chain for option in (resting, *options)} <= self._run_at.keys()
-        return self._run(self._tried([resting, *options], best) or best, most, survivals)
+        return self._run(self._tried([resting, *options], best) or best, most)
 
     def take_in(self, outcome: StepOutcome) -> None:
         """Takes in the outcome of a step's draft tokens."""
@@ -233,19 +233,23 @@ class DraftChoice:
 
     def _most_likely(self, survivals: Floats) -> _Option:
         """The best with the most likely tokens, whichever sequences they belong to."""
-        rows, order = len(survivals), _by_likelihood(survivals)
-        values, places = survivals.T.ravel()[order], order // rows
+        # Sorted where they are in the order of positions, and stably: a token follows those before it.
+        rows, values = len(survivals), survivals.T.ravel()
+        order = np.argsort(-values, kind="stable")[: np.count_nonzero(values > 0)]
+        values, places = values[order], order // rows
         verify_s = self.costs.verify(rows, np.arange(rows, rows + len(order) + 1, dtype=np.float64))
-        best = _Option(KEPT, rows, np.inf)
+        best, num_chosen = _Option(KEPT, rows, np.inf), 0
         for length, chain_s in enumerate(self.costs.chains(rows, self._most).tolist(), start=1):
-            tokens = rows + values[(places < length) & (values > 0)].cumsum()
+            tokens = rows + values[places < length].cumsum()
             if not len(tokens):
                 break
             seconds = chain_s + verify_s[1 : len(tokens) + 1]
             at = int((tokens / seconds).argmax())
-            option = _Option(length, float(tokens[at]), float(seconds[at]), at + 1)
-            best = max(best, option, key=lambda option: option.rate)
-        return best
+            option = _Option(length, float(tokens[at]), float(seconds[at]))
+            if option.rate > best.rate:
+                best, num_chosen = option, at + 1
+        chosen = order[places < best.chain][:num_chosen] % rows
+        return best._replace(counts=np.bincount(chosen, minlength=rows).astype(np.int32))
 
     def _tried(self, options: list[_Option], best: _Option) -> _Option | None:
         """What is tried in place of the best, if it is time: what was run longest ago, once its loss is saved."""
@@ -263,21 +267,10 @@ class DraftChoice:
         self._run_at[oldest.chain] = self._step
         return oldest
 
-    def _run(self, option: _Option, most: Counts, survivals: Floats) -> Counts:
+    def _run(self, option: _Option, most: Counts) -> Counts:
         """The numbers of draft tokens; has the draft rest, if that is the option."""
         if option.chain == RESTING:
             self._turn(drafts=False)
             self._trial_left = TRIAL_STEPS
         self._run_at[option.chain] = self._step
-        counts = np.minimum(most, max(option.chain, 0))
-        if option.num_chosen:
-            order = _by_likelihood(survivals)
-            chosen = order[order // len(most) < option.chain][: option.num_chosen]
-            counts = np.bincount(chosen % len(most), minlength=len(most)).astype(np.int32)
-        return counts
-
-
-def _by_likelihood(survivals: Floats) -> Ints:
-    """Where survivals are in the order of positions, the most likely first: a token follows those before it."""
-    order: Ints = np.argsort(-survivals.T.ravel(), kind="stable")
-    return order
+        return np.minimum(most, max(option.chain, 0)) if option.counts is None else option.counts
