@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from slipstream.scheduler.sizes import leading_bits
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -43,6 +45,8 @@ _DRIFT = 1 / _WINDOW
 As much as a mean of a whole window takes in. So the level goes with the means: it returns when they do, and noise,
 which these level out, moves it no further.
 """
+_PLACE_BITS = 4
+"""Leading bits of a number of tokens in which places of one mean are equal."""
 _LEAST_PART = 1 / 1024
 """Least part of a step's time that counts as verify's, whose stamps may be equal: no step takes no time."""
 _SERVER_WINDOW, _OWN_WINDOW = 1024.0, 64.0
@@ -85,11 +89,12 @@ class _Curve:
         return bool(self._means)
 
     def add(self, at: int, seconds: float, levels: tuple[float, float], step: int, *, is_exact: bool = False) -> None:
-        self._means.setdefault(at if is_exact else _about(at), _Mean()).add(at, seconds, levels, step)
+        place = at if is_exact else leading_bits(at, _PLACE_BITS)
+        self._means.setdefault(place, _Mean()).add(at, seconds, levels, step)
 
     def measured(self, at: int, level: float, *, is_exact: bool = False) -> float:
         """The time at a place that was measured itself; 0 for others."""
-        mean = self._means.get(at if is_exact else _about(at))
+        mean = self._means.get(at if is_exact else leading_bits(at, _PLACE_BITS))
         return 0.0 if mean is None else mean.value * level / mean.level
 
     def at(self, places: Floats, level: float) -> Floats:
@@ -256,9 +261,3 @@ def _nearest(curves: dict[int, _Curve], rows: int) -> _Curve:
 def _bucket(num_rows: int) -> int:
     """Sizes of batches for which a step takes about as long: 1, 2, 3 to 4, 5 to 8 and so on."""
     return (num_rows - 1).bit_length()
-
-
-def _about(number: int) -> int:
-    """The number without all but its first four bits."""
-    places = max(0, number.bit_length() - 4)
-    return number >> places << places

@@ -6,6 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from slipstream.common.device.interface import ANY_TIME, PollTime
+from slipstream.scheduler.sizes import leading_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +21,8 @@ MOST_HOLD_S = 0.04
 """Most seconds that a step is held back: meanwhile nobody checks the workers, so a draft that hangs is found later."""
 GAP_STEPS, LAST_STEPS = 8, 5
 """Steps of a size that are remembered for holding back, and for expecting the next result."""
+SIZE_BITS = 3
+"""Leading bits of their numbers of tokens in which steps of a size are equal."""
 LATE_PART, EARLY_S = 0.01, 0.00006
 """The first poll is at the expected end, plus this share of the step's time, less these seconds: so it is late only in
 steps of more than 6 ms, which hide it."""
@@ -116,7 +119,8 @@ class ResultPoller:
         if last is not None and last[0] is decoded and last[1] == num_draft_tokens and not step.chunks:
             return last[2]
         num_tokens = step.num_decoded_tokens or len(step.chunks)
-        key = (step.most_draft_tokens, _about(num_tokens), _about(step.num_prompt_tokens))
+        numbers = (leading_bits(number, SIZE_BITS) for number in (num_tokens, step.num_prompt_tokens))
+        key = (step.most_draft_tokens, *numbers)
         found = self._sizes.get(key)
         if found is None:
             found = self._sizes[key] = StepTimes(self._lead_s, varies=bool(step.chunks))
@@ -157,9 +161,3 @@ class ResultPoller:
         self._offsets_ns.append(sent.arrived_ns - end_ns)
         if before_ns and was_under_way:
             size.seconds.append((end_ns - before_ns) / 1e9)
-
-
-def _about(number: int) -> int:
-    """The number without all but its first three bits."""
-    places = max(0, number.bit_length() - 3)
-    return number >> places << places

@@ -45,8 +45,7 @@ class BatchSizes:
     shared_chunk_tokens: int | None = None
     """Token budget of a step that also decodes, measured by verify. None: same as `chunk_tokens`."""
     doubling_context: int | None = None
-    """Behind so many tokens, a prompt's token counts for two in such a step: verify's measurement; None if each counts
-    for one."""
+    """Context length from which a prompt token costs two tokens of such a budget, measured by verify. None: never."""
     is_ragged: bool = False
     """Whether verify takes steps whose rows have different numbers of draft tokens."""
     mixes: bool = True
@@ -305,6 +304,12 @@ def check_draft_memory(draft: WorkerDescription, sizes: EpochSizes) -> None:
     if page_bytes:
         plan = MemoryPlan([draft], page_bytes, batch.most_tokens, choices, reserve_bytes=0)
         plan.check(batch.num_pages)
+
+
+def leading_bits(number: int, num_bits: int) -> int:
+    """Returns the number with only its first bits: one for all numbers of about the same size."""
+    places = max(0, number.bit_length() - num_bits)
+    return number >> places << places
 
 
 def _work(memory: DeviceMemory, num_tokens: int, num_choices: int) -> int:
