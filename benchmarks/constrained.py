@@ -68,7 +68,7 @@ SCHEMA = {
         "additionalProperties": False,
     },
 }
-"""Of medium size; an output that keeps to it does not end in a window."""
+"""A schema of medium size: an output that keeps to it is longer than a window."""
 
 
 @dataclass(frozen=True, kw_only=True)

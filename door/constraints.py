@@ -1,4 +1,4 @@
-"""What outputs keep to: the fields of OpenAI's requests and of vLLM's that say so, and the choice of tools.
+"""Constraints of outputs, from the fields of OpenAI's and vLLM's requests and from the choice of tools.
 
 Calls of tools, and an output after thoughts, are structural tags of the gateway: marks of the model's form around JSON.
 """
@@ -30,16 +30,16 @@ _FINAL = "<|channel|>final<|message|>"
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an output keeps to."""
+    """A constraint of an output."""
 
     param: str
-    """The field that says it."""
+    """The field of the HTTP request that asked for it."""
     field: str
-    """The field of our client's request."""
+    """The field of `slipstream.client.RequestOptions` that takes it."""
     value: Any
 
     def as_format(self) -> Format:
-        """The same as a part of an output."""
+        """Returns the constraint as a part of an output. Raises ApiError for a structural tag, which is a whole."""
         match self.field:
             case "json_object":
                 return {"type": "json_schema", "json_schema": _ANY_OBJECT}
@@ -141,7 +141,7 @@ def _tools_of(request: Any) -> list[dict[str, Any]]:
 
 
 def _thoughts(forms: Forms, kwargs: Mapping[str, Any]) -> Format | None:
-    """What may be before the answer; None: nothing may."""
+    """Returns the part of an output that thoughts may take, before the answer; None if there are none."""
     space = {"type": "regex", "pattern": r"[ \n]{0,4}"}
     match forms.reasoning:
         case "think_open" if thinks(kwargs):
@@ -170,7 +170,7 @@ _CALLS = {
     "mistral": ('{{"name": {}, "arguments": ', "}", ", "),
     "harmony": ("<|channel|>commentary to=functions.{} <|constrain|>json<|message|>", "", ""),
 }
-"""What is before the arguments of a call, what is after them, and what is between two calls."""
+"""By form: the text before the arguments of a call, the text after them, and the text between two calls."""
 
 
 def _tags(tools: Sequence[Mapping[str, Any]], forms: Forms, *, is_strict: bool) -> list[Format]:

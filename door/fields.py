@@ -99,7 +99,7 @@ class Sampling(Generation, kw_only=True):
     """The fields that completions and conversations have in common."""
 
     format_field: ClassVar[str] = "response_format"
-    """What errors call `response_format`, as the request has it."""
+    """The name by which errors point to `response_format` in the request."""
     stream_options: StreamOptions | None = None
     n: int | None = None
     stop: str | list[str] | None = None
@@ -139,7 +139,7 @@ class Sampling(Generation, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def options(self, defaults: SamplingDefaults | None) -> RequestOptions:
-        """The same as options of our client. Raises ApiError for a value that is not honoured.
+        """Returns the options of our client for this request. Raises ApiError for a value that is not honoured.
 
         `defaults`: those of the server, which go before this interface's.
         """

@@ -46,7 +46,7 @@ class Gate(Protocol):
     """Decides which sequences with a constraint may start."""
 
     def holds(self, sequence: Sequence) -> bool:
-        """Whether it must not start yet."""
+        """Returns whether a sequence must not start yet."""
         ...
 
     def fault_of(self, sequence: Sequence) -> SlipstreamError | None:

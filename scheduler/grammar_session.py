@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIRST_S, LONGEST_S = 0.1, 2.0
-"""Between two tries to attach a grammar worker: the time doubles while they fail."""
+"""Seconds between two tries to attach a grammar worker, at first and at most: they double while the tries fail."""
 LONGEST_AFTER_LOSS_S = 30.0
-"""The same for one that is lost again and again: each time costs the steps that wait for it."""
+"""The same for a worker that is lost again and again, at most: each loss costs the steps that wait for it."""
 STEADY_S = 5.0
-"""A worker that took part for so long is tried again soon after its loss."""
+"""A worker that took part for so many seconds is tried again soon after its loss."""
 
 
 class GrammarSession:

@@ -1,4 +1,7 @@
-"""What the prefix cache has, for routers that send a conversation to the server that has its beginning."""
+"""The log of pages that enter and leave the prefix cache.
+
+Routers watch it, to send a conversation to the server that has its beginning.
+"""
 
 from __future__ import annotations
 

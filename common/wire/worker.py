@@ -172,7 +172,7 @@ class StepCost(NamedTuple):
 
     rows: int
     draft_tokens: int
-    """Of each row. 0: verify's part of a plain step; of a draft, one that only takes in the stash."""
+    """Draft tokens of each row. 0: verify's part of a plain step; of a draft, a step that only takes in the stash."""
     ns: int
 
 
@@ -182,7 +182,7 @@ LONGEST_COST_NS, MOST_COSTS = 10**10, 1024
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What a worker measured when it was attached."""
+    """The measurements of a worker, made when it was attached."""
 
     step_tokens: StepTokens | None = None
     """Verify's; None if it did not measure them."""

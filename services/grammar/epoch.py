@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.05
-"""Between two looks, in a wait, whether the attachment is over."""
+"""Seconds between two looks, in a wait, whether the attachment is over."""
 LOOK_AT_GPU_S = 0.00005
-"""Between two looks at a word that a GPU sets. The kernel adds its timer slack, 50 us."""
+"""Seconds between two looks at a word that a GPU sets. The kernel adds its timer slack, 50 us."""
 FENCES = (pb.FENCE_VERIFY_PUBLISH, pb.FENCE_VERIFY_COPIED)
 """Fences that a command may wait for."""
 
