@@ -145,7 +145,9 @@ async def fetch_status(server: str, **access: Unpack[AccessOptions]) -> ServerSt
     """Asks the server, then each of its services. Raises UnavailableError when the server does not answer."""
     async with AsyncClient(server, **access) as client:
         try:
-            state = await asyncio.wait_for(client.server_info(), _TIMEOUT_S)
+            # Python 3.11's asyncio.wait_for loses a cancellation that arrives with the answer.
+            async with asyncio.timeout(_TIMEOUT_S):
+                state = await client.server_info()
         except TimeoutError as error:
             raise UnavailableError(f"no answer from a server at {server} for {_TIMEOUT_S:g} s") from error
     healths = await asyncio.gather(*(_health(server, service, access) for service in state.services))

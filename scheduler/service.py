@@ -205,7 +205,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 await context.write(pb.PageChanges(changes=[change.to_pb() for change in taken]))
                 while not taken and not changed.is_set() and self._page_log() is log:
                     with suppress(TimeoutError):
-                        await asyncio.wait_for(changed.wait(), EPOCH_LOOK_S)
+                        async with asyncio.timeout(EPOCH_LOOK_S):
+                            await changed.wait()
 
     async def _read(self, stream: GatewayStream, requests: AsyncIterator[pb.RunRequest]) -> None:
         error: SlipstreamError | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import io
 import json
@@ -22,10 +23,10 @@ from rich.console import Console
 from slipstream.cli.process import ServiceReport
 from slipstream.cli.status import Look, Reading, ServerStatus, Watcher, fetch_status, frame, print_lines
 from slipstream.cli.supervisor import Supervisor
-from slipstream.client import Client
+from slipstream.client import AsyncClient, Client
 from slipstream.common.errors import UnavailableError
 from slipstream.common.rpc.metrics import Scrape, joined, make_registry
-from slipstream.common.wire.server import ServiceState
+from slipstream.common.wire.server import ServerState, ServiceState
 from slipstream.gateway.metrics import RequestMetrics
 from slipstream.scheduler.metrics import (
     DECODE,
@@ -71,6 +72,19 @@ async def test_each_service_is_asked(serve_state: ServeState, fake_service: Make
     assert status.health == {"ready": "SERVING", "gone": "UNREACHABLE", "far": "ELSEWHERE"}
     assert not status.is_healthy
     assert json.loads(json.dumps(status.as_json()))["services"][1]["health"] == "UNREACHABLE"
+
+
+async def test_a_cancellation_that_arrives_with_the_answer_ends_it(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be Ctrl-C of a watcher, which then would go on."""
+
+    async def server_info(_: AsyncClient) -> ServerState:
+        task.cancel()
+        return STATE
+
+    monkeypatch.setattr(AsyncClient, "server_info", server_info)
+    task = asyncio.create_task(fetch_status(far))
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_what_cannot_be_asked_from_here_is_not_held_against_it(serve_state: ServeState, far: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.common.errors import FailedPreconditionError
 from slipstream.common.rpc.status import error_from_rpc
-from slipstream.common.wire.worker import PROTOCOL_VERSION
+from slipstream.common.wire.step import PROTOCOL_VERSION
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 
