@@ -150,7 +150,8 @@ class UpConfig(
             return shared(WorkerConfig, self, model=models.target, deterministic_width=width, **lookup)
         target = None if models.algorithm == STANDALONE else models.target
         chosen = {"model": models.draft, "algorithm": models.algorithm, "target": target}
-        return shared(WorkerConfig, self, simulate_accept_length=None, **chosen, **lookup)
+        alone = {"simulate_accept_length": None, "tensor_parallel_size": 1}
+        return shared(WorkerConfig, self, **alone, **chosen, **lookup)
 
     @property
     def scheduler(self) -> SchedulerConfig:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
+import sys
 
 STEP_LOOP = "step-loop"
 """Name of the scheduler's step thread."""
@@ -12,6 +14,7 @@ STEP_LOOP = "step-loop"
 STREAM_SLICE_NS = 1_000_000
 """The time slice of a CPU stream's thread: shorter than others', to which Linux gives 1.4 ms on two cores."""
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _SYS_SCHED_SETATTR = 314  # on x86-64
 _libc = ctypes.CDLL(None)
@@ -35,6 +38,13 @@ class SchedulingAttributes(ctypes.Structure):
 def name_this_thread(name: str) -> None:
     """Names the calling thread for the operating system too, as `top -H` shows it. At most 15 ASCII characters."""
     _libc.prctl(_PR_SET_NAME, name.encode("ascii"), 0, 0, 0)
+
+
+def end_with_parent(pid: int) -> None:
+    """Has the kernel kill this process when the thread that started it ends, that of process `pid`; or ends it now."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != pid:
+        sys.exit(f"process {pid}, which started this one, has ended")
 
 
 def yield_to_streams() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slipstream.common.rpc import service_options
@@ -28,10 +29,12 @@ def serve(role: Role, values: Mapping[str, Any], *, make_role: MakeRole | None =
         import uvloop
 
         from slipstream.services.factory import make_draft, make_verify
+        from slipstream.services.worker.crew import started_crew
         from slipstream.services.worker.server import run_worker
 
-        make = make_role or (make_draft if role is Role.DRAFT else make_verify)
-        return uvloop.run(run_worker(role, config, listener, options.metrics_port, options.metrics_host, make))
+        with started_crew(config, options) as crew:
+            make = make_role or (make_draft if role is Role.DRAFT else partial(make_verify, crew=crew))
+            return uvloop.run(run_worker(role, config, listener, options.metrics_port, options.metrics_host, make))
 
     service_options.serve(role.value, WorkerConfig, values, run)
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.errors import ConfigError, OutOfMemoryError
+from slipstream.common.device.choose import choose_device
+from slipstream.common.device.cpu.device import worker_threads
+from slipstream.common.errors import ConfigError, OutOfMemoryError, SlipstreamError
 from slipstream.common.host import pid_namespace, shm_device
 from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.manifest import DTYPE_NAMES, DTYPES, EVENT, BufferSpec
@@ -21,17 +23,21 @@ from slipstream.services.draft.engine import DraftEngine
 from slipstream.services.draft.ngram import NgramDrafter
 from slipstream.services.draft.suffix_cache import SuffixCache
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder, load_head
-from slipstream.services.models.config import ModelConfig
+from slipstream.services.models.config import ModelConfig, Rank
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.head_config import HEADS
 from slipstream.services.models.heads import make_head
 from slipstream.services.models.json_files import tokenizer_fingerprint
+from slipstream.services.models.ranks import Ranks, file_store
+from slipstream.services.models.sharding import sharded
 from slipstream.services.verify.engine import VerifyEngine, fused_layers
 from slipstream.services.worker.config import FP8_KV, NGRAM
+from slipstream.services.worker.follower import Follower, Line
 from slipstream.services.worker.language_model import LanguageModel
 from slipstream.services.worker.memory import WORK_BYTES, loading, needed_for_work, with_hidden_states
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
     from pathlib import Path
 
@@ -40,6 +46,7 @@ if TYPE_CHECKING:
     from slipstream.services.draft.engine import Drafter
     from slipstream.services.models.heads import DraftHead
     from slipstream.services.worker.config import WorkerConfig
+    from slipstream.services.worker.crew import Crew
     from slipstream.services.worker.engine import RoleEngine
 
 logger = logging.getLogger(__name__)
@@ -48,14 +55,19 @@ _FP8_CAPABILITY = (8, 9)
 """Compute capability from which a GPU has instructions that convert FP8 numbers."""
 
 
-def make_verify(config: WorkerConfig, device: Device, metrics_port: int) -> RoleEngine:
-    """Loads the target model. Raises CheckpointError, OutOfMemoryError."""
+def make_verify(config: WorkerConfig, device: Device, metrics_port: int, *, crew: Crew | None = None) -> RoleEngine:
+    """Loads the target model, with `crew` a part of it. Raises CheckpointError, OutOfMemoryError, ConfigError."""
     if config.simulate_accept_length is not None:
         logger.warning(
             "draft tokens are accepted by chance, %g tokens a step: the output is not the model's",
             config.simulate_accept_length,
         )
-    model, description = _load(config, device), describe_verify(config, device, metrics_port)
+    description = describe_verify(config, device, metrics_port)
+    if crew is not None and device.torch_device.type != "cpu":
+        raise ConfigError("tensor_parallel_size", len(crew), "1 on a GPU")
+    model = _load(config, device, None if crew is None else crew.meet())
+    if crew is not None:
+        crew.wait_until_loaded()
     if config.share_weights:
         description = replace(description, weights=_lend(model.decoder, device))
     return VerifyEngine(
@@ -127,16 +139,38 @@ def keeps_fp8_kv(config: WorkerConfig, device: Device) -> bool:
     return keeps_fp8
 
 
-def _load(config: WorkerConfig, device: Device) -> LanguageModel:
+def follow(config: WorkerConfig, rank: int, store: int, connection: socket.socket) -> None:
+    """Serves a rank after the first until rank 0 hangs up."""
+    device, place, line = choose_device(config.device), Rank(rank, config.tensor_parallel_size), Line(connection)
+    torch.set_num_threads(config.threads or worker_threads())
+    line.show_life()
+    try:
+        ranks = Ranks(place, file_store(store, place.size))
+        model = _load(config, device, ranks)
+    except SlipstreamError as error:
+        line.answer(str(error), kind=type(error).__name__)
+        line.wait_for_end()
+        return
+    line.answer("")
+    line.serve(Follower(model.decoder, ranks, device.torch_device, keeps_fp8=keeps_fp8_kv(config, device)))
+
+
+def _target_config(config: WorkerConfig, number: int = 0) -> ModelConfig:
+    """The part of the target that one of its ranks has."""
+    return sharded(ModelConfig.from_directory(config.directory), Rank(number, config.tensor_parallel_size))
+
+
+def _load(config: WorkerConfig, device: Device, ranks: Ranks | None = None) -> LanguageModel:
     path, where, dtype = config.directory, device.torch_device, dtype_of(config, device)
     keeps_fp8 = keeps_fp8_kv(config, device)
-    with loading(path.name, where, lambda meta: Decoder(ModelConfig.from_directory(path), device=meta, dtype=dtype)):
+    with loading(path.name, where, lambda meta: Decoder(_target_config(config), device=meta, dtype=dtype)):
         decoder = load_decoder(
             path,
             device=where,
             dtype=dtype,
             load_format=LoadFormat(config.load_format),
             decoder_class=_models_on(where)[0],
+            ranks=ranks,
         )
     return LanguageModel(decoder, where, dtype, keeps_fp8=keeps_fp8)
 
@@ -168,8 +202,11 @@ def _load_head(config: WorkerConfig, device: Device) -> DraftHead:
 
 
 def describe_verify(config: WorkerConfig, device: Device, metrics_port: int) -> WorkerDescription:
-    """Describes the verify service, without loading its weights. Raises CheckpointError."""
-    model = ModelConfig.from_directory(config.directory)
+    """Describes the verify service, without loading its weights. Raises CheckpointError, ConfigError.
+
+    Of several ranks each has such keys and values.
+    """
+    model = _target_config(config)
     return replace(
         _describe(Role.VERIFY, config, model, device, metrics_port),
         hidden_width=len(fused_layers(model.num_layers)) * model.hidden_size,

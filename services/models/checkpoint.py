@@ -31,6 +31,7 @@ from slipstream.services.models.head_config import (
 from slipstream.services.models.heads import DraftHead, make_head
 from slipstream.services.models.linear import FP8, dequantised
 from slipstream.services.models.packed import mxfp4, unpacked
+from slipstream.services.models.sharding import sharded, sharded_slots
 from slipstream.services.models.slots import (
     EMBEDDING_TENSOR,
     IDS_TENSOR,
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
+
+    from slipstream.services.models.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -75,29 +78,36 @@ def load_decoder(
     dtype: torch.dtype,
     load_format: LoadFormat = LoadFormat.AUTO,
     decoder_class: type[Decoder] = Decoder,
+    ranks: Ranks | None = None,
 ) -> Decoder:
     """Reads a checkpoint directory into a decoder that computes in `dtype`, whatever the files hold.
 
-    `decoder_class`: `FusedDecoder` on a GPU, which works by kernels. Raises `CheckpointError` when the directory is not
-    a whole checkpoint of a supported decoder.
+    `decoder_class`: `FusedDecoder` on a GPU, which works by kernels. `ranks`: of which this process is one, which reads
+    its part only. Raises `CheckpointError` when the directory is not a whole checkpoint of a supported decoder,
+    ConfigError where it cannot be split.
     """
     path = Path(path)
     config = ModelConfig.from_directory(path)
+    own = config if ranks is None else sharded(config, ranks.rank)
     if load_format is LoadFormat.DUMMY:
-        decoder = decoder_class(config, device=device, dtype=dtype)
+        decoder = decoder_class(own, device=device, dtype=dtype)
         fill_with_noise(decoder)
     else:
         with weight_files(path, config) as files:
             slots = checked_decoder_slots(files, config)
             _check_unused_biases(files, slots, config)
-            decoder = decoder_class(config, device=device, dtype=dtype)
-            _fill(decoder, slots, files)
+            decoder = decoder_class(own, device=device, dtype=dtype)
+            if own is not config:  # the vocabulary's padding, and biases that rank 0 adds
+                for parameter in decoder.parameters():
+                    parameter.zero_()
+            _fill(decoder, sharded_slots(slots, config, own.rank), files)
             _pair_dimensions(decoder)
             if config.has_offset_norms:
                 _complete_norms(decoder)
             if config.tie_word_embeddings:
                 _check_tied_output(files)
     decoder.pack()
+    decoder.join(ranks)
     return decoder.eval()
 
 
@@ -161,7 +171,8 @@ def _fill(module: nn.Module, slots: Slots, files: WeightFiles) -> None:
             place = _place(module.get_parameter(slot.parameter), slot)
             _copy_finite(place, files, name, unpacked(slot.packed, files, name, *place.shape))
         elif slot.fp8 is None:
-            _copy_finite(_place(module.get_parameter(slot.parameter), slot), files, name)
+            place = _place(module.get_parameter(slot.parameter), slot)
+            _copy_finite(place, files, name, None if slot.is_whole else _read(files, name, slot))
         else:
             _fill_fp8(module, slot, files, name)
         progress.add(math.prod(slot.shape))
@@ -185,9 +196,24 @@ class _Progress:
 
 
 def _place(parameter: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """The rows of a tensor that the slot is for."""
-    num_rows = slot.num_rows or slot.shape[0]
-    return (parameter if slot.expert is None else parameter[slot.expert])[slot.start : slot.start + num_rows]
+    """The rows of a parameter that the slot is for."""
+    return (parameter if slot.expert is None else parameter[slot.expert])[slot.start : slot.start + slot.num_taken]
+
+
+def _read(files: WeightFiles, name: str, slot: Slot) -> torch.Tensor:
+    """Reads the part of a tensor that a rank takes."""
+    columns = () if slot.columns is None else (slice(*slot.columns),)
+    rows = ((0, slot.shape[0]),) if slot.rows is None else slot.rows
+    parts = [files.read(name, slice(*some), *columns) for some in rows]
+    return torch.cat(parts) if parts else files.read(name, slice(0, 0), *columns)
+
+
+def _taken(slot: Slot, values: torch.Tensor) -> torch.Tensor:
+    """Selects the part that a rank takes of [rows, ...], perhaps with more rows at the end."""
+    values = values if slot.columns is None else values[:, slice(*slot.columns)]
+    if slot.rows is None:
+        return values
+    return torch.cat([values[slice(*some)] for some in slot.rows]) if slot.rows else values[:0]
 
 
 def _fill_stacked(module: nn.Module, slot: Slot, files: WeightFiles, name: str) -> None:
@@ -199,23 +225,26 @@ def _fill_stacked(module: nn.Module, slot: Slot, files: WeightFiles, name: str) 
         own = values[expert] if scales is None else mxfp4(values[expert], scales[expert])
         own = own.T if scales is None and own.dim() == 2 else own
         for part, rows in enumerate(place.chunk(num_parts)):
-            _copy_finite(rows, files, name, own[part::num_parts])
+            taken = _taken(slot, own[part::num_parts])
+            _copy_finite(rows[: len(taken)], files, name, taken)
 
 
 def _fill_fp8(module: nn.Module, slot: Slot, files: WeightFiles, name: str) -> None:
     """Copies FP8 numbers and scales where the module keeps both, else their product; raises as `_copy_finite`."""
     assert slot.fp8 is not None, "the tensor is FP8, or scales FP8"
-    weight, values = module.get_parameter(slot.parameter.replace(".scales", ".weight")), files.read(name)
+    weight = module.get_parameter(slot.parameter.replace(".scales", ".weight"))
     is_kept = weight.dtype == FP8
     if not slot.num_rows:
-        if not is_kept:
+        if is_kept:
+            values = _read(files, name, slot)
+        else:
             scales = files.read(f"{name.removesuffix('weight')}{slot.fp8.scale_name}")
-            values = dequantised(values, slot.fp8.by_row(scales, slot.shape[0]))
+            values = _taken(slot, dequantised(files.read(name), slot.fp8.by_row(scales, slot.shape[0])))
         _copy_finite(_place(weight, slot), files, name, values)
     elif is_kept:
         scales = module.get_parameter(slot.parameter)
         group = len(weight) // len(scales)
-        values = slot.fp8.by_row(values, slot.num_rows)[::group]
+        values = _taken(slot, slot.fp8.by_row(files.read(name), slot.num_rows))[::group]
         _copy_finite(scales[slot.start : slot.start + len(values)], files, name, values)
 
 
@@ -251,6 +280,8 @@ def _copy_finite(target: torch.Tensor, files: WeightFiles, name: str, values: to
     NaN, and the output means nothing.
     """
     target.copy_(files.read(name)[: len(target)] if values is None else values)
+    if not target.numel():
+        return
     values = target.to(torch.bfloat16) if target.dtype == FP8 else target
     least, greatest = (bound.item() for bound in values.aminmax())  # NaN if any value is
     if not (math.isfinite(least) and math.isfinite(greatest)):

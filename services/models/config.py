@@ -229,6 +229,18 @@ def _mscale(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """The place of a process among those that have a model together."""
+
+    number: int
+    size: int
+    """How many they are."""
+
+
+ALONE = Rank(0, 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder and the token ids that end its text."""
@@ -285,6 +297,8 @@ class ModelConfig:
     """Attention's weights are relative to a sum with one more term for each head."""
     text_of: str | None = None
     """The architecture of the multimodal model that this is the text part of."""
+    rank: Rank = ALONE
+    """Of several, heads and widths are those of this one (`sharding.py`)."""
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelConfig:
@@ -426,6 +440,11 @@ class ModelConfig:
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The RoPE of a layer. None: its queries and keys are not rotated."""
         return self.layer_ropes[layer] if self.layer_ropes else self.rope
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of embedding and output: the rank's part of the vocabulary, with padding."""
+        return -(-self.vocab_size // self.rank.size)
 
     @property
     def q_size(self) -> int:

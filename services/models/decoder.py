@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -17,9 +18,12 @@ from slipstream.services.models.families import Activation, HeadNorms
 from slipstream.services.models.linear import FP8, Linear, empty_parameter, keeps_fp8, pack_linears
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slipstream.services.models.attention import ForwardBatch, JoinedBatch
     from slipstream.services.models.config import ModelConfig, RopeConfig
     from slipstream.services.models.paged_kv import PagedKV
+    from slipstream.services.models.ranks import Ranks
 
 
 Rotating = TypeVar("Rotating")
@@ -61,11 +65,28 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class SplitNorm(RMSNorm):
+    """The norm of all heads together, of which each rank has some."""
+
+    ranks: Ranks | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] to the same."""
+        if self.ranks is None:
+            return super().forward(x)
+        # Heads that several ranks have count as often in both sums.
+        squares = self.ranks.sum(x.to(torch.float32).square().mean(dim=-1, keepdim=True)) / self.ranks.rank.size
+        return (x * torch.rsqrt(squares + self.eps)).to(x.dtype) * self.weight
+
+
 class DecoderLayer(nn.Module):
     """Attention, then a gated MLP or experts; the projections that read the same input are one matrix each.
 
     Each branch is normed at its beginning, at its end, or both. Beside experts the MLP is the one of all tokens.
     """
+
+    ranks: Ranks | None = None
+    """Of a model that several have together; each branch then ends with the sum of their parts."""
 
     def __init__(
         self,
@@ -109,8 +130,9 @@ class DecoderLayer(nn.Module):
         self._are_heads_normed_together = config.head_norms is HeadNorms.ALL
         sizes = {HeadNorms.EACH: (config.head_dim, config.head_dim), HeadNorms.ALL: self._rotated_sizes}
         query_size, key_size = sizes.get(config.head_norms, (0, 0))
-        self.query_norm = norm(query_size) if query_size else None
-        self.key_norm = norm(key_size) if key_size else None
+        make_head_norm = partial(make_norm, kind=SplitNorm) if self._are_heads_normed_together else make_norm
+        self.query_norm = make_head_norm(config, query_size, device=device, dtype=dtype) if query_size else None
+        self.key_norm = make_head_norm(config, key_size, device=device, dtype=dtype) if key_size else None
         self.sinks = empty_parameter(config.num_heads, device=device, dtype=torch.float32) if config.has_sinks else None
         self.output = linear(config.q_size, hidden, config.has_output_bias)
         self.attention_post_norm = norm_of_branch("attention_post_norm")
@@ -150,8 +172,12 @@ class DecoderLayer(nn.Module):
         x = attend.outputs.of(self.index, x)
         if not len(x):
             return x
-        x = x + self._scaled(self.attention_post_norm(self.output(attended)))
-        return x + self._scaled(self.mlp_post_norm(self._mlp(self.mlp_norm(x))))
+        x = x + self._scaled(self.attention_post_norm(self.whole(self.output(attended))))
+        return x + self._scaled(self.mlp_post_norm(self.whole(self._mlp(self.mlp_norm(x)))))
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """A branch's output, of which this rank has a part: the sum of all ranks'."""
+        return part if self.ranks is None else self.ranks.sum(part)
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
         if not self._has_mlp:
@@ -168,10 +194,12 @@ class DecoderLayer(nn.Module):
         return branch if self._branch_scale == 1.0 else branch * self._branch_scale
 
 
-def make_norm(config: ModelConfig, size: int, *, device: torch.device, dtype: torch.dtype) -> RMSNorm:
+def make_norm(
+    config: ModelConfig, size: int, *, device: torch.device, dtype: torch.dtype, kind: type[RMSNorm] = RMSNorm
+) -> RMSNorm:
     """Makes a norm without its weight."""
     dtype = torch.float32 if config.has_offset_norms else dtype
-    return RMSNorm(empty_parameter(size, device=device, dtype=dtype), config.rms_norm_eps)
+    return kind(empty_parameter(size, device=device, dtype=dtype), config.rms_norm_eps)
 
 
 class Decoder(nn.Module):
@@ -187,7 +215,9 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        vocab_shape = (config.vocab_size, config.hidden_size)
+        self.ranks: Ranks | None = None
+        """Of a model that several have together; see `join`."""
+        vocab_shape = (config.vocab_rows, config.hidden_size)
         self.embedding = empty_parameter(*vocab_shape, device=device, dtype=dtype)
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, device=device, dtype=dtype) for index in range(config.num_layers)
@@ -211,6 +241,8 @@ class Decoder(nn.Module):
         `aux_layers`: numbers of layers whose *input* is wanted as well (`num_layers` is the last layer's
         output, before the final norm), or FINAL_NORM for that norm's output.
         """
+        if self.ranks is not None:
+            self.ranks.share_batch(batch, aux_layers)
         states_of_last = {self.config.num_layers, FINAL_NORM} & set(aux_layers)
         assert batch.outputs is None or not states_of_last, "an auxiliary state is of every token"
         normed, stream = self._run_layers(batch, cache, aux_layers)
@@ -223,7 +255,13 @@ class Decoder(nn.Module):
 
     def _embedded(self, batch: ForwardBatch | JoinedBatch) -> torch.Tensor:
         """The first layer's input: [N, hidden_size]."""
-        x = F.embedding(batch.tokens.flatten().clamp(0, self.config.vocab_size - 1), self.embedding)
+        tokens = batch.tokens.flatten().clamp(0, self.config.vocab_size - 1)
+        if self.ranks is None:
+            x = F.embedding(tokens, self.embedding)
+        else:
+            own = tokens - self.config.rank.number * self.config.vocab_rows
+            x = F.embedding(own.clamp(0, self.config.vocab_rows - 1), self.embedding)
+            x = self.ranks.sum(x.masked_fill_((own < 0)[:, None] | (own >= self.config.vocab_rows)[:, None], 0.0))
         return x if self._embedding_scale == 1.0 else x.mul_(self._embedding_scale)
 
     def _by_layer(self, rotations: list[Rotating]) -> list[Rotating]:
@@ -256,7 +294,14 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] after the final norm to [..., vocab_size] float32."""
-        return self._bounded(self.head(hidden)).to(torch.float32)
+        return self._bounded(self._whole_logits(hidden, self.head)).to(torch.float32)
+
+    def _whole_logits(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The head's output for the whole vocabulary."""
+        if self.ranks is None:
+            return head(hidden)
+        own = head(self.ranks.share_hidden(hidden))
+        return self.ranks.joined(own)[..., : self.config.vocab_size]
 
     def _bounded(self, logits: torch.Tensor) -> torch.Tensor:
         """Scales logits and bounds them, in float32, where the model does so."""
@@ -266,6 +311,13 @@ class Decoder(nn.Module):
         if config.logit_cap is not None:
             logits = logits.to(torch.float32).div(config.logit_cap).tanh_().mul_(config.logit_cap)
         return logits
+
+    def join(self, ranks: Ranks | None) -> None:
+        """Makes this a part of the model that these ranks have together, as its configuration says; None: all of it."""
+        self.ranks = ranks
+        for module in self.modules():
+            if isinstance(module, (DecoderLayer, SplitNorm)):
+                module.ranks = ranks
 
     def pack(self) -> None:
         """Gives the weights their fastest layout; call it when they are complete."""

@@ -68,6 +68,21 @@ class Slot:
     """The tensor is one of all experts, [experts, in, out], gates and ups in turns; or of their biases."""
     dtypes: tuple[str, ...] = FLOATS
     """The dtypes that the tensor may have."""
+    rows: tuple[tuple[int, int], ...] | None = None
+    """The rows that a rank takes, from each of several ranges: of a weight, also where the tensor has its scales, or of
+    each of the parts of a stacked one. None: all."""
+    columns: tuple[int, int] | None = None
+    """The columns of a weight that a rank takes. None: all."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the whole tensor is taken."""
+        return self.rows is None and self.columns is None
+
+    @property
+    def num_taken(self) -> int:
+        """Rows of the parameter that the tensor fills."""
+        return self.num_rows or self.shape[0] if self.rows is None else sum(end - begin for begin, end in self.rows)
 
 
 Slots = dict[str, Slot]

@@ -71,11 +71,12 @@ class WeightFiles:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor in host memory."""
+    def read(self, name: str, *part: slice) -> torch.Tensor:
+        """The tensor in host memory, or only a part of its rows, or of these and its columns."""
         info = self.tensors[name]
         try:
-            tensor: torch.Tensor = self._files[info.file].get_tensor(info.name)
+            file = self._files[info.file]
+            tensor: torch.Tensor = file.get_slice(info.name)[part] if part else file.get_tensor(info.name)
         except SafetensorError as error:
             raise CheckpointError(f"{self.path}: {info.file}: cannot read tensor {info.name}: {error}") from error
         return tensor

@@ -20,6 +20,7 @@ ALGORITHMS = (STANDALONE, EAGLE3, EAGLE, MTP, NGRAM)
 DEVICES = ("auto", "cpu", "cuda")
 DUMMY = "dummy"
 LOAD_FORMATS = ("auto", DUMMY)
+TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 MAX_ACCEPT_LENGTH = 17
 """With as many draft tokens as a step may have."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -34,7 +35,7 @@ PROMPT_LOOKUP: Mapping[str, int | None] = MappingProxyType(
 )
 """The settings that only algorithm ngram has, and their values with any other."""
 ONLY_DRAFT = ("algorithm", "target", *PROMPT_LOOKUP)
-ONLY_VERIFY = ("simulate_accept_length", "deterministic_width")
+ONLY_VERIFY = ("simulate_accept_length", "deterministic_width", "tensor_parallel_size")
 """Settings that the other of both services has no use for, and no option."""
 
 
@@ -52,6 +53,13 @@ class ComputeSettings(Settings, heading="Computing"):
         "auto",
         help="How target and draft keep keys and values; auto is in dtype, fp8 takes half of bfloat16's memory.",
         choices=("auto", FP8_KV),
+    )
+    tensor_parallel_size: int = setting(
+        1,
+        help="Devices that the target lies on, with a process for each; its heads and widths are divided among them.",
+        unit="N",
+        accepts=TENSOR_PARALLEL_SIZES.__contains__,
+        accepted=", ".join(map(str, TENSOR_PARALLEL_SIZES)),
     )
     load_format: str = setting(
         "auto", help="Measuring: dummy has random weights, for which config.json is enough.", choices=LOAD_FORMATS
@@ -106,6 +114,8 @@ class ComputeSettings(Settings, heading="Computing"):
         shortest, longest = self.prompt_lookup
         if shortest > longest:
             raise ConfigError("prompt_lookup_min", shortest, f"at most prompt_lookup_max, {longest}")
+        if self.share_weights and self.tensor_parallel_size > 1:
+            raise ConfigError("share_weights", True, "off with tensor_parallel_size above 1, which splits them")
 
     @property
     def prompt_lookup(self) -> tuple[int, int]:

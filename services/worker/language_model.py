@@ -339,6 +339,8 @@ class LanguageModel:
 
     def open(self, state: EpochState) -> None:
         """Allocates the KV pages and runs one forward of each width, so that the first request finds it warm."""
+        if (ranks := self.decoder.ranks) is not None:
+            ranks.ask("open", num_pages=state.attachment.num_pages, page_tokens=state.attachment.page_tokens)
         self.slots.open(state)
         for slots, tokens, positions in self.slots.warm_up():
             output = self.forward(slots, tokens, positions)
@@ -348,6 +350,8 @@ class LanguageModel:
     def close(self) -> None:
         """Frees what an epoch took."""
         self._graphs = None
+        if self.decoder.ranks is not None:
+            self.decoder.ranks.tell("close")
         self.slots.close()
 
     def capture_prompts(self, aux_layers: tuple[int, ...] = ()) -> Generator[None, None, None]:

@@ -51,7 +51,7 @@ class WorkerProcesses:
         programs: Mapping[Role, tuple[str, ...]] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`options` go to both. `dummy_ms`: the length of dummy kernels in place of the models.
+        """`options` go to both. `models`: a role may have none. `dummy_ms`: of kernels in place of them.
 
         `programs`: Python's arguments for another program than a role's service. `environment`: of both, this process's
         if it is not given.
@@ -77,8 +77,14 @@ class WorkerProcesses:
     def start(self, *roles: Role) -> None:
         """Starts them and returns before they are ready."""
         for role in roles:
-            address, model = ("--listen", self.address(role)), ("--model", str(self._models[role]))
-            options = (*address, *model, "--log-level", "WARNING", *self._options)
+            address, model = ("--listen", self.address(role)), self._models.get(role)
+            options = (
+                *address,
+                *(() if model is None else ("--model", str(model))),
+                "--log-level",
+                "WARNING",
+                *self._options,
+            )
             program = self._programs.get(role, ("-m", f"slipstream.services.{role.value}_main"))
             command = (sys.executable, *program, *options)
             if self._dummy_ms is not None:

@@ -1,0 +1,113 @@
+"""The ranks of a target after the first: each does what rank 0 tells it, with its part of the weights and pages."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slipstream.services.models.paged_kv import PagedKV
+from slipstream.services.worker.memory import first_line, is_out_of_memory
+
+if TYPE_CHECKING:
+    import socket
+
+    from slipstream.services.models.decoder import Decoder
+    from slipstream.services.models.ranks import Message, Ranks
+
+SIGN_INTERVAL_S = 0.5
+"""Time between two signs of life."""
+
+
+class Follower:
+    """A rank's part of the work on a target. Rank 0 calls its methods by their names, see `Ranks.tell`."""
+
+    def __init__(self, decoder: Decoder, ranks: Ranks, device: torch.device, *, keeps_fp8: bool = False) -> None:
+        """`keeps_fp8`: keys and values are kept as FP8 numbers."""
+        self._decoder = decoder
+        self._ranks = ranks
+        self._device = device
+        self._keeps_fp8 = keeps_fp8
+        self._cache: PagedKV | None = None
+
+    def open(self, num_pages: int, page_tokens: int) -> str:
+        """Allocates the KV pages of an epoch. Answers with an error, if there is no room."""
+        self._cache = None
+        try:
+            self._cache = PagedKV(
+                self._decoder.config,
+                num_pages=num_pages,
+                page_size=page_tokens,
+                device=self._device,
+                dtype=self._decoder.norm.weight.dtype,
+                is_fp8=self._keeps_fp8,
+            )
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return first_line(error)
+        return ""
+
+    def close(self) -> None:
+        """Frees them."""
+        self._cache = None
+
+    def forward(self, parts: list[Message], joins: bool, aux_layers: list[int]) -> None:
+        """Runs a forward, see `Ranks.share_batch`."""
+        assert self._cache is not None, "a forward belongs into an epoch"
+        batch = self._ranks.shared_batch(parts, self._device, joins=joins)
+        self._decoder.forward(batch, self._cache, aux_layers=tuple(aux_layers))
+
+    def logits(self, shape: list[int]) -> None:
+        """Computes its part of logits, see `Ranks.share_hidden`."""
+        hidden = torch.empty(shape, dtype=self._decoder.embedding.dtype, device=self._device)
+        self._ranks.broadcast(hidden)
+        self._decoder.logits(hidden)
+
+    def enable_batch_invariance(self) -> None:
+        """See `Decoder.enable_batch_invariance`."""
+        self._decoder.enable_batch_invariance()
+
+
+class Line:
+    """A follower's end of the channel: lines of JSON in both directions, and empty ones as signs of life."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+
+    def show_life(self) -> None:
+        """Sends signs of life from a thread of its own, until rank 0 is gone."""
+        threading.Thread(target=self._show_life, name="signs-of-life", daemon=True).start()
+
+    def answer(self, error: str, **more: Any) -> None:
+        self._send(json.dumps({"error": error, **more}).encode())
+
+    def serve(self, follower: Follower) -> None:
+        """Does what rank 0 tells until it hangs up."""
+        with self._connection.makefile("rb") as lines:
+            for line in lines:
+                message = json.loads(line)
+                error = getattr(follower, message.pop("do"))(**message)
+                if error is not None:
+                    self.answer(error)
+
+    def wait_for_end(self) -> None:
+        """Returns when rank 0 has hung up."""
+        with self._connection.makefile("rb") as lines:
+            lines.read()
+
+    def _show_life(self) -> None:
+        try:
+            while True:
+                self._send(b"")
+                time.sleep(SIGN_INTERVAL_S)
+        except OSError:
+            return
+
+    def _send(self, line: bytes) -> None:
+        with self._sending:
+            self._connection.sendall(line + b"\n")

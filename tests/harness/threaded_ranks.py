@@ -1,0 +1,63 @@
+"""A target of several ranks in one process: rank 0 is the caller's thread, each of the others has its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.services.models.checkpoint import load_decoder
+from slipstream.services.models.config import Rank
+from slipstream.services.models.ranks import Ranks, file_store
+from slipstream.services.worker.crew import Crew
+from slipstream.services.worker.follower import Follower, Line
+from tests.harness.paged_model import CPU, PAGE_SIZE, PagedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from slipstream.services.models.decoder import Decoder
+
+
+@contextmanager
+def ranked_model(path: Path, num_ranks: int) -> Iterator[PagedModel]:
+    """A model whose parts compute together."""
+    lost: list[tuple[int, str]] = []
+    store = os.memfd_create("ranks")
+    pairs = [socket.socketpair() for _ in range(1, num_ranks)]
+    crew = Crew([own for own, _ in pairs], store, lambda *rank: lost.append(rank))
+
+    def part(ranks: Ranks) -> Decoder:
+        return load_decoder(path, device=CPU, dtype=torch.float32, ranks=ranks)
+
+    def follow(number: int, connection: socket.socket) -> None:
+        ranks, line = Ranks(Rank(number, num_ranks), file_store(store, num_ranks)), Line(connection)
+        with connection:
+            line.show_life()
+            decoder = part(ranks)
+            line.answer("")
+            line.serve(Follower(decoder, ranks, CPU))
+
+    threads = [threading.Thread(target=follow, args=(rank, theirs)) for rank, (_, theirs) in enumerate(pairs, 1)]
+    for thread in threads:
+        thread.start()
+    ranks = crew.meet()
+    try:
+        model = PagedModel(part(ranks))
+        crew.wait_until_loaded()
+        ranks.ask("open", num_pages=model.cache.num_pages, page_tokens=PAGE_SIZE)
+        yield model
+        assert not lost
+    finally:
+        crew.close()
+        for thread in threads:
+            thread.join(20)
+        for own, _ in pairs:
+            own.close()
+        os.close(store)
+    assert not any(thread.is_alive() for thread in threads)

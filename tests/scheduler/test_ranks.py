@@ -1,0 +1,133 @@
+"""Verify as several ranks: no token depends on the draft, and a rank that dies or hangs costs no sequence."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from slipstream.common.errors import UnavailableError
+from slipstream.common.wire.step import Role
+from slipstream.services.models.head_config import EAGLE3
+from slipstream.services.worker.config import NGRAM, STANDALONE
+from tests.harness.checkpoints import write_checkpoint, write_guesser
+from tests.harness.eagle3_checkpoints import write_head
+from tests.harness.transformers_reference import greedy_tokens
+from tests.harness.waiting import until
+from tests.harness.worker_processes import WorkerProcesses, running_session
+from tests.scheduler.test_session import SEED, make_jobs, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(180)
+DRAFT, VERIFY = Role.DRAFT, Role.VERIFY
+RANKS = ("-m", "slipstream.services.verify_main", "--tensor-parallel-size", "2", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", seed=SEED)
+
+
+@pytest.fixture(scope="module")
+def models(target: Path) -> dict[Role, Path]:
+    return {VERIFY: target}
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[Role, tuple[str, ...]]:
+    return {VERIFY: RANKS}
+
+
+@pytest.fixture(scope="module")
+def processes(
+    models: dict[Role, Path], programs: dict[Role, tuple[str, ...]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WorkerProcesses]:
+    """A verify of two ranks. A test leaves it as it found it; its draft is in `models` and `programs`."""
+    with WorkerProcesses(tmp_path_factory.mktemp("sockets"), models, programs=programs) as made:
+        made.start(VERIFY)
+        yield made
+
+
+def followers(processes: WorkerProcesses) -> list[psutil.Process]:
+    """The ranks after the first."""
+    return psutil.Process(processes.pid(VERIFY)).children()
+
+
+async def undisturbed(processes: WorkerProcesses, num_jobs: int, max_new_tokens: int) -> list[list[int]]:
+    """The tokens of jobs without a draft, when nothing happens."""
+    with running_session(processes, has_draft=False, **settings()) as client:
+        await client.served(with_draft=False)
+        return await client.run(*make_jobs(num_jobs, max_new_tokens=max_new_tokens))
+
+
+@pytest.mark.parametrize(
+    "algorithm", [NGRAM, *(pytest.param(name, marks=pytest.mark.slow) for name in (EAGLE3, STANDALONE))]
+)
+async def test_tokens_do_not_depend_on_the_draft(
+    processes: WorkerProcesses,
+    models: dict[Role, Path],
+    programs: dict[Role, tuple[str, ...]],
+    target: Path,
+    tmp_path: Path,
+    algorithm: str,
+) -> None:
+    expected = await undisturbed(processes, 5, 24)
+    options = ("--target", str(target)) if algorithm != STANDALONE else ()
+    programs[DRAFT] = ("-m", "slipstream.services.draft_main", "--algorithm", algorithm, *options)
+    if algorithm != NGRAM:
+        make_draft = write_head(tmp_path / "draft", seed=SEED) if algorithm == EAGLE3 else None
+        models[DRAFT] = make_draft or write_guesser(tmp_path / "draft", target, seed=SEED)
+    processes.start(DRAFT)
+    try:
+        with running_session(processes, **settings()) as client:
+            await client.served()
+            jobs = make_jobs(5, max_new_tokens=24)
+            assert await client.run(*jobs) == expected
+            assert sum(job.stats.total_draft_tokens for job in jobs) > 0
+    finally:
+        processes.send_signal(DRAFT, signal.SIGTERM)
+        processes.wait(DRAFT)
+        models.pop(DRAFT, None)
+    greedy = make_jobs(1)[0].spec
+    assert greedy_tokens(target, [greedy.prompt], len(expected[0])) == [expected[0]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+async def test_a_rank_that_dies_or_hangs_ends_all_and_costs_no_token(processes: WorkerProcesses, number: int) -> None:
+    """A hanging one takes the time until it is noticed."""
+    expected = await undisturbed(processes, 3, 150)
+    with running_session(processes, has_draft=False, **settings()) as client:
+        await client.served(with_draft=False)
+        jobs = make_jobs(3, max_new_tokens=150)
+        running = asyncio.create_task(client.run(*jobs))
+        await until(lambda: jobs[0].stats.num_output_tokens > 20)
+        ranks = followers(processes)
+        (ranks[0]).send_signal(number)
+        with pytest.raises(UnavailableError):
+            await running
+        assert processes.wait(VERIFY) == 1
+        psutil.wait_procs(ranks, timeout=5)
+        assert not any(rank.is_running() for rank in ranks)
+        processes.start(VERIFY)
+        await until(lambda: client.num_epochs == 2)
+        assert await client.run(*make_jobs(3, max_new_tokens=150)) == expected
+    assert client.errors == []
+
+
+@pytest.mark.slow
+async def test_ranks_end_with_the_first(processes: WorkerProcesses) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        await undisturbed(processes, 1, 5)
+        ranks = followers(processes)
+        processes.send_signal(VERIFY, number)
+        assert processes.wait(VERIFY) == (0 if number == signal.SIGTERM else -number)
+        gone, alive = psutil.wait_procs(ranks, timeout=5)
+        assert len(gone) == 1
+        assert not alive
+        processes.start(VERIFY)

@@ -1,0 +1,135 @@
+"""A model that lies on several ranks computes what it computes on one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from slipstream.common.errors import ConfigError
+from slipstream.services.models.attention import JoinedBatch
+from slipstream.services.models.checkpoint import load_decoder
+from slipstream.services.models.config import ModelConfig, Rank
+from slipstream.services.models.decoder import RMSNorm
+from slipstream.services.models.sharding import sharded
+from slipstream.services.models.weight_files import WeightFiles
+from slipstream.services.worker.config import WorkerConfig
+from tests.harness.checkpoints import write_checkpoint
+from tests.harness.paged_model import CPU, PagedModel, random_tokens
+from tests.harness.threaded_ranks import ranked_model
+from tests.harness.transformers_checkpoints import VARIANTS, write_by_transformers
+from tests.harness.transformers_reference import load_reference
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_ranks_have_the_logits_of_transformers(tmp_path: Path, name: str) -> None:
+    path = write_by_transformers(tmp_path / "it", name, seed=11, has_tokenizer=False)
+    prompts = [random_tokens(60, seed=seed) for seed in (1, 2)]
+    with torch.no_grad():
+        expected = load_reference(path)(torch.tensor(prompts)).logits
+    with ranked_model(path, 2) as model:
+        found = model.run(model.batch([(0, prompt) for prompt in prompts]))
+        in_chunks = model.prefill(prompts[0], chunk=16, row=3)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(in_chunks, expected[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_kv_heads"), [(2, 2), (2, 1), (4, 2), pytest.param(8, 4)])
+def test_key_heads_are_split_or_copied_and_the_vocabulary_padded(
+    tmp_path: Path, num_ranks: int, num_kv_heads: int
+) -> None:
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": num_kv_heads, "vocab_size": 270, "head_dim": 16}
+    path = write_checkpoint(tmp_path / "it", seed=3, has_tokenizer=False, **sizes)
+    whole, prompt = PagedModel(path), random_tokens(40, seed=2, vocab_size=270)
+    with ranked_model(path, num_ranks) as model:
+        config, layer = model.decoder.config, model.decoder.layers[0]
+        assert (config.num_heads, config.num_kv_heads) == (8 // num_ranks, max(1, num_kv_heads // num_ranks))
+        assert layer.qkv.plain_weight.shape == ((8 // num_ranks + 2 * config.num_kv_heads) * 16, 64)
+        assert layer.down.plain_weight.shape == (64, 96 // num_ranks)
+        assert len(model.decoder.embedding) == -(-270 // num_ranks)
+        found = model.prefill(prompt, chunk=16)
+    assert found.shape == (40, 270)
+    torch.testing.assert_close(found, whole.prefill(prompt, chunk=16), atol=1e-4, rtol=0)
+
+
+def test_what_is_computed_beside_a_token_changes_no_bit(tmp_path: Path) -> None:
+    """Sums that depend on the place of a number would."""
+    path = write_checkpoint(tmp_path / "it", seed=4, has_tokenizer=False)
+    rows = [(0, random_tokens(width, seed=width)) for width in (9, 5, 7)]
+    with ranked_model(path, 4) as model:
+        alone = [model.run(model.batch([row], first_row=number)) for number, row in enumerate(rows)]
+        together = model.run(model.batch(rows))
+        parts = [model.batch([row], first_row=number) for number, row in enumerate(rows)]
+        output = model.decoder.forward(JoinedBatch.of(*parts), model.cache, aux_layers=(1,))
+        joined = model.decoder.logits(output.hidden)
+    for number, (_, tokens) in enumerate(rows):
+        assert torch.equal(alone[number][0], together[number, : len(tokens)])
+    assert torch.equal(joined, torch.cat([logits[0] for logits in alone]))
+    assert output.aux is not None
+    assert output.aux.shape == (21, 64)
+
+
+def test_a_rank_reads_only_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_checkpoint(tmp_path / "it", has_tokenizer=False)
+    num_read: list[int] = []
+    read = WeightFiles.read
+
+    def counted(files: WeightFiles, name: str, *part: slice) -> torch.Tensor:
+        tensor = read(files, name, *part)
+        num_read.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(WeightFiles, "read", counted)
+    whole = load_decoder(path, device=CPU, dtype=torch.float32)
+    num_whole, small = (
+        sum(num_read),
+        sum(module.weight.numel() for module in whole.modules() if isinstance(module, RMSNorm)),
+    )
+    num_read.clear()
+    with ranked_model(path, 2):
+        pass
+    assert sum(num_read) == num_whole + small
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "accepted"),
+    [
+        ({"num_attention_heads": 6, "num_key_value_heads": 2}, 4, "a divisor of num_attention_heads = 6"),
+        (
+            {"num_key_value_heads": 3, "num_attention_heads": 12},
+            2,
+            "a divisor or a multiple of num_key_value_heads = 3",
+        ),
+        ({"intermediate_size": 90}, 4, "a divisor of intermediate_size = 90"),
+    ],
+)
+def test_sizes_that_cannot_be_divided(tmp_path: Path, changes: dict[str, Any], size: int, accepted: str) -> None:
+    path = write_checkpoint(tmp_path / "it", has_tokenizer=False, **changes)
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size: got {size}, accepted: {accepted}"):
+        sharded(ModelConfig.from_directory(path), Rank(0, size))
+
+
+def test_experts_that_cannot_be_divided(tmp_path: Path) -> None:
+    path = write_by_transformers(tmp_path / "it", "qwen3-moe", has_tokenizer=False, moe_intermediate_size=25)
+    with pytest.raises(ConfigError, match="a divisor of moe_intermediate_size = 25"):
+        sharded(ModelConfig.from_directory(path), Rank(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size: got 3, accepted: 1, 2, 4, 8"),
+        (
+            {"tensor_parallel_size": 2, "share_weights": True},
+            "share_weights: got True, accepted: off with tensor_parallel",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        WorkerConfig(model=tmp_path, **settings)
