@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.access import AccessSettings, check_internal
-from slipstream.common.settings import Settings, setting
+from slipstream.common.settings import Settings, duration, setting
 from slipstream.door.parsers import REASONING_FORMS, TOOL_FORMS
 
 GATEWAY = "127.0.0.1:50051"
 NOT_OF_A_DOOR = ("api_keys", "key_streams", "key_tokens", "max_calls", "reflection")
 """Settings of access that are the gateway's."""
-_DAY_S = 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,23 +40,11 @@ class DoorConfig(FormSettings, AccessSettings, heading="Door"):
     private_listen: str | None = setting(
         None, help="A second address, unix:PATH, without TLS, for health checks of this user.", unit="ADDRESS"
     )
-    read_timeout_s: float = setting(
-        30.0,
-        help="Time for a request to arrive, and in which a client must read something of its stream.",
-        unit="SECONDS",
-        above=0,
-        high=_DAY_S,
+    read_timeout_s: float = duration(
+        30.0, help="Time for a request to arrive, and in which a client must read something of its stream."
     )
-    reconnect_s: float = setting(
-        75.0, help="Time for which the door waits for a gateway that went away.", unit="SECONDS", above=0, high=_DAY_S
-    )
-    grace_s: float = setting(
-        30.0,
-        help="After the first SIGTERM, running requests may take this long.",
-        unit="SECONDS",
-        above=0,
-        high=_DAY_S,
-    )
+    reconnect_s: float = duration(75.0, help="Time for which the door waits for a gateway that went away.")
+    grace_s: float = duration(30.0, help="After the first SIGTERM, running requests may take this long.")
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the field."""

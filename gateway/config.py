@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.access import AccessSettings, check_internal
-from slipstream.common.settings import setting
+from slipstream.common.settings import duration, setting
 from slipstream.gateway.journal_file import JournalMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LISTEN = "127.0.0.1:50051"
-_DAY_S = 86_400
 MAX_GATEWAYS = 64
 
 
@@ -95,32 +94,16 @@ class GatewaySettings(AccessSettings, heading="Requests and jobs"):
     kept_jobs: int = setting(
         1000, help="Jobs that are kept after their end, to be watched and asked after.", unit="N", low=0, high=2**20
     )
-    job_ttl_s: float = setting(
-        600.0,
-        help="How long they are kept, from the end or from the gateway's last start.",
-        unit="SECONDS",
-        above=0,
-        high=_DAY_S,
-    )
+    job_ttl_s: float = duration(600.0, help="How long they are kept, from the end or from the gateway's last start.")
     kept_mib: int = setting(256, help="Memory that they take at most.", unit="MIB", low=1, high=2**20)
     journal: str = setting(
         JournalMode.PROCESS.value,
         help="What requests and their output survive: nothing, the death of any process, the loss of power.",
         choices=tuple(JournalMode),
     )
-    read_timeout_s: float = setting(
-        30.0,
-        help="A stream whose client reads nothing for so long is cut off.",
-        unit="SECONDS",
-        above=0,
-        high=_DAY_S,
-    )
-    outage_timeout_s: float = setting(
-        60.0,
-        help="A request that has had no scheduler for so long ends with UNAVAILABLE.",
-        unit="SECONDS",
-        above=0,
-        high=_DAY_S,
+    read_timeout_s: float = duration(30.0, help="A stream whose client reads nothing for so long is cut off.")
+    outage_timeout_s: float = duration(
+        60.0, help="A request that has had no scheduler for so long ends with UNAVAILABLE."
     )
     max_lost_epochs: int = setting(
         3,
@@ -189,13 +172,7 @@ class GatewayConfig(GatewaySettings, heading="Gateway"):
         low=0,
         high=MAX_GATEWAYS - 1,
     )
-    grace_s: float = setting(
-        30.0,
-        help="After the first SIGTERM, running jobs may take this long.",
-        unit="SECONDS",
-        above=0,
-        high=_DAY_S,
-    )
+    grace_s: float = duration(30.0, help="After the first SIGTERM, running jobs may take this long.")
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the field."""

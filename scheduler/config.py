@@ -7,7 +7,7 @@ from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.address import parse_address
-from slipstream.common.settings import Settings, setting
+from slipstream.common.settings import Settings, duration, setting
 
 DISPATCH_TOGETHER = "together"
 DISPATCH_ACKNOWLEDGED = "acknowledged"
@@ -120,13 +120,7 @@ class ServingSettings(Settings, heading="Steps and memory"):
         high=1000 * _DAY_S,
         unset="as for the draft",
     )
-    step_timeout_s: float = setting(
-        60.0,
-        help="Time that verify may take for a step; then it counts as lost.",
-        unit="SECONDS",
-        above=0,
-        high=_DAY_S,
-    )
+    step_timeout_s: float = duration(60.0, help="Time that verify may take for a step; then it counts as lost.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,13 +160,7 @@ class SchedulerConfig(ServingSettings, heading="Scheduler"):
         high=MOST_DRAFT_TOKENS,
         unset="--num-draft-tokens",
     )
-    grace_s: float = setting(
-        30.0,
-        help="After the first SIGTERM, running jobs may take this long.",
-        unit="SECONDS",
-        above=0,
-        high=_DAY_S,
-    )
+    grace_s: float = duration(30.0, help="After the first SIGTERM, running jobs may take this long.")
     dispatch: str = setting(
         DISPATCH_TOGETHER,
         help="Measuring: acknowledged sends a command when all that it waits for was acknowledged.",
