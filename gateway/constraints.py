@@ -1,15 +1,13 @@
-"""What outputs keep to: JSON, a regular expression, a grammar. Checked and compiled before a request is admitted."""
+"""Compiles what outputs keep to: JSON, a regular expression, a grammar."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.wire.sequence import MAX_GRAMMAR_CHARACTERS
@@ -18,72 +16,12 @@ from slipstream.gateway.bounded_process import BoundedProcess
 if TYPE_CHECKING:
     from slipstream.gateway.metrics import RequestMetrics
     from slipstream.gateway.model import ServedModel
-    from slipstream.gateway.request import JobRequest, RequestLimits
+    from slipstream.gateway.request import Constraint
     from slipstream.gateway.tokenize_queue import TokenizeQueue
 
-MAX_CHARACTERS = 2**18
-"""Characters of a constraint, of all its alternatives together."""
 MAX_KEPT_CHARACTERS = 2**25
 """Characters of the grammars that are kept for the next request with the same constraint."""
-_NOT_BESIDE = {
-    "min_new_tokens": "0 with a constraint, which says where the output may end",
-    "ignore_eos": "false with a constraint, after whose end nothing but the end of sequence may follow",
-}
 _TOO_LONG = "it takes more than a second, or too much memory, to compile"
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """What an output keeps to."""
-
-    field: str
-    """The request's field, as it is called in generation.proto."""
-    value: Any
-    """A text, a list of texts, or true."""
-
-    num_characters: int
-
-    @property
-    def digest(self) -> bytes:
-        """Hash of it."""
-        return hashlib.sha256(json.dumps([self.field, self.value]).encode()).digest()
-
-
-def constraint_of(request: JobRequest, limits: RequestLimits) -> Constraint | None:
-    """Returns a request's constraint, None if it has none. Raises InvalidArgumentError naming what is not honoured.
-
-    Whether it can be compiled is not known yet, see `GrammarCompiler`.
-    """
-    field = request.WhichOneof("constraint")
-    if field is None:
-        return None
-    value: Any = list(request.choice.items) if field == "choice" else getattr(request, field)
-    if not limits.has_constraints:
-        raise InvalidArgumentError(field, value, "none: this server has no grammar worker")
-    for name, accepted in _NOT_BESIDE.items():
-        if other := getattr(request.sampling_params, name):
-            raise InvalidArgumentError(f"sampling_params.{name}", other, accepted)
-    if not value:
-        accepted = (
-            "at least one text" if field == "choice" else "true" if field == "json_object" else "a text, not empty"
-        )
-        raise InvalidArgumentError(field, value, accepted)
-    texts: list[str] = value if field == "choice" else [] if field == "json_object" else [value]
-    num_characters = sum(map(len, texts))
-    if num_characters > MAX_CHARACTERS:
-        raise InvalidArgumentError(field, f"{num_characters} characters", f"at most {MAX_CHARACTERS}")
-    if field == "choice":
-        _check_choice(texts, limits)
-    return Constraint(field, value, num_characters)
-
-
-def _check_choice(texts: list[str], limits: RequestLimits) -> None:
-    for index, text in enumerate(texts):
-        if not text:
-            raise InvalidArgumentError(f"choice.items[{index}]", text, "at least one character")
-        if any(name in text for name in limits.special_tokens):
-            accepted = "a text without the names of special tokens, which no text has"
-            raise InvalidArgumentError(f"choice.items[{index}]", text, accepted)
 
 
 class GrammarCompiler:

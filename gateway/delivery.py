@@ -63,13 +63,11 @@ class Deliveries:
             del self._open[delivery.id]
             delivery.end()
 
-    def take(self, request: generation_pb2.GenerateRequest) -> DeliveredOutput | None:
-        """Takes the delivery out of a request: what remains is the same for every call for its job. None without one.
+    def take(self, request: generation_pb2.GenerateRequest) -> DeliveredOutput:
+        """Takes the delivery out of a request: what remains is the same for every call for its job.
 
         Raises NotFoundError if the owner of this call has no such delivery here.
         """
-        if not request.HasField("delivery"):
-            return None
         reject_unknown_fields(request.delivery, "delivery")
         number, output = request.delivery.id, request.delivery.output
         request.ClearField("delivery")

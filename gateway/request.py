@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import secrets
 from dataclasses import dataclass, field, replace
@@ -30,10 +31,16 @@ MAX_SAMPLES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_SALT_CHARACTERS = 128
+MAX_CONSTRAINT_CHARACTERS = 2**18
+"""Characters of a constraint, of all its alternatives together."""
 
 SEED_STEP = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: neighbouring seeds give samples whose seeds are far apart."""
 
+_NOT_BESIDE = {
+    "min_new_tokens": "0 with a constraint, which says where the output may end",
+    "ignore_eos": "false with a constraint, after whose end nothing but the end of sequence may follow",
+}
 _SAMPLING_FIELDS = (
     *("temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
@@ -66,6 +73,23 @@ class RequestLimits:
     """True if outputs may be constrained: a grammar worker takes part in the steps."""
 
 
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an output keeps to."""
+
+    field: str
+    """The request's field, as it is called in generation.proto."""
+    value: Any
+    """A text, a list of texts, or true."""
+
+    num_characters: int
+
+    @property
+    def digest(self) -> bytes:
+        """Hash of it."""
+        return hashlib.sha256(json.dumps([self.field, self.value]).encode()).digest()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRequest:
     """A request in which everything was checked: a sequence for each sample, and the gateway's own part."""
@@ -84,10 +108,13 @@ class CheckedRequest:
     """Whether special tokens have their names in the text."""
     outputs: tuple[tuple[int, ...], ...] = ()
     """The first tokens of each sample, in order, which another server generated."""
+    constraint: Constraint | None = None
+    """What the output is to keep to, until it is compiled: see `constrained`."""
 
     def constrained(self, grammar: str) -> CheckedRequest:
         """The same with a grammar, in llguidance's serialised form, that each of its samples keeps to."""
-        return replace(self, samples=tuple(replace(sample, grammar=grammar) for sample in self.samples))
+        samples = tuple(replace(sample, grammar=grammar) for sample in self.samples)
+        return replace(self, samples=samples, constraint=None)
 
     @property
     def text_before(self) -> tuple[int, ...]:
@@ -105,6 +132,7 @@ def parse_request(
     """
     params = request.sampling_params
     # Cheap checks are made before the text is tokenised.
+    constraint = _constraint(request, limits)
     sampling = _sampling(params, limits, _seed(request))
     stop = _stop(params)
     stop_token_ids = _stop_token_ids(params, limits)
@@ -147,6 +175,7 @@ def parse_request(
         continues_prompt=request.WhichOneof("prompt") != "messages" or request.messages.continue_final_message,
         shows_special=params.HasField("skip_special_tokens") and not params.skip_special_tokens,
         outputs=outputs,
+        constraint=constraint,
     )
 
 
@@ -245,6 +274,40 @@ def _num_samples(params: generation_pb2.SamplingParams, limits: RequestLimits) -
             accepted += ", for which the queue has room"
         raise InvalidArgumentError("sampling_params.n", params.n, accepted)
     return params.n
+
+
+def _constraint(request: JobRequest, limits: RequestLimits) -> Constraint | None:
+    """Returns a request's constraint, None if it has none. Whether it can be compiled is not known yet."""
+    field = request.WhichOneof("constraint")
+    if field is None:
+        return None
+    value: Any = list(request.choice.items) if field == "choice" else getattr(request, field)
+    if not limits.has_constraints:
+        raise InvalidArgumentError(field, value, "none: this server has no grammar worker")
+    for name, accepted in _NOT_BESIDE.items():
+        if other := getattr(request.sampling_params, name):
+            raise InvalidArgumentError(f"sampling_params.{name}", other, accepted)
+    if not value:
+        accepted = (
+            "at least one text" if field == "choice" else "true" if field == "json_object" else "a text, not empty"
+        )
+        raise InvalidArgumentError(field, value, accepted)
+    texts: list[str] = value if field == "choice" else [] if field == "json_object" else [value]
+    num_characters = sum(map(len, texts))
+    if num_characters > MAX_CONSTRAINT_CHARACTERS:
+        raise InvalidArgumentError(field, f"{num_characters} characters", f"at most {MAX_CONSTRAINT_CHARACTERS}")
+    if field == "choice":
+        _check_choice(texts, limits)
+    return Constraint(field, value, num_characters)
+
+
+def _check_choice(texts: list[str], limits: RequestLimits) -> None:
+    for index, text in enumerate(texts):
+        if not text:
+            raise InvalidArgumentError(f"choice.items[{index}]", text, "at least one character")
+        if any(name in text for name in limits.special_tokens):
+            accepted = "a text without the names of special tokens, which no text has"
+            raise InvalidArgumentError(f"choice.items[{index}]", text, accepted)
 
 
 def _top_logprobs(params: generation_pb2.SamplingParams, limits: RequestLimits) -> int | None:

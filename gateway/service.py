@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.common.wire.trace import HostRecords
-from slipstream.gateway.constraints import constraint_of
 from slipstream.gateway.delivery import Deliveries
 from slipstream.gateway.keys import client_of, current_owner
 from slipstream.gateway.metrics import TimesOfRequests
@@ -87,7 +86,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         from_tokens, attempt = _take_resume(request)
         if not from_tokens:
             from_tokens = [len(output.ids) for output in request.continuation.outputs]
-        output = self.deliveries.take(request)
+        output = self.deliveries.take(request) if request.HasField("delivery") else None
         try:
             job = await self.admit(request, client_of(context), attempt=attempt)
             await self.follow(job, context, from_tokens, attempt=attempt, output=output)
@@ -203,15 +202,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                 # Before the text is tokenised: under overload most requests get no further.
                 self._jobs.check_room()
                 model = present
-                constraint = constraint_of(request, model.limits)
                 parse = partial(parse_request, request, model.limits, model.tokenizer, self._peers.shard, digest=digest)
                 # The time that a chat template takes is unbounded.
                 if len(request.text) > LONG_TEXT_CHARACTERS or request.HasField("messages"):
                     checked = await self._turns.run(client, num_bytes, parse)
                 else:
                     checked = parse()
-                if constraint is not None:
-                    checked = checked.constrained(await self._grammars.compile(constraint, model, client))
+                if checked.constraint is not None:
+                    checked = checked.constrained(await self._grammars.compile(checked.constraint, model, client))
                 # Meanwhile another call may have made the job, and workers with another model may have attached.
                 continue
             tokenised_ns = time.monotonic_ns()

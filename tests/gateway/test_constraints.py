@@ -21,7 +21,7 @@ from slipstream.client import AsyncClient
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.grammars import load_grammar_tokenizer, new_matcher
 from slipstream.gateway.bounded_process import BoundedProcess
-from slipstream.gateway.constraints import MAX_CHARACTERS
+from slipstream.gateway.request import MAX_CONSTRAINT_CHARACTERS
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, VOCAB_SIZE
 from tests.harness.generation_server import generation_server, killed
 from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler
@@ -223,7 +223,7 @@ ENDLESS: list[dict[str, Any]] = [
     {"grammar": "start: A\nA: " + " & ".join(f"/(.*{a}.{{9}})/" for a in "abcdefghijklmn")},
     {"json_schema": '{"items": ' * 9000 + "true" + "}" * 9000},
     {"json_schema": {"allOf": [{"anyOf": [{"minLength": a} for a in range(10)]} for _ in range(8)]}},
-    {"choice": ["a" * MAX_CHARACTERS, "b"]},
+    {"choice": ["a" * MAX_CONSTRAINT_CHARACTERS, "b"]},
     {"json_schema": {"description": "a" * 4_000_000}},
     {"grammar": "start: " + "(" * 50_000 + '"a"' + ")" * 50_000},
     {"regex": "(" * 50_000 + "a" + ")" * 50_000},
@@ -269,15 +269,15 @@ async def test_long_grammars_go_in_several_messages_and_count_as_memory(server_a
     """16 of them are more than the scripted scheduler takes in a message."""
     server, client = server_and_client
     server.loop.pause_tokens = 0
-    schema = {"type": "object", "description": "a" * (MAX_CHARACTERS - 100)}
+    schema = {"type": "object", "description": "a" * (MAX_CONSTRAINT_CHARACTERS - 100)}
     job = await client.create_job([20, 30], job_id="long", json_schema=schema, n=16, max_new_tokens=4)
     await until(lambda: len(server.loop.submitted) == 16)
     server.loop.break_streams()
     await until(lambda: len(server.loop.submitted) == 32)
-    assert {len(one.spec.grammar) > MAX_CHARACTERS - 100 for one in server.loop.submitted} == {True}
+    assert {len(one.spec.grammar) > MAX_CONSTRAINT_CHARACTERS - 100 for one in server.loop.submitted} == {True}
     kept = server.store.get("", job.job_id)
     assert kept is not None
-    assert kept.num_bytes > MAX_CHARACTERS - 100
+    assert kept.num_bytes > MAX_CONSTRAINT_CHARACTERS - 100
 
 
 async def test_another_tokenizer_in_the_directory_has_grammars_of_its_own(server_and_client: Any) -> None:
