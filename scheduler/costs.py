@@ -150,10 +150,6 @@ class CostTable:
         """True once a drafted step was measured."""
         return bool(self._chains)
 
-    def knows(self, kind: int) -> bool:
-        """Whether steps without draft tokens of this kind were measured."""
-        return bool(self._undrafted[kind])
-
     def add(self, seconds: float, verify_s: float, *, rows: int, tokens: int, chain: int) -> None:
         """Takes in a step that decodes. `verify_s`: verify's part of it. `chain`: KEPT, RESTING, or its length."""
         self._step += 1
