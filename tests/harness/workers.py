@@ -18,6 +18,7 @@ from slipstream.common.wire.layout import (
     EpochShape,
 )
 from slipstream.common.wire.step import DRAFT_FENCES, FenceName, FenceOps, FencePoint, FenceWait, Role, StepCommand
+from slipstream.common.wire.trace import HostRecords
 from slipstream.common.wire.worker import (
     Attachment,
     DraftRegion,
@@ -134,6 +135,10 @@ class LocalWorker:
     def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
         """See `WorkerLink.wait_for_acknowledgement`."""
         return True
+
+    def read_records(self, from_step: int) -> HostRecords:
+        """See `WorkerLink.read_records`."""
+        return HostRecords(self.engine.log.epoch, tuple(self.engine.log.since(from_step)), None)
 
     def detach(self, *, drain: bool) -> bool:
         """See `WorkerLink.detach`."""

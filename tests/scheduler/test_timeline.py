@@ -23,16 +23,19 @@ from slipstream.common.wire.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceReq
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.link import LinkThread, WorkerLink
+from slipstream.services.factory import make_draft, make_verify
+from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.server import RECORDER, DeviceThread, RecorderServicer, WorkerServicer
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.counted_jobs import Job
 from tests.harness.grpc_server import running_server
+from tests.harness.scheduler_server import Gateway, ServedScheduler, served_scheduler
 from tests.harness.trace_format import check
 from tests.harness.worker_processes import WorkerProcesses, running_session, timeline_server
 from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, decode, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
 SEED = 5
@@ -47,10 +50,15 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcesses]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[Role, Path]:
     """A small random target, and a draft that guesses right now and then."""
     target = write_checkpoint(tmp_path_factory.mktemp("models") / "target", seed=SEED)
-    models = {Role.VERIFY: target, Role.DRAFT: write_guesser(target.with_name("draft"), target, seed=SEED)}
+    return {Role.VERIFY: target, Role.DRAFT: write_guesser(target.with_name("draft"), target, seed=SEED)}
+
+
+@pytest.fixture(scope="module")
+def processes(models: dict[Role, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcesses]:
+    """The workers, in processes of their own."""
     with WorkerProcesses(tmp_path_factory.mktemp("sockets"), models) as made:
         made.start(Role.DRAFT, Role.VERIFY)
         yield made
@@ -121,22 +129,30 @@ def check_order(trace: Trace) -> None:
     assert num_waits > len(trace.steps)
 
 
-async def test_when_requests_end_before_there_are_the_steps_so_far(processes: WorkerProcesses) -> None:
-    with running_session(processes, **SETTINGS) as client:
-        await client.served()
-        async with timeline_server(client) as address:
-            asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=MAX_STEPS, wait_ms=700)))
-            _, trace = await asyncio.gather(client.run(make_job(60)), asked)
-            assert client.epoch is not None
-            # The stamps of a step are read with the next one: those of the last one are not known yet.
-            assert trace.steps[-1].step == client.epoch.trace.last_complete >= trace.steps[0].step + 10
-            check(trace_json(trace))
-            with pytest.raises(DeadlineExceededError, match=r"no step was complete within 0\.05 s"):
-                await fetch_trace(address, TraceRequest(steps=1, wait_ms=50))
-            # What came before is no part of another trace.
-            asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=5)))
-            _, trace = await asyncio.gather(client.run(make_job(60)), asked)
-    assert len(trace.steps) == 5
+@pytest.fixture
+async def served(models: dict[Role, Path], tmp_path: Path) -> AsyncIterator[ServedScheduler]:
+    """A scheduler whose workers are in this process."""
+    verify = make_verify(WorkerConfig(model=models[Role.VERIFY]), HostDevice(), 0)
+    draft = make_draft(WorkerConfig(model=models[Role.DRAFT]), HostDevice(), 0)
+    async with served_scheduler(tmp_path, verify, draft, **SETTINGS) as served:
+        yield served
+
+
+async def test_when_requests_end_before_there_are_the_steps_so_far(served: ServedScheduler) -> None:
+    async with Gateway(served) as gateway:
+        await gateway.attached()
+        asked = asyncio.create_task(fetch_trace(served.address, TraceRequest(steps=MAX_STEPS, wait_ms=700)))
+        _, trace = await asyncio.gather(gateway.run(make_job(60).spec), asked)
+        assert trace.steps[-1].step >= trace.steps[0].step + 10
+        check(trace_json(trace))
+        with pytest.raises(DeadlineExceededError, match=r"no step was complete within 0\.05 s"):
+            await fetch_trace(served.address, TraceRequest(steps=1, wait_ms=50))
+        # What came before is no part of another trace.
+        asked = asyncio.create_task(fetch_trace(served.address, TraceRequest(steps=5)))
+        _, after = await asyncio.gather(gateway.run(make_job(60).spec), asked)
+    assert len(after.steps) == 5
+    # The stamps of a step are read with the next one: those of the last one were not known yet.
+    assert after.steps[0].step > trace.steps[-1].step + 1
 
 
 @pytest.mark.slow
@@ -160,12 +176,10 @@ async def test_workers_that_are_lost_end_the_wait(processes: WorkerProcesses) ->
 
 
 @pytest.mark.parametrize(("field", "value"), [("steps", 0), ("steps", MAX_STEPS + 1), ("wait_ms", MAX_WAIT_MS + 1)])
-async def test_a_request_out_of_range_names_the_field(processes: WorkerProcesses, field: str, value: int) -> None:
-    with running_session(processes, **SETTINGS) as client:
-        async with timeline_server(client) as address, grpc.aio.insecure_channel(address) as channel:
-            stub: Any = trace_pb2_grpc.TimelineStub(channel)  # type: ignore[no-untyped-call]
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Trace(trace_pb2.TraceRequest(**{"steps": 1, field: value}))
+async def test_a_request_out_of_range_names_the_field(served: ServedScheduler, field: str, value: int) -> None:
+    stub: Any = trace_pb2_grpc.TimelineStub(served.channel)  # type: ignore[no-untyped-call]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Trace(trace_pb2.TraceRequest(**{"steps": 1, field: value}))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert field in (caught.value.details() or "")
     with pytest.raises(InvalidArgumentError, match=field):
