@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from contextlib import ExitStack, suppress
@@ -15,9 +16,11 @@ import grpc
 import psutil
 import pytest
 
+from slipstream.bundled import standalone_dir
 from slipstream.cli import mps
 from slipstream.protos import generation_pb2_grpc
 from slipstream.scheduler.config import DEFAULT_DRAFT_TOKENS
+from tests.harness.doors import write_chat_model
 from tests.harness.example_states import STATE
 from tests.harness.local_epoch import PATIENCE_MS
 from tests.harness.running import free_ports, running_up, status, until
@@ -71,6 +74,50 @@ def server(up: Running, state_dir: Path) -> str:
     """Address of the shared `up`."""
     assert not up.has_ended
     return (state_dir / "server").read_text()
+
+
+CHAT_MODEL = "tiny"
+CHAT_TEMPLATE = (
+    "{% if tools %}# tools: <tool_call>\n{% endif %}"
+    "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}[assistant] "
+)
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled target with a chat template, and in float32: there a batch changes no token."""
+    return write_chat_model(tmp_path_factory.mktemp("models") / CHAT_MODEL, CHAT_TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def chat_state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """State directory of `chat_up`."""
+    return tmp_path_factory.mktemp("chat")
+
+
+@pytest.fixture(scope="session")
+def chat_up(chat_model: Path, chat_state_dir: Path) -> Iterator[Running]:
+    """The chat model and a draft, ready, with a grammar worker and OpenAI's interface. Ends well after all tests."""
+    options = ("--target", str(chat_model), "--draft", str(standalone_dir()), "--openai-port", "0", "--device", "cpu")
+    with running_up(chat_state_dir, *options, "--slots", "8", "--grammar-timeout-ms", "60000") as up:
+        yield up
+        up.signal(signal.SIGINT)
+        assert up.end() == 0
+
+
+@pytest.fixture
+def chat_server(chat_up: Running, chat_state_dir: Path) -> str:
+    """Address of `chat_up`'s gateway."""
+    assert not chat_up.has_ended
+    return (chat_state_dir / "server").read_text()
+
+
+@pytest.fixture(scope="session")
+def openai_url(chat_up: Running) -> str:
+    """URL of `chat_up`'s interface of OpenAI's."""
+    found = re.search(r"OpenAI's interface: (\S+)", chat_up.output())
+    assert found, chat_up.output()
+    return found[1]
 
 
 @pytest.fixture

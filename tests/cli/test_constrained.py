@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import openai
 import pytest
 
-from slipstream.bundled import standalone_dir
 from slipstream.client import Client
 from slipstream.common.wire.job import FinishReason
-from tests.harness.doors import write_chat_model
-from tests.harness.running import running_up, slipstream
+from tests.harness.running import slipstream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from slipstream.common.wire.job import OutputChunk
-    from tests.harness.running import Running
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.sampled_module(3)]
 
-TEMPLATE = (
-    "{% if tools %}# tools: <tool_call>\n{% endif %}"
-    "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}[assistant] "
-)
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -45,36 +37,16 @@ MESSAGES: list[Any] = [{"role": "user", "content": "class Queue:"}]
 PROMPT = "class Queue:\n    "
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """The bundled target in float32, where no batch changes a token, with a draft, a template and a door."""
-    path = write_chat_model(tmp_path_factory.mktemp("models") / "tiny", TEMPLATE)
-    options = ("--target", str(path), "--draft", str(standalone_dir()), "--openai-port", "0", "--device", "cpu")
-    with running_up(tmp_path_factory.mktemp("state"), *options, "--grammar-timeout-ms", "60000") as up:
-        yield up
-        up.signal(signal.SIGINT)
-        assert up.end() == 0
-
-
 @pytest.fixture
-def server(up: Running) -> str:
-    found = re.search(r"listen(?:s|ing)? (?:at|on) (\S+)|(127\.0\.0\.1:\d+)", up.output())
-    assert found, up.output()
-    return found[1] or found[2]
-
-
-@pytest.fixture
-def client(server: str) -> Iterator[Client]:
-    with Client(server) as connected:
+def client(chat_server: str) -> Iterator[Client]:
+    with Client(chat_server) as connected:
         yield connected
 
 
 @pytest.fixture
-def theirs(up: Running) -> Iterator[openai.OpenAI]:
+def theirs(openai_url: str) -> Iterator[openai.OpenAI]:
     """The `openai` package's client of the door."""
-    found = re.search(r"OpenAI's interface: (\S+)", up.output())
-    assert found
-    with openai.OpenAI(base_url=found[1], api_key="none", max_retries=0) as connected:
+    with openai.OpenAI(base_url=openai_url, api_key="none", max_retries=0) as connected:
         yield connected
 
 
@@ -113,11 +85,11 @@ def test_an_output_that_has_no_room_is_cut(client: Client) -> None:
     assert re.fullmatch("[0-9]+", outputs(chunks)[0][0])
 
 
-def test_the_command_line_has_constraints(server: str, tmp_path: Path) -> None:
+def test_the_command_line_has_constraints(chat_server: str, tmp_path: Path) -> None:
     schema, grammar = tmp_path / "schema.json", tmp_path / "list.gbnf"
     schema.write_text(json.dumps(SCHEMA))
     grammar.write_text('root ::= "[" [0-9] ("," [0-9]){0,3} "]"')
-    options = ("generate", "--server", server, "--max-new-tokens", "200")
+    options = ("generate", "--server", chat_server, "--max-new-tokens", "200")
     for more, pattern in (
         (("--json-schema", str(schema)), r'\{[^}]*"kind"[^}]*\}\n'),
         (("--regex", "[xyz]{3}"), "[xyz]{3}\n"),

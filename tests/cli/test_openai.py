@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-import signal
 import sys
 import time
 from contextlib import suppress
@@ -16,16 +14,14 @@ import openai
 import pytest
 import pytest_asyncio
 
-from slipstream.bundled import standalone_dir
 from slipstream.client import AsyncClient
 from slipstream.common.wire.job import JobState
 from slipstream.gateway.tokenizer import load_tokenizer
-from tests.harness.doors import write_chat_model
-from tests.harness.running import running_up, slipstream
+from tests.harness.running import slipstream
 from tests.harness.waiting import is_listening, until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from openai.types import Completion
@@ -37,8 +33,8 @@ pytestmark = pytest.mark.timeout(60)
 
 MODEL = "tiny"
 PROMPT = "def add(a, b):"
-TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}[assistant] "
 NUM_STREAMS = 8
+"""As many as the slots of the shared `up`."""
 FIRST_SEED = 50
 """From here on, no two tokens of a stream have scores so near that rounding could decide: the best leads by 4e-4."""
 BACK_S = 2.0
@@ -46,51 +42,22 @@ BACK_S = 2.0
 CONVERSATION: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled target with a chat template, and in float32: there a batch changes no token."""
-    return write_chat_model(tmp_path_factory.mktemp("models") / MODEL, TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """State directory of the module's `up`."""
-    return tmp_path_factory.mktemp("openai")
-
-
-@pytest.fixture(scope="module")
-def up(model_dir: Path, state_dir: Path) -> Iterator[Running]:
-    """The model, ready, with OpenAI's interface."""
-    options = ("--target", str(model_dir), "--draft", str(standalone_dir()), "--openai-port", "0", "--device", "cpu")
-    with running_up(state_dir, *options, "--slots", str(NUM_STREAMS)) as up:
-        found = re.search(r"OpenAI's interface: (\S+)", up.output())
-        assert found
-        with openai.OpenAI(base_url=found[1], api_key="none", max_retries=0) as client:
-            # Starts the process that renders templates.
-            client.chat.completions.create(model=MODEL, messages=CONVERSATION, max_completion_tokens=1)
-        yield up
-        up.signal(signal.SIGINT)
-        assert up.end() == 0
-
-
-def client_of(up: Running) -> openai.AsyncOpenAI:
+def client_of(url: str) -> openai.AsyncOpenAI:
     """OpenAI's own client, as its users make it."""
-    found = re.search(r"OpenAI's interface: (\S+)", up.output())
-    assert found
-    return openai.AsyncOpenAI(base_url=found[1], api_key="none", max_retries=0)
+    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
 
 
 @pytest.fixture
-async def client(up: Running) -> AsyncIterator[openai.AsyncOpenAI]:
-    """A client of the module's `up`."""
-    async with client_of(up) as client:
+async def client(openai_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    """A client of the shared `up`."""
+    async with client_of(openai_url) as client:
         yield client
 
 
 @pytest.fixture
-async def own(up: Running, state_dir: Path) -> AsyncIterator[AsyncClient]:
+async def own(chat_server: str) -> AsyncIterator[AsyncClient]:
     """Our own client, of the same server."""
-    async with AsyncClient((state_dir / "server").read_text()) as client:
+    async with AsyncClient(chat_server) as client:
         yield client
 
 
@@ -165,7 +132,7 @@ async def test_samples_have_the_seeds_of_our_interface(client: openai.AsyncOpenA
 
 
 async def test_logprobs_are_those_of_our_interface(
-    client: openai.AsyncOpenAI, own: AsyncClient, model_dir: Path
+    client: openai.AsyncOpenAI, own: AsyncClient, chat_model: Path
 ) -> None:
     answer = await chat(client, seed=5, logprobs=True, top_logprobs=2)
     assert answer.choices[0].logprobs is not None
@@ -176,7 +143,7 @@ async def test_logprobs_are_those_of_our_interface(
     chunks = [chunk async for chunk in own.generate(prompt, **options)]
     own_logprobs = [logprobs for chunk in chunks for logprobs in chunk.logprobs]
     assert [item.logprob for item in content] == pytest.approx([one.logprob for one in own_logprobs], abs=1e-4)
-    tokenizer = load_tokenizer(model_dir)
+    tokenizer = load_tokenizer(chat_model)
     for item, one in zip(content, own_logprobs, strict=True):
         expected = [(tokenizer.decode([token]), pytest.approx(logprob, abs=1e-4)) for token, logprob in one.top]
         assert [(top.token, top.logprob) for top in item.top_logprobs] == expected
@@ -208,20 +175,18 @@ async def test_a_client_that_leaves_stops_the_work(client: openai.AsyncOpenAI, o
     assert job.num_tokens < 480
 
 
-async def test_every_port_is_on_loopback(up: Running) -> None:
-    (door,) = (child for child in up.children() if "slipstream.door.main" in child.cmdline())
+async def test_every_port_is_on_loopback(chat_up: Running) -> None:
+    (door,) = (child for child in chat_up.children() if "slipstream.door.main" in child.cmdline())
     addresses = [connection.laddr.ip for connection in door.net_connections("tcp") if connection.status == "LISTEN"]
     assert addresses == ["127.0.0.1", "127.0.0.1"]  # and metrics
 
 
 @pytest.mark.slow
-def test_the_load_command_loads_both_interfaces(up: Running, state_dir: Path, tmp_path: Path) -> None:
-    address = re.search(r"OpenAI's interface: (\S+)", up.output())
-    assert address
+def test_the_load_command_loads_both_interfaces(openai_url: str, chat_server: str, tmp_path: Path) -> None:
     load = ("--num-prompts", "6", "--input-len", "9", "--output-len", "5", "--output", str(tmp_path / "found.json"))
     kinds: tuple[tuple[str, ...], ...] = (
-        ("--openai", address[1], "--model", MODEL, "--max-concurrency", "3"),
-        ("--server", (state_dir / "server").read_text(), "--request-rate", "50", "--picture", str(tmp_path / "a.svg")),
+        ("--openai", openai_url, "--model", MODEL, "--max-concurrency", "3"),
+        ("--server", chat_server, "--request-rate", "50", "--picture", str(tmp_path / "a.svg")),
     )
     for kind in kinds:
         done = slipstream("bench", *load, *kind)
@@ -249,7 +214,7 @@ async def texts_of(client: openai.AsyncOpenAI, on_text: Any = lambda: None) -> l
         stream = await client.chat.completions.create(
             model=MODEL,
             messages=messages,
-            max_completion_tokens=160,
+            max_completion_tokens=96,
             seed=FIRST_SEED + index,
             stream=True,
             extra_body={"ignore_eos": True},
@@ -279,9 +244,9 @@ async def start_s(path: Path) -> float:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def undisturbed(up: Running) -> list[str]:
+async def undisturbed(openai_url: str) -> list[str]:
     """The texts of streams without a fault."""
-    async with client_of(up) as client:
+    async with client_of(openai_url) as client:
         return await texts_of(client)
 
 
@@ -289,18 +254,18 @@ async def undisturbed(up: Running) -> list[str]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("service", ["gateway.main", "scheduler.main", "services.verify_main", "services.draft_main"])
 async def test_streams_go_on_when_a_process_is_killed(
-    up: Running, client: openai.AsyncOpenAI, undisturbed: list[str], service: str
+    chat_up: Running, client: openai.AsyncOpenAI, undisturbed: list[str], service: str
 ) -> None:
     assert len(set(undisturbed)) > 1
-    assert await texts_of(client, process_of(up, service).kill) == undisturbed
+    assert await texts_of(client, process_of(chat_up, service).kill) == undisturbed
 
 
 @pytest.mark.timeout(120)
 async def test_a_door_that_is_killed_comes_back_and_its_jobs_end(
-    up: Running, client: openai.AsyncOpenAI, own: AsyncClient, undisturbed: list[str], tmp_path: Path
+    chat_up: Running, client: openai.AsyncOpenAI, own: AsyncClient, undisturbed: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises((httpx.HTTPError, openai.APIConnectionError)):
-        await texts_of(client, process_of(up, "door.main").kill)
+        await texts_of(client, process_of(chat_up, "door.main").kill)
     killed_at = time.monotonic()
     while True:
         with suppress(openai.APIConnectionError):

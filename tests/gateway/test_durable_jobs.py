@@ -135,6 +135,7 @@ async def test_jobs_of_a_killed_gateway_go_on(path: Path) -> None:
         assert server.loop.submitted == []
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("step_s", "afterwards_s"),
     [

@@ -39,6 +39,7 @@ from slipstream.gateway.journal_file import (
 from slipstream.gateway.journal_repair import VERSION, Damage, kept_path, log_path
 from tests.harness import journal_writer
 from tests.harness.generation_server import killed, make_version_1
+from tests.harness.sampling import examples
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def test_a_killed_writer_loses_nothing_that_it_told(path: Path, mode: JournalMod
     print(f"seed {seed}")
     rng = random.Random(seed)
     in_file = 0
-    for _ in range(KILLS // 2):
+    for _ in range(examples(KILLS // 2)):
         command = [sys.executable, journal_writer.__file__, str(path), mode]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None, "a pipe was asked for"
@@ -353,7 +354,7 @@ def test_a_flipped_bit_costs_what_it_hits_and_is_said(path: Path, suffix: str) -
     # A file of another version, or of another program, is refused.
     names = () if suffix else (47, *range(60, 64), *range(68, 72))
     places = [place for place in range(len(written.files[suffix])) if place not in names]
-    for _ in range(150):
+    for _ in range(examples(150, sampled=60)):
         flipped = bytearray(written.files[suffix])
         flipped[rng.choice(places)] ^= 1 << rng.randrange(8)
         file = written.damaged_at(path, suffix, bytes(flipped))
