@@ -16,7 +16,7 @@ from slipstream.cli.hub import MODEL_UNIT, find_model
 from slipstream.common.errors import CheckpointError, ConfigError
 from slipstream.common.settings import Settings, setting
 from slipstream.scheduler.config import AUTO, DRAFT_TOKENS_HELP, parse_number_or_auto
-from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP, algorithm_of_head
+from slipstream.services.models.head_config import DFLASH, EAGLE, EAGLE3, MTP, algorithm_of_head
 from slipstream.services.worker.config import ALGORITHMS as WORKER_ALGORITHMS
 from slipstream.services.worker.config import NGRAM, STANDALONE
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CUDA = "cuda"
 NONE = "none"
 ALGORITHMS = (*WORKER_ALGORITHMS, NONE)
-INFERRED = "eagle3, eagle or standalone, as the draft's tensors are"
+INFERRED = "eagle3, eagle, dflash or standalone, as the draft's tensors are"
 """The algorithm of a draft model for which none is given."""
 WITHOUT_MODEL = {NGRAM: "algorithm ngram has no model", NONE: "algorithm none has none"}
 """Algorithms that take no draft model, and why."""
@@ -126,8 +126,10 @@ def algorithm_of(draft: Path | None) -> str:
         return STANDALONE
     if not isinstance(config, dict):
         return STANDALONE
-    names = (str(config.get(field)).lower() for field in ("architectures", "speculators_model_type"))
-    return EAGLE3 if any(EAGLE3 in name for name in names) else STANDALONE
+    names = "".join(str(config.get(field)).lower() for field in ("architectures", "speculators_model_type"))
+    if DFLASH in names or "dflash_config" in config:
+        return DFLASH
+    return EAGLE3 if EAGLE3 in names else STANDALONE
 
 
 def _tensors(file: Path) -> list[str]:

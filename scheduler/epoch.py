@@ -201,7 +201,8 @@ class Epoch:
     def sizes_of(self, draft: WorkerDescription, num_draft_tokens: int | None) -> DraftSizes:
         """The sizes of a draft of this epoch. `num_draft_tokens`: see `DraftTarget`."""
         is_ragged = self.sizes.batch.is_ragged and draft.takes_ragged_steps
-        return draft_sizes(draft, num_draft_tokens or self._config.draft_tokens(is_ragged=is_ragged))
+        most = num_draft_tokens or self._config.draft_tokens(is_ragged=is_ragged)
+        return draft_sizes(draft, min(most, draft.max_draft_tokens or most))
 
     def close(self, *, drain: bool) -> None:
         """Ends verify's stream of commands and gives the memory back; with `drain` it finishes what it has."""

@@ -18,7 +18,7 @@ from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.manifest import DTYPE_NAMES, DTYPES, EVENT, BufferSpec
 from slipstream.common.wire.step import Role
 from slipstream.common.wire.worker import DeviceMemory, WorkerDescription
-from slipstream.services.draft.drafters import HeadDrafter, StandaloneDrafter
+from slipstream.services.draft.drafters import BlockDrafter, HeadDrafter, StandaloneDrafter
 from slipstream.services.draft.engine import DraftEngine
 from slipstream.services.draft.ngram import NgramDrafter
 from slipstream.services.draft.suffix_cache import SuffixCache
@@ -26,7 +26,7 @@ from slipstream.services.models.checkpoint import LoadFormat, load_decoder, load
 from slipstream.services.models.config import ModelConfig, Rank
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.head_config import HEADS
-from slipstream.services.models.heads import make_head
+from slipstream.services.models.heads import DFlashHead, make_head
 from slipstream.services.models.json_files import tokenizer_fingerprint
 from slipstream.services.models.ranks import Ranks, file_store
 from slipstream.services.models.sharding import sharded
@@ -84,8 +84,11 @@ def make_draft(config: WorkerConfig, device: Device, metrics_port: int) -> RoleE
     drafter: Drafter
     if config.algorithm in HEADS:
         head = _load_head(config, device)
-        drafter = HeadDrafter(
-            head, device.torch_device, dtype_of(config, device), keeps_fp8=keeps_fp8_kv(config, device)
+        where, dtype, keeps_fp8 = device.torch_device, dtype_of(config, device), keeps_fp8_kv(config, device)
+        drafter = (
+            BlockDrafter(head, where, dtype, keeps_fp8=keeps_fp8)
+            if isinstance(head, DFlashHead)
+            else HeadDrafter(head, where, dtype, keeps_fp8=keeps_fp8)
         )
         description = replace(description, shared_weight_bytes=head.num_borrowed_bytes)
     elif config.algorithm == NGRAM:
@@ -228,12 +231,16 @@ def describe_draft(config: WorkerConfig, device: Device, metrics_port: int) -> W
         return replace(found, model=_ngrams(config), kv_bytes_per_token=torch.int32.itemsize, memory=memory)
     head = HEADS[config.algorithm].config(config.directory)
     found = _describe(Role.DRAFT, config, head.layer, device, metrics_port)
+    memory = found.memory
+    if head.max_draft_tokens:  # a block comes beside the step's tokens, in one forward
+        memory = replace(memory, work_per_token=2 * memory.work_per_token)
     return replace(
         found,
-        memory=with_hidden_states(found.memory, head.hidden_width, dtype_of(config, device)),
+        memory=with_hidden_states(memory, head.hidden_width, dtype_of(config, device)),
         hidden_width=head.hidden_width,
         hidden_layers=head.hidden_layers,
-        tokens_ahead=head.layer.num_layers,
+        tokens_ahead=head.tokens_ahead,
+        max_draft_tokens=head.max_draft_tokens,
         algorithm=config.algorithm,
     )
 

@@ -90,6 +90,8 @@ class WorkerDescription:
     """True if all that it knows of a sequence lies in its KV pages, so that it may begin with pages of another one."""
     tokens_ahead: int = 0
     """Tokens after a position that a draft's keys and values there depend on; 0 is 1 if it reads hidden states."""
+    max_draft_tokens: int = 0
+    """Draft: the most tokens that it drafts in a step, K of its attachments at most; 0: any number."""
     takes_mixed_steps: bool = False
     """True if a step of this verify may decode and take in prompts."""
     takes_ragged_steps: bool = False

@@ -8,6 +8,8 @@ at the prompt's end pair with the first sampled token, which is in the stash of 
 other, and with drafted ones. Entries of drafted tokens are made again in the next step, with the tokens that verify
 chose: a module's entries of a step begin where those of known tokens ended in the step before.
 
+A DFlash drafter (`BlockDrafter`) has no entries: the keys and values of its position p depend on the tokens up to p.
+
 A head that attached beside a running request has no entries before the slot's `history_from`: nothing is kept there,
 and attention masks it. Behind pages of the prefix cache the first chunk has no state before it; the entries that would
 need one are in those pages already. Both are before `written_from`, and so is each entry that is made of one of them.
@@ -15,17 +17,20 @@ need one are in those pages already. Both are before `written_from`, and so is e
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
+from slipstream.common.errors import MismatchError
 from slipstream.services.worker.graphs import at_once
 from slipstream.services.worker.language_model import PagedSlots
 from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
-    from slipstream.services.models.heads import DraftHead
+    from slipstream.services.models.attention import ForwardBatch
+    from slipstream.services.models.heads import DFlashHead, DraftHead
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import NextStepState
     from slipstream.services.worker.language_model import LanguageModel, SlotRows
@@ -92,11 +97,7 @@ class HeadDrafter:
     def open(self, state: EpochState) -> None:
         """See `Drafter.open`. Runs what a step runs, so that the first request finds it warm."""
         shape, num_modules = state.attachment.shape, self._head.config.layer.num_layers
-        self._head.borrow(state.weights)
-        self._slots.open(state)
-        # Ids that the target lacks, as of padding, would be sampled like any other.
-        head = self._head
-        self._samples_own_ids = head.samples_own_ids and int(head.token_ids[-1]) < state.slots.vocab_size
+        self._attach(state)
         self._num_modules = min(num_modules, shape.num_draft_tokens)
         size, width = (shape.num_slots, self._head.config.layer.hidden_size), state.region.shape.hidden_width
         self._kept = torch.zeros((self._num_modules, *size), dtype=self._dtype, device=self._device)
@@ -105,6 +106,13 @@ class HeadDrafter:
             for module in range(self._num_modules):
                 states = self._forward(slots, tokens, positions, states, module)
                 self._sample(slots, states[:, -1:], positions[:, -1:] + module + 2, SamplingMode.FILTERS)
+
+    def _attach(self, state: EpochState) -> None:
+        self._head.borrow(state.weights)
+        self._slots.open(state)
+        # Ids that the target lacks, as of padding, would be sampled like any other.
+        head = self._head
+        self._samples_own_ids = head.samples_own_ids and int(head.token_ids[-1]) < state.slots.vocab_size
 
     def close(self) -> None:
         self._head.give_back()
@@ -193,6 +201,75 @@ class HeadDrafter:
             return self._slots.sample(slots, self._head.logits(states), positions, mode, chain)
         logits, ids = self._head.own_logits(states), self._head.token_ids
         return self._slots.sample(slots, logits, positions, mode, token_ids=ids)
+
+
+class BlockDrafter(HeadDrafter):
+    """Implements `Drafter` with a DFlash drafter: all tokens come of one forward, and none depends on another one.
+
+    The keys and values of a position are those of the target's state there: a chunk's are made with it, those of a
+    step's new tokens with the next block, which writes its own after them. The next step writes over these.
+    """
+
+    def __init__(self, head: DFlashHead, device: torch.device, dtype: torch.dtype, *, keeps_fp8: bool = False) -> None:
+        super().__init__(head, device, dtype, keeps_fp8=keeps_fp8)
+        self._blocks = head
+
+    def open(self, state: EpochState) -> None:
+        """See `Drafter.open`. Raises `MismatchError` for more draft tokens than a block has."""
+        shape, most = state.attachment.shape, self._blocks.config.max_draft_tokens
+        if shape.num_draft_tokens > most:
+            raise MismatchError(
+                [f"num_draft_tokens: {shape.num_draft_tokens}, and a block has {most} beside its first"]
+            )
+        self._attach(state)
+        for slots, tokens, positions in self._slots.warm_up():
+            states = torch.zeros((1, tokens.shape[1], state.region.shape.hidden_width), dtype=self._dtype)
+            context = self._slots.batch(slots, tokens, positions)
+            output = self._draft(slots, tokens, positions, context, states.to(self._device))
+            self._sample(slots, output, positions, SamplingMode.FILTERS)
+
+    def prefill(self, chunks: FlatChunks, hidden: torch.Tensor | None) -> None:
+        """See `Drafter.prefill`."""
+        assert hidden is not None, "the description asks for hidden states"
+        self._slots.record_prompt(chunks)
+        slots, ragged, positions = self._slots.take(chunks.slots), chunks.ragged, chunks.positions
+        is_valid = positions >= slots.written_from.index_select(0, ragged.rows)
+        context = self._slots.batch(slots, chunks.tokens, positions, is_valid, ragged, positions[:0])
+        self._blocks.keep(context, self._head.fuse(hidden.to(self._dtype)), self._slots.cache)
+
+    def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
+        """See `Drafter.propose`."""
+        assert stash.hidden_states is not None, "the description asks for hidden states"
+        slots = self._slots.take(rows)
+        self._slots.record_output(rows, stash.last_tokens, stash.num_new)
+        columns = torch.arange(stash.last_tokens.shape[1], device=self._device)
+        positions = (stash.seq_lens - stash.num_new)[:, None] + columns
+        is_valid = (columns < stash.num_new[:, None]) & (positions >= slots.written_from[:, None])
+        context = self._slots.batch(slots, stash.last_tokens, positions.clamp(min=0), is_valid)
+        tokens = F.pad(stash.bonus_tokens[:, None], (0, num_tokens), value=self._blocks.config.mask_token_id)
+        ahead = stash.seq_lens[:, None] + torch.arange(num_tokens + 1, device=self._device)
+        states = self._draft(slots, tokens, ahead, context, stash.hidden_states)[:, 1:]
+        places = ahead[:, 1:]
+        if mode is not SamplingMode.ADJUSTMENTS:
+            return self._sample(slots, states, places, mode)
+        chain = places[:, :0]  # of each row: penalties depend on the tokens before
+        for column in range(num_tokens):
+            at = slice(column, column + 1)
+            chain = torch.cat((chain, self._sample(slots, states[:, at], places[:, at], mode, chain)), dim=1)
+        return chain
+
+    def _draft(
+        self,
+        slots: SlotRows,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardBatch,
+        hidden: torch.Tensor,
+    ) -> torch.Tensor:
+        """Runs blocks of W tokens, all of which see one another, after their contexts: [B, W, hidden_size]."""
+        block = self._slots.batch(slots, tokens, positions)
+        block = replace(block, last_seen=positions[:, -1:].expand_as(positions))
+        return self._blocks.draft(block, context, self._head.fuse(hidden.to(self._dtype)), self._slots.cache)
 
 
 def _columns(columns: torch.Tensor, states: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,8 @@ class ForwardBatch:
     """
     max_kv_len: int | None = None
     """Bounds the positions that any valid query sees, where the host knows it; None: the whole page table."""
+    last_seen: torch.Tensor | None = None
+    """[B, W] int64: the last position that each query sees, its own or a later one; None: its own. Not if ragged."""
     ragged: RaggedRows | None = None
     """The rows of N tokens; None for W tokens in each."""
     outputs: torch.Tensor | None = None
@@ -81,6 +83,7 @@ class ForwardBatch:
     def by_row(self) -> list[ForwardBatch]:
         """Takes a ragged batch apart: each row that has tokens by itself, [1, W]."""
         assert self.ragged is not None, "rows of W tokens are computed together"
+        assert self.last_seen is None, "queries of a prompt see no later tokens"
         by_token, lengths = (self.tokens, self.positions, self.is_valid), _lengths(self.ragged)
         parts = zip(*(torch.split(values, lengths) for values in by_token), strict=True)
         return [
@@ -195,6 +198,13 @@ class Attention(Protocol[Rotating]):
         """
 
 
+class Keeping(Protocol[Rotating]):
+    """Attention that can do only what comes before it attends."""
+
+    def keep(self, layer: int, qkv: torch.Tensor, rotation: Rotating, norms: tuple[Norm, Norm] | None = None) -> object:
+        """Norms and rotates queries and keys, and keeps keys and values; arguments as in `Attention`."""
+
+
 class Rotation:
     """The rotation of one forward's tokens, the same for all layers."""
 
@@ -233,15 +243,22 @@ class TorchAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Attention`. `rotation`: None for queries and keys that are rotated already."""
+        parts = self.keep(layer, qkv, rotation, norms)
+        if self.outputs.are_none(layer):
+            return qkv[:0]
+        attended = [rows.attend(layer, of_rows, sinks) for rows, of_rows in parts]
+        return self.outputs.of(layer, attended[0] if len(attended) == 1 else torch.cat(attended))
+
+    def keep(
+        self, layer: int, qkv: torch.Tensor, rotation: Rotation | None, norms: tuple[Norm, Norm] | None = None
+    ) -> list[tuple[_RowsAttention, torch.Tensor]]:
+        """See `Keeping`. Returns the rows, each with its part of `qkv`."""
         if rotation is not None:
             self._rotate(qkv, rotation, norms)
         parts = list(zip(self._rows, torch.split(qkv, self._sizes), strict=True))
         for rows, of_rows in parts:
             rows.keep(layer, of_rows)
-        if self.outputs.are_none(layer):
-            return qkv[:0]
-        attended = [rows.attend(layer, of_rows, sinks) for rows, of_rows in parts]
-        return self.outputs.of(layer, attended[0] if len(attended) == 1 else torch.cat(attended))
+        return parts
 
     def _rotate(self, qkv: torch.Tensor, rotation: Rotation, norms: tuple[Norm, Norm] | None) -> None:
         num_heads = sum(self._num_heads)
@@ -250,6 +267,30 @@ class TorchAttention:
             for part, norm in zip(torch.split(heads, self._num_heads, dim=1), norms, strict=True):
                 part.copy_(norm(part))
         rotation.apply_(heads)
+
+
+class ContextAttention(Generic[Rotating]):
+    """Attention of a block, which first keeps keys and values of the block's context.
+
+    Both are rows of one product, the context's C rows before the block's, and each has its rotation.
+    """
+
+    def __init__(self, context: Keeping[Rotating], block: Attention[Rotating], num_context: int) -> None:
+        """`num_context`: C."""
+        self.outputs = block.outputs
+        self._context, self._block, self._num_context = context, block, num_context
+
+    def __call__(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotation: tuple[Rotating, Rotating],
+        norms: tuple[Norm, Norm] | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Attention`. `rotation`: the context's and the block's. Returns the block's rows."""
+        self._context.keep(layer, qkv[: self._num_context], rotation[0], norms)
+        return self._block(layer, qkv[self._num_context :], rotation[1], norms, sinks)
 
 
 class _RowsAttention:
@@ -277,7 +318,8 @@ class _RowsAttention:
         indices = batch.positions.clamp(0, capacity - 1)
         self._write_rows = torch.where(is_kept, table.gather(1, indices), indices % page_size).flatten()
 
-        last_seen = torch.minimum(batch.positions, ends - 1).clamp_min_(0)
+        last_seen = batch.positions if batch.last_seen is None else batch.last_seen
+        last_seen = torch.minimum(last_seen, ends - 1).clamp_min_(0)
         row_last = torch.where(batch.is_valid, last_seen, 0).amax(dim=1, keepdim=True)
         if batch.max_kv_len is not None:
             assert bool((row_last < num_keys).all()), f"a query sees past max_kv_len = {batch.max_kv_len}"

@@ -314,7 +314,9 @@ class ModelConfig:
         fields = ConfigFields.of_file(path / "config.json")
         given = fields.get("architectures")
         if given not in [[name] for name in (*FAMILIES, *TEXT_PARTS)]:
-            of_head = "; an EAGLE-3 head is a draft, with --algorithm eagle3" if "Eagle3" in str(given) else ""
+            heads = {"Eagle3": "an EAGLE-3 head is a draft, with --algorithm eagle3"}
+            heads |= {"DFlash": "a DFlash drafter is a draft, with --algorithm dflash"}
+            of_head = "".join(f"; {text}" for name, text in heads.items() if name in str(given))
             accepted = f"{', '.join(FAMILIES)}, the text part of {', '.join(TEXT_PARTS)}"
             raise fields.error("architectures", f"{accepted}{of_head}")
         if given[0] in FAMILIES:

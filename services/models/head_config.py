@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-EAGLE3, EAGLE, MTP = "eagle3", "eagle", "mtp"
+EAGLE3, EAGLE, MTP, DFLASH = "eagle3", "eagle", "mtp", "dflash"
 """Algorithms that draft by a head."""
 EMBEDDING, OUTPUT = "embedding", "head.weight"
 """Parameters of a head for which the target's may serve."""
@@ -25,19 +25,40 @@ FC, FC_BIAS, OUTPUT_TENSOR = "fc.weight", "fc.bias", "lm_head.weight"
 
 _LAYER_ARCHITECTURE = "LlamaForCausalLM"
 _HIDDEN_NORM = ".hidden_norm.weight"
+_CONTEXT_NORM = "hidden_norm.weight"
 _AUTHORS_LAYER, _PACKAGES_LAYER = "midlayer", "layers.0"
 _REFUSED = ("norm_before_fc", "fc_norm", "norm_output")
 """Variants of the head that some packages can write."""
+_BLOCK_FIELDS = "dflash_config"
+_BLOCK_LAYERS = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+"""The architecture of a block drafter's layers, by `model_type`."""
+_BLOCK_VALUES: dict[str, object] = {
+    "causal": False,
+    "is_causal": False,
+    "sample_from_anchor": False,
+    "use_swa": False,
+    "projector_type": "dflash",
+    "input_embedding_scale": 1,
+    "output_multiplier": 1,
+    "final_logit_softcapping": 0,
+    "conv_kernel_size": 0,
+    "selector_rank": 0,
+    "markov_rank": 0,
+}
+"""Fields of later variants, each with the value that changes nothing."""
+_LARGEST_BLOCK = 64
 
 
 def algorithm_of_head(tensors: Iterable[str]) -> str | None:
-    """Returns EAGLE3 or EAGLE for the names of such a head's tensors. None: no such head.
+    """Returns EAGLE3, EAGLE or DFLASH for the names of such a head's tensors. None: no such head.
 
     Names of `architectures` say less: `LlamaForCausalLM` is published for both, and for models.
     """
     names = set(tensors)
     if FC not in names:
         return None
+    if _CONTEXT_NORM in names:
+        return DFLASH
     return EAGLE3 if any(name.endswith(_HIDDEN_NORM) for name in names) else EAGLE
 
 
@@ -58,6 +79,16 @@ class HeadConfig:
     def hidden_width(self) -> int:
         """Width of what the head reads of the target at each position."""
         return (len(self.hidden_layers) or NUM_FUSED) * self.target_hidden_size
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Tokens after a position that the head's keys and values there depend on; 0 counts as 1."""
+        return self.layer.num_layers
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The most tokens that it drafts in a step; 0: any number."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +185,68 @@ class MtpConfig(EagleConfig):
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashConfig(HeadConfig):
+    """The shape of a DFlash drafter, `layer.num_layers` of whose layers draft a block in one forward."""
+
+    block_size: int
+    """Tokens of a block: the bonus token, and those that are drafted."""
+    mask_token_id: int
+    """The input where a token is drafted."""
+
+    @property
+    def tokens_ahead(self) -> int:
+        return 0
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.block_size - 1
+
+    @classmethod
+    def from_directory(cls, path: Path) -> DFlashConfig:
+        """Raises `CheckpointError` when the directory is no drafter of a supported layout."""
+        fields = _fields(path, "a DFlash drafter")
+        _shapes(path, DFLASH)
+        if not isinstance(fields.get(_BLOCK_FIELDS), dict):
+            raise fields.error(_BLOCK_FIELDS, "an object with target_layer_ids and mask_token_id")
+        own = fields.sub(_BLOCK_FIELDS)
+        _check_block(fields, own)
+        layer = _unquantised(fields, ModelConfig.from_fields(fields, _BLOCK_LAYERS[fields.get("model_type")]))
+        if any(layer.sliding_windows):
+            raise fields.error("layer_types", "full_attention, the same for all layers")
+        layers, mask = own.get("target_layer_ids"), own.get("mask_token_id")
+        are_layers = isinstance(layers, list) and all(
+            is_integer(number) and 0 <= number < MAX_LAYERS for number in layers
+        )
+        if not layers or not are_layers:
+            raise own.error("target_layer_ids", "a list of numbers of layers")
+        if not is_integer(mask) or not 0 <= mask < layer.vocab_size:
+            raise own.error("mask_token_id", f"a token id below vocab_size = {layer.vocab_size}")
+        where = own if fields.get("block_size") is None else fields
+        if not is_integer(block_size := where.get("block_size")) or not 2 <= block_size <= _LARGEST_BLOCK:
+            raise where.error("block_size", f"an integer from 2 to {_LARGEST_BLOCK}")
+        return cls(
+            layer=layer,
+            draft_vocab_size=layer.vocab_size,
+            target_hidden_size=layer.hidden_size,
+            hidden_layers=tuple(number + 1 for number in layers),  # numbered by their outputs
+            block_size=block_size,
+            mask_token_id=mask,
+        )
+
+
+def _check_block(fields: ConfigFields, own: ConfigFields) -> None:
+    """Raises `CheckpointError` for variants of a block drafter. `own`: the fields that are only a block drafter's."""
+    if fields.get("speculators_model_type") is not None:
+        raise fields.error("speculators_model_type", "none: the layout of DFlash's authors")
+    for name, accepted in _BLOCK_VALUES.items():
+        for given in (fields, own):
+            if given.get(name) not in (None, accepted):
+                raise given.error(name, f"none, or {accepted}")
+    if fields.get("model_type") not in _BLOCK_LAYERS:
+        raise fields.error("model_type", ", ".join(_BLOCK_LAYERS))
+
+
 def _fields(path: Path, what: str) -> ConfigFields:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path}: config.json is missing; supported: {what}'s directory")
@@ -181,7 +274,10 @@ def _shapes(path: Path, algorithm: str) -> Mapping[str, tuple[int, ...]]:
 def _layer(fields: ConfigFields) -> ModelConfig:
     """The one layer; `num_hidden_layers` is the target's in some heads, and another layer's tensors are refused."""
     layer = ModelConfig.from_fields(fields, _LAYER_ARCHITECTURE)
-    layer = replace(layer, num_layers=1, sliding_windows=layer.sliding_windows[:1])
+    return _unquantised(fields, replace(layer, num_layers=1, sliding_windows=layer.sliding_windows[:1]))
+
+
+def _unquantised(fields: ConfigFields, layer: ModelConfig) -> ModelConfig:
     if layer.fp8 is not None or layer.packed is not None:
         raise fields.error("quantization_config", "none, with a draft head")
     return layer
@@ -220,6 +316,7 @@ HEADS = {
     EAGLE3: HeadKind("an EAGLE-3 head", Eagle3Config.from_directory, (EMBEDDING,)),
     EAGLE: HeadKind("an EAGLE head", EagleConfig.from_directory, (EMBEDDING, OUTPUT)),
     MTP: HeadKind("multi-token prediction modules", MtpConfig.from_directory, (EMBEDDING, OUTPUT)),
+    DFLASH: HeadKind("a DFlash drafter", DFlashConfig.from_directory, (EMBEDDING, OUTPUT)),
 }
 """The kinds of heads by their algorithms."""
 
@@ -231,6 +328,7 @@ def check_target(path: Path, config: HeadConfig, target: Path) -> None:
         message = f"the head is for a target of hidden size {asked}, that of {target} is {given.hidden_size}"
         raise CheckpointError(f"{path}: {message}")
     last = max((layer for layer in config.hidden_layers if layer != FINAL_NORM), default=0)
-    if last > given.num_layers:
+    # Of the last layer's output those who publish block drafters mean different states.
+    if last > given.num_layers - isinstance(config, DFlashConfig):
         message = f"the head reads layer {last} of its target, {target} has {given.num_layers}"
         raise CheckpointError(f"{path}: {message}")

@@ -9,11 +9,15 @@ sampling requires rethinking feature uncertainty", 2024, and EAGLE-2) reads the 
 So do modules for multi-token prediction ("DeepSeek-V3 technical report", 2024), each of which has keys and values of
 its own: entry p of module i pairs what module i - 1 says of position p, for i = 1 the target's state, with the token at
 p + i, and predicts the token at p + i + 1.
+
+A DFlash drafter (Chen et al., "DFlash: Block diffusion for flash speculative decoding", 2026) has no entries: each of
+its layers has keys and values of the target's states, at their positions. After them comes a block, the bonus token and
+mask tokens, whose tokens all see one another: one forward predicts the token at each mask.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,15 +25,15 @@ from torch import nn
 
 from slipstream.common.errors import MismatchError
 from slipstream.common.wire.layout import BufferName
-from slipstream.services.models.attention import Rotation, TorchAttention
+from slipstream.services.models.attention import ContextAttention, Rotation, TorchAttention
 from slipstream.services.models.decoder import DecoderLayer, RMSNorm, rotation_table
-from slipstream.services.models.head_config import EMBEDDING, OUTPUT, Eagle3Config, EagleConfig
+from slipstream.services.models.head_config import EMBEDDING, OUTPUT, DFlashConfig, Eagle3Config, EagleConfig
 from slipstream.services.models.linear import Linear, empty_parameter, pack_linears
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from slipstream.services.models.attention import ForwardBatch
+    from slipstream.services.models.attention import Attention, ForwardBatch
     from slipstream.services.models.head_config import HeadConfig
     from slipstream.services.models.paged_kv import PagedKV
 
@@ -209,7 +213,67 @@ class EagleHead(DraftHead):
         return output
 
 
+class DFlashHead(DraftHead):
+    """A DFlash drafter: call `keep` and `draft` in place of a forward."""
+
+    config: DFlashConfig
+
+    def __init__(self, config: DFlashConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+        self.fc = Linear(self._parameter(config.layer.hidden_size, config.hidden_width))
+        self.hidden_norm = self._norm()
+        self.layers = nn.ModuleList(
+            DecoderLayer(config.layer, index, device=device, dtype=dtype) for index in range(config.layer.num_layers)
+        )
+        self.norm = self._norm()
+
+    @torch.inference_mode()
+    def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
+        fused: torch.Tensor = self.hidden_norm(self.fc(hidden))
+        return fused
+
+    @torch.inference_mode()
+    def keep(self, context: ForwardBatch, states: torch.Tensor, cache: PagedKV) -> None:
+        """Keeps keys and values of the target's states at a batch's positions. `states`: [N, hidden_size]."""
+        rotation, attend = self._prepared(context, cache)
+        for layer in self._stack:
+            attend.keep(layer.index, self._qkv(layer, states), rotation, layer.head_norms)
+
+    @torch.inference_mode()
+    def draft(self, block: ForwardBatch, context: ForwardBatch, states: torch.Tensor, cache: PagedKV) -> torch.Tensor:
+        """Keeps a context as `keep` does, and runs blocks of W tokens: [B, W, hidden_size], after the norm."""
+        (context_rotation, keeping), (rotation, attend) = (self._prepared(batch, cache) for batch in (context, block))
+        states, rotations = states.reshape(-1, states.shape[-1]), (context_rotation, rotation)
+        x = F.embedding(block.tokens.flatten().clamp(0, len(self.embedding) - 1), self.embedding)
+        output = self._run_layers(x, states, rotations, ContextAttention(keeping, attend, len(states)))
+        return output.view(*block.tokens.shape, -1)
+
+    @property
+    def _stack(self) -> list[DecoderLayer]:
+        return cast("list[DecoderLayer]", list(self.layers))
+
+    def _prepared(self, batch: ForwardBatch, cache: PagedKV) -> tuple[Any, Any]:
+        """Makes what layers share: the rotation, and attention."""
+        positions = batch.positions.flatten().clamp(0, self.config.layer.max_position_embeddings - 1)
+        return Rotation(self._rotation_table, positions), TorchAttention(self.config.layer, batch, cache)
+
+    def _qkv(self, layer: DecoderLayer, states: torch.Tensor) -> torch.Tensor:
+        qkv: torch.Tensor = layer.qkv(states)
+        return qkv
+
+    def _run_layers(
+        self, x: torch.Tensor, states: torch.Tensor, rotations: tuple[Any, Any], attend: Attention[Any]
+    ) -> torch.Tensor:
+        """Runs all layers on a block's N tokens, [N, hidden_size]. `states`: of the context, an input of each layer."""
+        for layer in self._stack:
+            x = layer.mix(x, torch.cat((states, layer.attention_norm(x))), rotations, attend)
+        normed: torch.Tensor = self.norm(x)
+        return normed
+
+
 def make_head(config: HeadConfig, *, device: torch.device, dtype: torch.dtype) -> DraftHead:
     """Makes a head without its weights."""
+    if isinstance(config, DFlashConfig):
+        return DFlashHead(config, device=device, dtype=dtype)
     head_class: type[DraftHead] = EagleHead if isinstance(config, EagleConfig) else Eagle3Head
     return head_class(config, device=device, dtype=dtype)

@@ -16,6 +16,7 @@ from slipstream.services.models.head_config import (
     FC_BIAS,
     OUTPUT,
     OUTPUT_TENSOR,
+    DFlashConfig,
     Eagle3Config,
     EagleConfig,
     HeadConfig,
@@ -119,13 +120,15 @@ def head_slots(config: HeadConfig) -> Slots:
         bias = {FC_BIAS: Slot("steps.0.fc.bias", (hidden,))} if config.has_fc_bias else {}
         slots |= {FC: Slot("steps.0.fc.weight", (hidden, 2 * hidden))} | bias
         return slots | _layer_slots(layer, "layers.0", "steps.0.layer", has_input_norm=False)
-    assert isinstance(config, Eagle3Config), "there are two kinds"
+    slots |= {FC: Slot("fc.weight", (hidden, config.hidden_width)), "norm.weight": Slot("norm.weight", (hidden,))}
+    if isinstance(config, DFlashConfig):
+        slots["hidden_norm.weight"] = Slot("hidden_norm.weight", (hidden,))
+        for name in (f"layers.{index}" for index in range(layer.num_layers)):
+            slots |= _layer_slots(layer, name, name)
+        return slots
+    assert isinstance(config, Eagle3Config), "there are no other kinds"
     name = config.layer_name
-    slots |= {
-        FC: Slot("fc.weight", (hidden, config.hidden_width)),
-        f"{name}.hidden_norm.weight": Slot("hidden_norm.weight", (hidden,)),
-        "norm.weight": Slot("norm.weight", (hidden,)),
-    }
+    slots[f"{name}.hidden_norm.weight"] = Slot("hidden_norm.weight", (hidden,))
     return slots | _layer_slots(layer, name, "layer", input_size=2 * hidden)
 
 

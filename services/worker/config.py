@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import ConfigError
 from slipstream.common.settings import Settings, setting
-from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP
+from slipstream.services.models.head_config import DFLASH, EAGLE, EAGLE3, MTP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 STANDALONE = "standalone"
 NGRAM = "ngram"
-ALGORITHMS = (STANDALONE, EAGLE3, EAGLE, MTP, NGRAM)
+ALGORITHMS = (STANDALONE, EAGLE3, EAGLE, MTP, DFLASH, NGRAM)
 DEVICES = ("auto", "cpu", "cuda")
 DUMMY = "dummy"
 LOAD_FORMATS = ("auto", DUMMY)

@@ -19,7 +19,7 @@ from slipstream.common.errors import CheckpointError, ConfigError
 from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP
 from slipstream.services.worker.config import STANDALONE
 from tests.harness.checkpoints import write_checkpoint, write_json, write_weights
-from tests.harness.eagle3_checkpoints import ALGORITHMS, LAYOUTS, SPECULATORS, write_head
+from tests.harness.eagle3_checkpoints import ALGORITHMS, BLOCKS, LAYOUTS, SPECULATORS, write_head
 from tests.harness.running import slipstream
 from tests.harness.transformers_checkpoints import write_by_transformers
 
@@ -182,6 +182,8 @@ def test_without_options_the_bundled_pair() -> None:
     [
         ('{"architectures": ["LlamaForCausalLMEagle3"]}', "eagle3"),
         ('{"speculators_model_type": "eagle3"}', "eagle3"),
+        ('{"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}', "dflash"),
+        ('{"architectures": ["Qwen3ForCausalLM"], "dflash_config": {}}', "dflash"),
         ('{"architectures": ["LlamaForCausalLM"]}', "standalone"),
         ("[]", "standalone"),
         ("\ufeff{", "standalone"),
@@ -193,12 +195,13 @@ def test_a_draft_may_say_what_it_is(model: Path, config: str, algorithm: str) ->
     assert choose(target=model, draft=model, algorithm="mtp").algorithm == "mtp"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, BLOCKS])
 def test_a_heads_tensors_say_what_it_is(tmp_path: Path, layout: str) -> None:
     head = write_head(tmp_path, layout=layout, architectures=["LlamaForCausalLM"])
     assert choose(target=head, draft=head).algorithm == ALGORITHMS[layout]
     (head / "model.safetensors").write_bytes(b"no header")
-    assert choose(target=head, draft=head).algorithm == ("eagle3" if layout == SPECULATORS else "standalone")
+    by_config = {SPECULATORS: "eagle3", BLOCKS: "dflash"}.get(layout, "standalone")
+    assert choose(target=head, draft=head).algorithm == by_config
 
 
 def test_a_target_alone_has_no_draft(model: Path) -> None:

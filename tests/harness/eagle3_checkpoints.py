@@ -9,9 +9,17 @@ from safetensors.torch import load_file
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.services.factory import make_draft
-from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP
+from slipstream.services.models.head_config import DFLASH, EAGLE, EAGLE3, MTP
 from slipstream.services.worker.config import WorkerConfig
-from tests.harness.checkpoints import LLAMA, VOCAB_SIZE, write_json, write_tokenizer, write_weights
+from tests.harness.checkpoints import (
+    FAMILIES,
+    LLAMA,
+    VOCAB_SIZE,
+    random_weights,
+    write_json,
+    write_tokenizer,
+    write_weights,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,8 +33,18 @@ EAGLE_AUTHORS = "eagle"
 """Of EAGLE-1 and EAGLE-2: embedding and output are the target's."""
 MODULES = "modules"
 """Of DeepSeek: embedding and output are the target's."""
+BLOCKS, LLAMA_BLOCKS = "blocks", "llama-blocks"
+"""Of DFlash, with layers as Qwen3's or Llama's: embedding and output are the target's."""
 LAYOUTS = (AUTHORS, SPECULATORS, EAGLE_AUTHORS)
-ALGORITHMS = {AUTHORS: EAGLE3, SPECULATORS: EAGLE3, EAGLE_AUTHORS: EAGLE, MODULES: MTP}
+ALGORITHMS = {
+    AUTHORS: EAGLE3,
+    SPECULATORS: EAGLE3,
+    EAGLE_AUTHORS: EAGLE,
+    MODULES: MTP,
+    BLOCKS: DFLASH,
+    LLAMA_BLOCKS: DFLASH,
+}
+BLOCK_SIZE, MASK_ID = 16, VOCAB_SIZE - 1
 NUM_MODULES = 3
 DRAFT_VOCAB_SIZE = 100
 _STRIDE = 2
@@ -53,7 +71,11 @@ def write_head(
     """
     path.mkdir(parents=True, exist_ok=True)
     write_json(path / "config.json", _config(layout, draft_vocab_size) | changes)
-    weights = head_weights(layout, seed=seed, has_embedding=has_embedding, draft_vocab_size=draft_vocab_size)
+    if layout in (BLOCKS, LLAMA_BLOCKS):
+        layers = changes.get("dflash_config", _BLOCK_FIELDS)["target_layer_ids"]
+        weights = block_weights(layout, seed=seed, num_states=len(layers))
+    else:
+        weights = head_weights(layout, seed=seed, has_embedding=has_embedding, draft_vocab_size=draft_vocab_size)
     weights |= {} if more is None else {more: torch.zeros(1)}
     write_weights(path, {name: tensor for name, tensor in weights.items() if name != drop})
     if has_tokenizer:
@@ -101,6 +123,18 @@ def head_weights(
     return weights
 
 
+_BLOCK_FIELDS = {"target_layer_ids": [0], "mask_token_id": MASK_ID}
+
+
+def block_weights(layout: str, *, seed: int, num_states: int) -> dict[str, torch.Tensor]:
+    """The tensors of a block drafter that reads `num_states` of the target's layers."""
+    config, hidden = _config(layout, VOCAB_SIZE), LLAMA["hidden_size"]
+    weights = random_weights(config, seed=seed, dtype=torch.float32)
+    weights = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    del weights["embed_tokens.weight"], weights["lm_head.weight"]
+    return weights | _random({"fc.weight": (hidden, num_states * hidden), "hidden_norm.weight": (hidden,)}, seed)
+
+
 def _modules(seed: int, *, has_embedding: bool) -> dict[str, torch.Tensor]:
     hidden, mlp, vocab = LLAMA["hidden_size"], LLAMA["intermediate_size"], LLAMA["vocab_size"]
     q, kv = (LLAMA[f"num_{kind}_heads"] * LLAMA["head_dim"] for kind in ("attention", "key_value"))
@@ -143,6 +177,10 @@ def _random(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Te
 def _config(layout: str, draft_vocab_size: int) -> dict[str, Any]:
     if layout == MODULES:
         return LLAMA | {"num_nextn_predict_layers": NUM_MODULES}
+    if layout in (BLOCKS, LLAMA_BLOCKS):
+        more = {"block_size": BLOCK_SIZE, "dflash_config": _BLOCK_FIELDS, "layer_types": ["full_attention"] * 2}
+        layers = FAMILIES["qwen3"] if layout == BLOCKS else LLAMA
+        return layers | more | {"architectures": ["DFlashDraftModel"]}
     layer = LLAMA | {"num_hidden_layers": 1}
     if layout == EAGLE_AUTHORS:
         return layer | {"architectures": ["LlamaForCausalLM"], "bias": True}
@@ -159,9 +197,12 @@ def _config(layout: str, draft_vocab_size: int) -> dict[str, Any]:
 
 
 def make_head(path: Path, target: Path, layout: str = LAYOUTS[0]) -> RoleEngine:
-    """A head that sees little of its states and much of the target's own first guess, so that it is right at times."""
+    """A head that sees little of its states and much of the target's own first guess, so that it is right at times.
+
+    A block drafter is as random as the target, and right where the noise is.
+    """
     write_head(path, layout=layout, has_embedding=False, has_tokenizer=False, draft_vocab_size=VOCAB_SIZE)
-    weights = load_file(path / "model.safetensors")
+    weights = load_file(path / "model.safetensors") if ALGORITHMS[layout] != DFLASH else {}
     own = load_file(target / "model.safetensors")
     for name, weight in weights.items():
         if name.endswith(("fc.weight", "eh_proj.weight")):
@@ -173,5 +214,6 @@ def make_head(path: Path, target: Path, layout: str = LAYOUTS[0]) -> RoleEngine:
             weights[name] = own["model.norm.weight"].clone()
     if ALGORITHMS[layout] == EAGLE3:
         weights["norm.weight"], weights["lm_head.weight"] = own["model.norm.weight"], own["lm_head.weight"]
-    write_weights(path, {name: tensor.contiguous() for name, tensor in weights.items()})
+    if weights:
+        write_weights(path, {name: tensor.contiguous() for name, tensor in weights.items()})
     return make_draft(WorkerConfig(model=path, target=target, algorithm=ALGORITHMS[layout]), HostDevice(), 0)

@@ -120,6 +120,7 @@ DESCRIPTIONS = st.builds(
     eos_token_ids=_tuples(UINT32),
     tokenizer_path=st.text(),
     shared_weight_bytes=UINT64,
+    max_draft_tokens=UINT32,
     weights=st.sampled_from([None, weights(*LENT_WEIGHTS), weights(*LENT_WEIGHTS[:1])]),
     memory=st.just(DeviceMemory())
     | st.builds(

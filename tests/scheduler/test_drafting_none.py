@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
     from slipstream.scheduler.records import Step
     from slipstream.services.draft.engine import Drafter
+    from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import NextStepState
     from slipstream.services.worker.slots import SamplingMode
 
@@ -32,8 +33,8 @@ pytestmark = pytest.mark.sampled_module(2)
 
 __all__ = ["checkpoints"]
 
-Guesses = dict[tuple[int, int], set[tuple[int, ...]]]
-"""By position and id of the token that they follow. Of two requests these are hardly ever the same."""
+Guesses = dict[tuple[int, int, int], set[tuple[int, ...]]]
+"""By length of the prompt, and position and id of the token that they follow. Of two requests these differ."""
 
 
 class _Recording:
@@ -48,14 +49,19 @@ class _Recording:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
+    def open(self, state: EpochState) -> None:
+        self._slots = state.slots
+        self._drafter.open(state)
+
     def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
         found = self._drafter.propose(rows, stash, num_tokens, mode)
-        columns = rows.tolist(), stash.seq_lens.tolist(), stash.bonus_tokens.tolist(), found.tolist()
-        for row, seq_len, bonus, guess in zip(*columns, strict=True):
+        prompts = self._slots.prompt_tokens[rows]
+        columns = [values.tolist() for values in (rows, prompts, stash.seq_lens, stash.bonus_tokens, found)]
+        for row, prompt, seq_len, bonus, guess in zip(*columns, strict=True):
             if row != PADDING_SLOT and num_tokens == 1:
                 self.num_without += 1
             elif row != PADDING_SLOT:
-                self.guesses[seq_len, bonus].add(tuple(guess))
+                self.guesses[prompt, seq_len, bonus].add(tuple(guess))
         return found
 
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads on real engines and streams: the target's tokens, whatever the head, and in order."""
+"""Heads on real engines and streams: the target's tokens, whatever the head, and in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker.config import WorkerConfig
 from tests.harness.counted_jobs import Job
-from tests.harness.eagle3_checkpoints import LAYOUTS, MODULES, make_head, write_head
+from tests.harness.eagle3_checkpoints import AUTHORS, BLOCKS, LAYOUTS, MODULES, make_head, write_head
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
 from tests.ordering.replay import Replay
@@ -37,7 +37,7 @@ WAYS = [
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("layout", [*LAYOUTS, MODULES])
+@pytest.mark.parametrize("layout", [*LAYOUTS, MODULES, BLOCKS])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_tokens_are_the_targets_and_nothing_collides(
     verify: RoleEngine, target: Path, reference: list[list[int]], tmp_path: Path, way: Way, layout: str
@@ -57,11 +57,12 @@ def test_tokens_are_the_targets_and_nothing_collides(
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("layout", [AUTHORS, BLOCKS])
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 8])
 def test_how_a_prompt_is_cut_changes_no_guess(
-    verify: RoleEngine, tmp_path: Path, target: Path, chunk_tokens: int
+    verify: RoleEngine, tmp_path: Path, target: Path, chunk_tokens: int, layout: str
 ) -> None:
-    head = make_head(tmp_path / "head", target)
+    head = make_head(tmp_path / "head", target, layout)
     counts = []
     for size in (chunk_tokens, 64):
         jobs = make_jobs(10)
@@ -71,9 +72,10 @@ def test_how_a_prompt_is_cut_changes_no_guess(
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("layout", [AUTHORS, BLOCKS])
 @pytest.mark.parametrize("run_ahead", [0, 2])
 def test_requests_with_penalties_masks_logprobs_and_bounds(
-    verify: RoleEngine, target: Path, tmp_path: Path, run_ahead: int
+    verify: RoleEngine, target: Path, tmp_path: Path, run_ahead: int, layout: str
 ) -> None:
     """Requests of one batch, each with other settings; steps turn plain when no request is left that speculates."""
     plain = Served(Models(verify, verify, verify), Way(run_ahead=0)).run(make_jobs(8))
@@ -81,7 +83,7 @@ def test_requests_with_penalties_masks_logprobs_and_bounds(
     jobs = adjusted_jobs(plain)
     for job in jobs[::3]:
         job.spec = replace(job.spec, top_logprobs=4)
-    logs, head = tmp_path / "logs", make_head(tmp_path / "head", target)
+    logs, head = tmp_path / "logs", make_head(tmp_path / "head", target, layout)
     logs.mkdir()
     way = Way(num_draft_tokens=3, run_ahead=run_ahead, slots=2)
     assert Served(Models(verify, head, head), way, log_dir=logs).run(jobs) == alone

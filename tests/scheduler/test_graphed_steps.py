@@ -14,14 +14,14 @@ from slipstream.common.wire.sequence import SamplingParams
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.models.decoder import Decoder
-from slipstream.services.models.head_config import EAGLE3, MTP
+from slipstream.services.models.head_config import DFLASH, EAGLE3, MTP
 from slipstream.services.verify import graphs as verify_graphs
 from slipstream.services.verify.engine import VerifyEngine
 from slipstream.services.worker.config import NGRAM, WorkerConfig
 from slipstream.services.worker.language_model import LanguageModel, RaggedGraphs
 from tests.harness import seeded_jobs
 from tests.harness.checkpoints import write_checkpoint, write_guesser
-from tests.harness.eagle3_checkpoints import MODULES, make_head, write_head
+from tests.harness.eagle3_checkpoints import BLOCKS, MODULES, make_head, write_head
 from tests.harness.inline_device import InlineDevice
 from tests.harness.leaks import nothing_left
 from tests.harness.local_epoch import LocalEpoch
@@ -48,7 +48,7 @@ SAMPLINGS = (
     SamplingParams(temperature=0.8, top_k=30, presence_penalty=0.7, repetition_penalty=1.3, seed=4),
     SamplingParams(frequency_penalty=0.5, logit_bias=((65, 5.0),)),
 )
-DRAFTS = ("none", "standalone", "eagle3", "mtp", "ngram")
+DRAFTS = ("none", "standalone", "eagle3", "mtp", "dflash", "ngram")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     target = write_checkpoint(folder / "target", seed=SEED)
     guesser = write_guesser(folder / "standalone", target, seed=SEED)
     make_head(folder / MTP, target, MODULES)
-    return Checkpoints(target, guesser, {EAGLE3: write_head(folder / EAGLE3), MTP: folder / MTP})
+    heads = {EAGLE3: write_head(folder / EAGLE3), MTP: folder / MTP}
+    heads[DFLASH] = write_head(folder / DFLASH, layout=BLOCKS, has_tokenizer=False)
+    return Checkpoints(target, guesser, heads)
 
 
 def roles(

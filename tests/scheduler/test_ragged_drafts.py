@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.errors import InvalidArgumentError, MismatchError
 from slipstream.common.wire.step import StepCommand
 from slipstream.scheduler.config import MOST_DRAFT_TOKENS
 from slipstream.scheduler.observer import DecodedStep, accepted_of_first
 from slipstream.services.factory import make_draft
+from slipstream.services.models.head_config import DFLASH, EAGLE3
 from slipstream.services.models.sampler import SimulatedAcceptance
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.slots import check_draft_tokens
+from tests.harness.eagle3_checkpoints import AUTHORS, BLOCKS, make_head, write_head
 from tests.harness.local_epoch import LocalEpoch, Models, Served, Way
 from tests.harness.random_choice import RandomChoice
 from tests.harness.seeded_jobs import make_jobs
@@ -103,18 +105,23 @@ def _served(models: Models, **settings: Any) -> Served:
     return served
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("numbers", [(4, 2, 15), (7, 15, 7)], ids=["models", "heads"])
 def test_a_swap_between_drafts_of_other_numbers_changes_no_token(
-    models: Models, target: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: tuple[int, ...]
 ) -> None:
-    """The second drafts up to two tokens, the third up to fifteen."""
-    another = make_draft(WorkerConfig(model=target), HostDevice(), 0)
+    """Between language models; from an EAGLE-3 head to a block drafter, and back."""
+    drafts = [models.draft, models.twin, make_draft(WorkerConfig(model=target), HostDevice(), 0)]
+    if numbers[0] == 7:
+        layouts = (AUTHORS, BLOCKS, AUTHORS)
+        drafts = [make_head(tmp_path / str(number), target, layout) for number, layout in enumerate(layouts)]
     expected = Served(models, Way(run_ahead=0, slots=1)).run(*([job] for job in make_jobs(12)))
     chosen_at_random(monkeypatch, rests=0.05)
     jobs = make_jobs(12)
-    with local_workers(models.verify, models.draft, models.twin, another) as (verify, first, second, third):
-        swaps = [(first, 4), (second, 2), (third, 15)]
+    with local_workers(models.verify, *drafts) as (verify, *workers):
+        swaps = list(zip(workers, numbers, strict=True))
         config = replace(Way(num_draft_tokens=4).config(None), fixed_draft_tokens=None)
-        epoch = LocalEpoch(1, config, [verify, first])
+        epoch = LocalEpoch(1, config, [verify, workers[0]])
 
         def swap(job: Job, _: OutputRow) -> None:
             num_joined = [event for event, _ in epoch.events].count("joined")
@@ -125,6 +132,31 @@ def test_a_swap_between_drafts_of_other_numbers_changes_no_token(
         outputs = epoch.run(jobs)
     assert [outputs[job] for job in jobs] == expected
     assert [event for event, _ in epoch.events].count("joined") == 3
+    assert [attachment.num_draft_tokens for attachment in epoch.attachments[1:]] == list(numbers[1:])
+    assert numbers[0] == 4 or [one.description.algorithm for one in epoch.attachments] == [EAGLE3, DFLASH, EAGLE3]
+
+
+@pytest.mark.parametrize("asked", [None, 3, 15])
+def test_a_draft_drafts_no_more_than_it_can(models: Models, target: Path, tmp_path: Path, asked: int | None) -> None:
+    """A block drafter has a most; the scheduler asks for no more, and the drafter would refuse it."""
+    write_head(tmp_path, layout=BLOCKS, block_size=6)
+    draft = make_draft(WorkerConfig(model=tmp_path, target=target, algorithm=DFLASH), HostDevice(), 0)
+    assert draft.description.max_draft_tokens == 5
+    config = replace(Way(num_draft_tokens=4).config(None), fixed_draft_tokens=None, num_draft_tokens=asked)
+    with local_workers(models.verify, draft) as workers:
+        epoch = LocalEpoch(1, config, workers)
+        outputs = epoch.run(jobs := make_jobs(4))
+        (attachment,) = epoch.attachments
+    assert attachment.num_draft_tokens == min(asked or 5, 5)
+    assert [outputs[job] for job in jobs] == Served(models, Way(run_ahead=0, slots=1)).run(
+        *([job] for job in make_jobs(4))
+    )
+    draft.description = replace(draft.description, max_draft_tokens=0)
+    with local_workers(models.verify, draft) as workers:
+        epoch = LocalEpoch(1, replace(config, num_draft_tokens=6), workers)
+        with pytest.raises(MismatchError, match="num_draft_tokens: 6, and a block has 5"):
+            epoch.open()
+        epoch.close(drain=False)
 
 
 @pytest.mark.parametrize(

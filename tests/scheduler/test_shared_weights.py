@@ -21,7 +21,7 @@ from slipstream.services.models.checkpoint import load_head
 from slipstream.services.models.head_config import EAGLE
 from slipstream.services.worker.config import WorkerConfig
 from tests.harness.checkpoints import LLAMA, VOCAB_SIZE, write_checkpoint
-from tests.harness.eagle3_checkpoints import ALGORITHMS, EAGLE_AUTHORS, MODULES, make_head, write_head
+from tests.harness.eagle3_checkpoints import ALGORITHMS, BLOCKS, EAGLE_AUTHORS, MODULES, make_head, write_head
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import make_jobs
 
@@ -63,7 +63,7 @@ def accepted(verify: RoleEngine, head: RoleEngine, reference: list[list[int]]) -
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("layout", [EAGLE_AUTHORS, MODULES])
+@pytest.mark.parametrize("layout", [EAGLE_AUTHORS, MODULES, BLOCKS])
 def test_a_head_drafts_with_borrowed_weights_as_with_its_own(
     lender: RoleEngine, target: Path, tmp_path: Path, reference: list[list[int]], layout: str
 ) -> None:

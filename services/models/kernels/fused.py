@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 
-from slipstream.services.models.decoder import Decoder, RMSNorm
-from slipstream.services.models.head_config import EagleConfig
-from slipstream.services.models.heads import DraftHead, Eagle3Head, EagleHead, HeadModule
+from slipstream.services.models.decoder import Decoder, RMSNorm, Rotating
+from slipstream.services.models.head_config import DFlashConfig, EagleConfig
+from slipstream.services.models.heads import DFlashHead, DraftHead, Eagle3Head, EagleHead, HeadModule
 from slipstream.services.models.kernels.block_ops import add_rms_norm, embed_and_norm, rms_norm, rotation_of, swiglu
 from slipstream.services.models.kernels.grouped import run_experts
 from slipstream.services.models.kernels.paged_attention import JoinedAttention, PagedAttention, paged_attention
@@ -25,7 +25,7 @@ from slipstream.services.models.kernels.products import (
 from slipstream.services.models.linear import Linear
 
 if TYPE_CHECKING:
-    from slipstream.services.models.attention import ForwardBatch, JoinedBatch
+    from slipstream.services.models.attention import Attention, ForwardBatch, JoinedBatch
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.decoder import DecoderLayer
     from slipstream.services.models.head_config import HeadConfig
@@ -89,19 +89,20 @@ def run_layer(
     layer: DecoderLayer,
     x: torch.Tensor,
     attention_input: torch.Tensor | Scaled,
-    rotation: torch.Tensor,
-    attend: PagedAttention | JoinedAttention,
+    rotation: Rotating,
+    attend: Attention[Rotating],
     norm: RMSNorm,
 ) -> tuple[torch.Tensor, torch.Tensor | Scaled]:
-    """Runs a layer. `x`: [N, hidden_size]. `attention_input`: [N, input_size], normed. `norm`: the next one.
+    """Runs a layer. `x`: [N, hidden_size]. `norm`: the next one.
+
+    `attention_input`: [N, input_size], normed; for `ContextAttention` after the context's rows, and no `Scaled`.
 
     Returns x with both branches added, and its norm as the input of the next layer: of the last layer, of what is read,
     which may be more rows than went in: padding makes them a size whose kernels are loaded.
     """
-    if has_few_rows(x):
+    if isinstance(attention_input, Scaled):
         qkv = product(attention_input, layer.qkv)
     else:
-        assert isinstance(attention_input, torch.Tensor), "only kernels of few rows leave a norm half done"
         qkv = linear(attention_input, layer.qkv)
     mixed = attend(layer.index, qkv, rotation, layer.head_norms)
     x = attend.outputs.of(layer.index, x)
@@ -200,7 +201,41 @@ class FusedEagleHead(FusedHead, EagleHead):
         return linear(states, self.head)
 
 
-def make_fused_head(config: HeadConfig, *, device: torch.device, dtype: torch.dtype) -> FusedHead:
+class FusedDFlashHead(FusedHead, DFlashHead):
+    """`DFlashHead` by kernels."""
+
+    def _prepared(self, batch: ForwardBatch, cache: PagedKV) -> tuple[torch.Tensor, PagedAttention]:
+        layer = self.config.layer
+        rotation = rotation_of(batch.positions, self._rotation_table, layer.max_position_embeddings)
+        return rotation, PagedAttention(layer, batch, cache)
+
+    def _qkv(self, layer: DecoderLayer, states: torch.Tensor) -> torch.Tensor:
+        return linear(states, layer.qkv)
+
+    def _run_layers(
+        self, x: torch.Tensor, states: torch.Tensor, rotations: tuple[Any, Any], attend: Attention[Any]
+    ) -> torch.Tensor:
+        first, *following = *(layer.attention_norm for layer in self._stack), self.norm
+        normed = rms_norm(x, first.weight, first.eps)
+        for layer, norm in zip(self._stack, following, strict=True):
+            x, output = run_layer(layer, x, torch.cat((states, normed)), rotations, attend, norm)
+            normed = rms_norm(x, norm.weight, norm.eps) if isinstance(output, Scaled) else output
+        return normed
+
+    @torch.inference_mode()
+    def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
+        fused = linear(hidden, self.fc)
+        normed = rms_norm(fused.reshape(-1, fused.shape[-1]), self.hidden_norm.weight, self.hidden_norm.eps)
+        return normed.view(fused.shape)
+
+    @torch.inference_mode()
+    def own_logits(self, states: torch.Tensor) -> torch.Tensor:
+        return linear(states, self.head)
+
+
+def make_fused_head(config: HeadConfig, *, device: torch.device, dtype: torch.dtype) -> DraftHead:
     """Makes a head without its weights."""
+    if isinstance(config, DFlashConfig):
+        return FusedDFlashHead(config, device=device, dtype=dtype)
     head_class: type[FusedHead] = FusedEagleHead if isinstance(config, EagleConfig) else FusedEagle3Head
     return head_class(config, device=device, dtype=dtype)

@@ -265,6 +265,7 @@ class PagedAttention:
         self._num_tokens = batch.tokens.numel()
         self._page_table = batch.page_table.contiguous()
         self._positions = batch.positions.contiguous()
+        self._last_seen = self._positions if batch.last_seen is None else batch.last_seen.contiguous()
         self._is_valid = batch.is_valid.contiguous()
         self._limits = batch.limits.contiguous()
         self._starts = None if batch.starts is None else batch.starts.contiguous()
@@ -332,8 +333,7 @@ class PagedAttention:
         `Attention`. `output`: [N, q_size], to be filled; None for a new one. Returns it; in the last layer a new one,
         of the outputs that are read.
         """
-        if self._num_tokens:
-            self._keep(layer, qkv, rotation, norms)
+        self.keep(layer, qkv, rotation, norms)
         if self.outputs.are_none(layer):
             return qkv[:0, : self._config.q_size]
         if not self.outputs.are_all(layer):
@@ -348,7 +348,12 @@ class PagedAttention:
             self._attend(layer, qkv, output, sinks)
         return output
 
-    def _keep(self, layer: int, qkv: torch.Tensor, rotation: torch.Tensor, norms: tuple[Norm, Norm] | None) -> None:
+    def keep(
+        self, layer: int, qkv: torch.Tensor, rotation: torch.Tensor, norms: tuple[Norm, Norm] | None = None
+    ) -> None:
+        """See `Keeping`."""
+        if not self._num_tokens:
+            return
         config, cache = self._config, self._cache
         assert qkv.is_contiguous(), "a kernel reads the rows of qkv side by side"
         block_heads = 16 if len(qkv) >= 256 else 2
@@ -373,7 +378,7 @@ class PagedAttention:
         attend_kernel[programs.grid](
             qkv, kv, kv if cache.scales is None else cache.scales[layer],
             TensorDescriptor.from_tensor(kv, [tile.block_n, head_dim]) if self._reads_blocks else kv,
-            self._page_table, self._positions, self._is_valid, self._limits,
+            self._page_table, self._last_seen, self._is_valid, self._limits,
             self._limits if self._starts is None else self._starts,
             self._limits if self._ragged is None else self._ragged.begins,
             self._limits if programs.plan is None else programs.plan.items,

@@ -13,14 +13,15 @@ from slipstream.services.models import decoder
 from slipstream.services.models.attention import ForwardBatch, JoinedBatch, RaggedRows
 from slipstream.services.models.checkpoint import load_decoder, load_head
 from slipstream.services.models.decoder import Decoder
-from slipstream.services.models.heads import Eagle3Head, EagleHead
+from slipstream.services.models.head_config import DFLASH
+from slipstream.services.models.heads import DFlashHead, Eagle3Head, EagleHead
 from slipstream.services.models.kernels import products
 from slipstream.services.models.kernels.fused import FusedDecoder, make_fused_head
 from slipstream.services.models.kernels.paged_attention import paged_attention
 from slipstream.services.models.linear import Linear
 from slipstream.services.models.paged_kv import PagedKV
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.harness.eagle3_checkpoints import ALGORITHMS, LAYOUTS, MODULES, write_head
+from tests.harness.eagle3_checkpoints import ALGORITHMS, BLOCKS, LAYOUTS, LLAMA_BLOCKS, MODULES, write_head
 from tests.harness.fp8_checkpoints import quantise
 from tests.harness.transformers_checkpoints import write_by_transformers
 
@@ -173,6 +174,41 @@ def test_a_fused_head_has_the_heads_numbers(layout: str, tmp_path: Path, device:
             states = plain(batch, states, caches[0], module)
             assert_close(output.cpu()[valid], states[valid])
             assert_close(fused.own_logits(output).cpu()[valid], plain.logits(states)[valid][:, plain.token_ids])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.usefixtures("products_of")
+@pytest.mark.parametrize("layout", [BLOCKS, LLAMA_BLOCKS])
+def test_a_fused_block_drafter_has_the_drafters_numbers(layout: str, tmp_path: Path, device: torch.device) -> None:
+    """Blocks of five after six tokens, whose states come with them, after a chunk of a prompt."""
+    target = write_checkpoint(tmp_path / "target")
+    path = write_head(tmp_path / "head", layout=layout)
+    plain = load_head(DFLASH, path, target=target, device=CPU, dtype=torch.float32)
+    fused = make_fused_head(plain.config, device=device, dtype=torch.float32)
+    fused.load_state_dict(plain.state_dict())
+    found, caches = [], []
+    for head, place in ((plain, CPU), (fused, device)):
+        assert isinstance(head, DFlashHead)
+        cache = cache_for(plain.config.layer, place)
+        further, ragged = batches(place)[1:]
+        hidden = random((5, plain.config.hidden_width)).to(place)
+        ragged = replace(ragged, positions=torch.tensor([0, 1, 2, 3, 0], device=place))
+        head.keep(ragged, head.fuse(hidden), cache)
+        columns, first = torch.arange(6, device=place), torch.tensor([[4], [1]], device=place)
+        context = replace(further, positions=first + columns, tokens=columns.expand(2, 6))
+        context = replace(context, is_valid=columns < torch.tensor([[6], [2]], device=place))
+        positions = first + torch.tensor([[6], [2]], device=place) + columns[:5]
+        is_valid = torch.ones_like(positions, dtype=torch.bool)
+        block = replace(further, positions=positions, tokens=positions, is_valid=is_valid)
+        block = replace(block, last_seen=positions[:, -1:].expand_as(positions))
+        states = head.fuse(random((2, 6, plain.config.hidden_width)).to(place))
+        output = head.draft(block, context, states, cache)
+        found.append((output.cpu(), head.own_logits(output).cpu()))
+        caches.append(cache)
+    for values, expected in zip(found[1], found[0], strict=True):
+        assert_close(values, expected)
+    for kept, rows in zip(caches[1].rows, caches[0].rows, strict=True):
+        assert_close(kept[PAGE_SIZE:].cpu(), rows[PAGE_SIZE:])
 
 
 @pytest.mark.sampled(1)
