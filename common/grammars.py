@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 MAX_LEXER_STATES = 50_000
 """States of a grammar's lexer, of one to two KiB each."""
+MAX_COMPILE_STACK_BYTES = 4 * 2**20
+"""Stack with which the gateway compiles; a grammar whose rules refer to one another too deeply ends that process. The
+grammar worker has more, as it must survive whatever the gateway accepts."""
 _MAX_REASON = 400
 """Characters of a reason in a message."""
 

@@ -65,9 +65,11 @@ class BoundedProcess:
             self._process = None
 
 
-def bound_memory(max_bytes: int) -> None:
-    """Bounds the address space of this process, in bytes."""
+def bound_memory(max_bytes: int, max_stack_bytes: int | None = None) -> None:
+    """Bounds the address space of this process, and the stack of its first thread, in bytes."""
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    if max_stack_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_STACK, (max_stack_bytes, resource.getrlimit(resource.RLIMIT_STACK)[1]))
 
 
 def answer_all(answer: Callable[[dict[str, Any]], Answer], *, seconds: float) -> None:

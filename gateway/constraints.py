@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_KEPT_CHARACTERS = 2**25
 """Characters of the grammars that are kept for the next request with the same constraint."""
-_TOO_LONG = "it takes more than a second, or too much memory, to compile"
+_TOO_LONG = "it takes more than a second, or too much memory, to compile, or its rules refer to one another too deeply"
 
 
 class GrammarCompiler:

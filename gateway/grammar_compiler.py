@@ -15,7 +15,13 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from slipstream.common.errors import CheckpointError
-from slipstream.common.grammars import check_begin, load_grammar_tokenizer, new_matcher, one_line
+from slipstream.common.grammars import (
+    MAX_COMPILE_STACK_BYTES,
+    check_begin,
+    load_grammar_tokenizer,
+    new_matcher,
+    one_line,
+)
 from slipstream.gateway.bounded_process import answer_all_in_forks, bound_memory
 from slipstream.gateway.structural_tags import TagGrammar
 
@@ -150,7 +156,7 @@ def _schema_in_lark(schema: Any) -> str:
 
 def main(path: str, numbers: str) -> None:
     """Answers requests for the tokenizer of a model's directory. `numbers`: a JSON object, see `GrammarCompiler`."""
-    bound_memory(MAX_MEMORY_BYTES)
+    bound_memory(MAX_MEMORY_BYTES, MAX_COMPILE_STACK_BYTES)
     given = json.loads(numbers)
     answer: Callable[[dict[str, Any]], dict[str, str]]
     try:

@@ -358,18 +358,18 @@ class StepCommand(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., waits: _Optional[_Iterable[_Union[FenceWait, _Mapping]]] = ..., signals: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[PromptChunk, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[SlotUpdate, _Mapping]]] = ..., acknowledge: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., attachment: _Optional[int] = ..., num_draft_tokens: _Optional[_Iterable[int]] = ..., catches_up: _Optional[bool] = ..., grammar: _Optional[int] = ..., constrained: _Optional[_Iterable[int]] = ..., grammar_rows: _Optional[_Iterable[_Union[GrammarRow, _Mapping]]] = ..., consumed: _Optional[int] = ...) -> None: ...
 
 class GrammarRow(_message.Message):
-    __slots__ = ("slot", "grammar", "num_known", "tokens", "num_draft_tokens")
+    __slots__ = ("slot", "digest", "num_known", "tokens", "num_draft_tokens")
     SLOT_FIELD_NUMBER: _ClassVar[int]
-    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_KNOWN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     slot: int
-    grammar: str
+    digest: bytes
     num_known: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     num_draft_tokens: int
-    def __init__(self, slot: _Optional[int] = ..., grammar: _Optional[str] = ..., num_known: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., digest: _Optional[bytes] = ..., num_known: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class PromptChunk(_message.Message):
     __slots__ = ("slot", "start", "tokens", "is_last")

@@ -125,8 +125,8 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Prepare(self, request, context):
-        """The grammar worker alone: compiles a grammar, which steps may take some time for otherwise. INVALID_ARGUMENT says
-        what is wrong with it.
+        """The grammar worker alone: compiles a grammar, which commands then name by its digest. INVALID_ARGUMENT says what is
+        wrong with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

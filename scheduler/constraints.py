@@ -12,10 +12,12 @@ from __future__ import annotations
 import enum
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from slipstream.common.errors import DeadlineExceededError, InternalError, SlipstreamError, UnavailableError
 from slipstream.common.wire.layout import GRAMMAR_GIVEN_FENCES, GRAMMAR_OWN_FENCES, GrammarShape
+from slipstream.common.wire.sequence import grammar_digest
 from slipstream.common.wire.step import FenceName, GrammarRow, Role, StepCommand
 from slipstream.common.wire.worker import GrammarRegion
 from slipstream.scheduler.waiting_queue import MOST_HELD
@@ -32,13 +34,42 @@ if TYPE_CHECKING:
     from slipstream.scheduler.records import SentStep, Sequence, SlotLease, Step, StepResult
 
 MOST_ASKED = 2 * MOST_HELD
-"""Grammars of the last sequences whose answers are kept: more than those that are asked for at a time."""
+"""Compilations that are known: more than sequences wait for at a time."""
 MOST_LOST = 6
 """Grammar workers that may be lost in a row while a sequence runs, without a token of it: then it fails."""
 
 TOKEN_S = 5e-6
 """Time that a worker may take for each token that a command brings it, beside the timeout: with sequences that go on
 after a loss all their output arrives, perhaps of many at once. It takes less than a microsecond."""
+
+
+class CompileState(enum.Enum):
+    """The state of a compilation."""
+
+    ASKED = "asked"
+    OVER = "over"
+    """The worker has answered."""
+    DROPPED = "dropped"
+    """No sequence waits for it."""
+
+
+@dataclass(slots=True, eq=False)
+class Compilation:
+    """A grammar that a worker is asked to compile, before the first sequence with it starts."""
+
+    grammar: str
+    state: CompileState = CompileState.ASKED
+    """Written by the listener; by the loop, too, for one that it forgets."""
+    fault: SlipstreamError | None = None
+    """Why the grammar cannot be compiled."""
+    waiting: dict[tuple[int, int], Sequence] = field(default_factory=dict)
+    """The sequences that wait for it, written by the loop."""
+
+    def drop_if_unwanted(self) -> bool:
+        """Drops it if all the sequences are over, as those are that were cancelled; returns whether it is dropped."""
+        if all(sequence.is_over for sequence in list(self.waiting.values())):
+            self.state = CompileState.DROPPED
+        return self.state is CompileState.DROPPED
 
 
 class GrammarState(enum.Enum):
@@ -72,8 +103,6 @@ class GrammarWorker:
         self.state = GrammarState.ACTIVE
         self.last_step = 0
         """The last step of verify that refers to it."""
-        self.prepared: dict[str, SlipstreamError | None] = {}
-        """Grammars that it was asked to compile, once it has, with the reason why it could not. Read by the loop."""
         self._own: Arena = device.create_arena(shape.own_specs(), GRAMMAR_OWN_FENCES, on_host=True)
         try:
             self._given: Arena = device.create_arena(shape.given_specs(), GRAMMAR_GIVEN_FENCES, on_host=True)
@@ -99,8 +128,8 @@ class GrammarWorker:
 class ConstraintsListener(Protocol):
     """Gets what becomes of grammar workers, on the loop's thread; must return at once."""
 
-    def wants(self, worker: GrammarWorker, grammar: str) -> None:
-        """Called for a grammar that the worker is to compile, once."""
+    def wants(self, worker: GrammarWorker, compilation: Compilation) -> None:
+        """Called for a grammar that the worker is to compile."""
         ...
 
     def lost(self, worker: GrammarWorker, reason: str) -> None:
@@ -144,8 +173,8 @@ class Constraints:
         self._log = log
         self._offered: deque[GrammarWorker] = deque()
         self._leaving: tuple[GrammarWorker, ...] = ()
-        self._asked: deque[str] = deque()
-        """Grammars that the active worker was asked to compile, the last MOST_ASKED."""
+        self._asked: dict[str, Compilation] = {}
+        """By grammar, those that the active worker was asked for, the last MOST_ASKED."""
         self._given: dict[int, _Given] = {}
         """By slot."""
 
@@ -165,12 +194,16 @@ class Constraints:
             return False
         if active is None:
             return True
-        if grammar not in self._asked:
+        asked = self._asked.get(grammar)
+        if asked is None or asked.state is CompileState.DROPPED:
+            self._asked.pop(grammar, None)
             if len(self._asked) == MOST_ASKED:
-                active.prepared.pop(self._asked.popleft(), None)
-            self._asked.append(grammar)
-            self._told.wants(active, grammar)
-        return grammar not in active.prepared
+                self._asked.pop(next(iter(self._asked))).state = CompileState.DROPPED
+            self._asked[grammar] = asked = Compilation(grammar, waiting={sequence.key: sequence})
+            self._told.wants(active, asked)
+        elif asked.state is CompileState.ASKED:
+            asked.waiting[sequence.key] = sequence
+        return asked.state is not CompileState.OVER
 
     def fault_of(self, sequence: Sequence) -> SlipstreamError | None:
         """Why a sequence cannot be run; None if it can, or may be later."""
@@ -180,7 +213,8 @@ class Constraints:
             return InternalError(f"{MOST_LOST} grammar workers were lost while this sequence ran")
         if self.active is None:
             return self.problem
-        return self.active.prepared.get(sequence.spec.grammar)
+        asked = self._asked.get(sequence.spec.grammar)
+        return None if asked is None else asked.fault
 
     def command(self, step: Step, ops: FenceOps, consumed: int) -> StepCommand:
         """Makes the active worker's command of a step. `consumed`: the last step that was."""
@@ -283,7 +317,7 @@ class Constraints:
         self._given[slot] = _Given(worker, sequence.lease, num_tokens)
         return GrammarRow(
             slot=slot,
-            grammar="" if is_known else sequence.spec.grammar,
+            digest=b"" if is_known else grammar_digest(sequence.spec.grammar),
             num_known=num_known,
             tokens=committed.read(slot, first + num_known, first + num_tokens),
             num_draft_tokens=num_draft_tokens,

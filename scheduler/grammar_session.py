@@ -23,7 +23,7 @@ from slipstream.common.errors import (
 )
 from slipstream.common.host import name_this_thread
 from slipstream.common.wire.layout import GrammarShape
-from slipstream.scheduler.constraints import GrammarState, GrammarWorker
+from slipstream.scheduler.constraints import CompileState, GrammarState, GrammarWorker
 from slipstream.scheduler.metrics import GRAMMAR_LOSSES
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from slipstream.common.device.interface import Device
+    from slipstream.scheduler.constraints import Compilation
     from slipstream.scheduler.epoch import Epoch
     from slipstream.scheduler.link import Link
 
@@ -66,7 +67,7 @@ class GrammarSession:
         self._epoch: Epoch | None = None
         self._workers: tuple[GrammarWorker, ...] = ()
         """Those that are not detached."""
-        self._wanted: deque[tuple[GrammarWorker, str]] = deque()
+        self._wanted: deque[tuple[GrammarWorker, Compilation]] = deque()
         self._due, self._wait_s = 0.0, FIRST_S
         self._attached_at, self._after_loss_s = 0.0, FIRST_S
         self._is_stopped = self._is_busy = self._is_changed = False
@@ -105,9 +106,9 @@ class GrammarSession:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not (self._is_busy or self._workers), LONGEST_S)
 
-    def wants(self, worker: GrammarWorker, grammar: str) -> None:
+    def wants(self, worker: GrammarWorker, compilation: Compilation) -> None:
         with self._changed:
-            self._wanted.append((worker, grammar))
+            self._wanted.append((worker, compilation))
             self._changed.notify_all()
 
     def lost(self, worker: GrammarWorker, reason: str) -> None:
@@ -164,7 +165,7 @@ class GrammarSession:
     def _work(self, epoch: Epoch | None) -> None:
         for worker in self._left():
             self._detach(worker, epoch)
-        while self._wanted:
+        if self._wanted:
             self._prepare(*self._wanted.popleft())
         if epoch is not None and self._until_try_s() == 0.0:
             self._try(epoch)
@@ -228,18 +229,21 @@ class GrammarSession:
             raise
         return worker
 
-    def _prepare(self, worker: GrammarWorker, grammar: str) -> None:
-        try:
-            worker.link.prepare(grammar)
-        except UnavailableError:
-            return  # it is lost, which its link says
-        except InvalidArgumentError as error:
-            worker.prepared[grammar] = error
-        except SlipstreamError as error:
-            # No other answer follows, and nothing else would end the wait of its sequences.
-            worker.prepared[grammar] = InternalError(f"the grammar worker did not compile the grammar: {error}")
-        else:
-            worker.prepared[grammar] = None
+    def _prepare(self, worker: GrammarWorker, compilation: Compilation) -> None:
+        if worker.state is not GrammarState.ACTIVE:
+            return
+        if not compilation.drop_if_unwanted():
+            try:
+                worker.link.prepare(compilation.grammar)
+            except UnavailableError:
+                return  # it is lost, which its link says
+            except InvalidArgumentError as error:
+                compilation.fault = error
+            except SlipstreamError as error:
+                # No other answer follows, and nothing else would end the wait of its sequences.
+                compilation.fault = InternalError(f"the grammar worker did not compile the grammar: {error}")
+            compilation.state = CompileState.OVER
+        # Another sequence may have come for one that is dropped.
         self._wake()
 
     def _detach(self, worker: GrammarWorker, epoch: Epoch | None) -> None:

@@ -5,6 +5,7 @@ A client's job has a sequence for each output that it asks for.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -39,7 +40,13 @@ MAX_LISTED_IDS = 256
 """Most token ids with a bias, and most masked ones: they are a row of a table of this width."""
 MAX_GRAMMAR_CHARACTERS = 2**20
 """Longest serialised grammar of a sequence, in characters."""
+
 _MAX_TOKEN_ID = 2**31 - 1
+
+
+def grammar_digest(grammar: str) -> bytes:
+    """Returns the name of a serialised grammar in the commands of steps, which bring many at once after a loss."""
+    return hashlib.sha256(grammar.encode()).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

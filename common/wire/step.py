@@ -113,8 +113,8 @@ class GrammarRow:
     """A slot with a constraint in a step, for the grammar worker."""
 
     slot: int
-    grammar: str = ""
-    """In llguidance's serialised form, for a sequence that the worker does not know; else empty."""
+    digest: bytes = b""
+    """The grammar's, see `grammar_digest`, for a sequence that the worker does not know; else empty."""
     num_known: int = 0
     """Tokens of the output that earlier commands had; 0 for such a sequence."""
     tokens: tuple[int, ...] = ()

@@ -111,7 +111,8 @@ class StepMasks:
         """Makes them, and stamps them. Returns how many."""
         arrays, rows = self._arrays, []
         for row in command.grammar_rows:
-            matcher = self._advanced(row, command)
+            if (matcher := self._advanced(row, command)) is None:
+                continue
             drafts = arrays.copied_tokens[row.slot, : row.num_draft_tokens].clip(0, self._vocab_size - 1).tolist()
             rows.append((row.slot, matcher, drafts))
         failed = self._filler.fill(rows)
@@ -123,14 +124,19 @@ class StepMasks:
     def rows_read(self, slots: list[int], step: int) -> list[int]:
         """The rows of the results that the masks of these slots took tokens from in a step, which was made last."""
         ring = len(self._arrays.num_accepted)
-        return sorted({before % ring for slot in slots for before in self.slots[slot].steps if before != step})
+        known = [self.slots[slot] for slot in slots if slot in self.slots]
+        return sorted({before % ring for output in known for before in output.steps if before != step})
 
     def _advanced(self, row: pb.GrammarRow, command: pb.StepCommand) -> Any:
-        """The matcher of a slot after all tokens of the steps before."""
+        """The matcher of a slot after all tokens of the steps before; None if its grammar is not there any more."""
         arrays = self._arrays
-        if row.grammar:
-            self.slots[row.slot] = SlotMatcher(self._grammars.matcher(row.grammar))
-        output = self.slots[row.slot]
+        if row.digest:
+            matcher = self._grammars.matcher(row.digest)
+            self.slots.pop(row.slot, None)
+            if matcher is not None:
+                self.slots[row.slot] = SlotMatcher(matcher)
+        if (output := self.slots.get(row.slot)) is None:
+            return None
         end = output.take(KnownTokens(row.num_known, row.tokens))
         output.steps = [step for step in output.steps if step > command.consumed]
         for step in output.steps:

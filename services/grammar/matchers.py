@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import CheckpointError, InvalidArgumentError, MismatchError
 from slipstream.common.grammars import load_grammar_tokenizer, new_matcher
+from slipstream.common.wire.sequence import grammar_digest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MOST_KEPT = 256
-"""Compiled grammars that are kept."""
+"""Compiled grammars that are kept beside one for each slot, whose prompt may take long."""
 
 
 def load_tokenizer(directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
@@ -30,33 +31,36 @@ def load_tokenizer(directory: Path, vocab_size: int, eos_token_ids: Sequence[int
 
 
 class Grammars:
-    """Compiled grammars by their serialised form; of more than MOST_KEPT the least recently used go. Any thread."""
+    """Compiled grammars by digest; of too many the least recently used go. Any thread."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
+        self.most_kept = MOST_KEPT
         self._tokenizer = tokenizer
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
     def compile(self, grammar: str) -> None:
         """Compiles a grammar, for `matcher`. Raises InvalidArgumentError with the library's reason."""
-        self.matcher(grammar)
-
-    def matcher(self, grammar: str) -> LLMatcher:
-        """Returns a matcher at the beginning of an output. Raises InvalidArgumentError with the library's reason."""
-        with self._lock:
-            if (found := self._compiled.get(grammar)) is not None:
-                self._compiled.move_to_end(grammar)
-                return found.deep_copy()
+        digest = grammar_digest(grammar)
+        if self.matcher(digest) is not None:
+            return
         # Without the lock: it may take a second.
         try:
             made = new_matcher(self._tokenizer, grammar)
         except ValueError as error:
             raise InvalidArgumentError.described("grammar", str(error)) from None
         with self._lock:
-            self._compiled[grammar] = made
-            while len(self._compiled) > MOST_KEPT:
+            self._compiled[digest] = made
+            while len(self._compiled) > self.most_kept:
                 self._compiled.popitem(last=False)
-        return made.deep_copy()
+
+    def matcher(self, digest: bytes) -> LLMatcher | None:
+        """Returns a matcher at the beginning of an output; None for a grammar that was not compiled, or is gone."""
+        with self._lock:
+            if (found := self._compiled.get(digest)) is None:
+                return None
+            self._compiled.move_to_end(digest)
+            return found.deep_copy()
 
 
 class KnownTokens(NamedTuple):

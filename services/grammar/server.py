@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLExecutor
 
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, MismatchError, StaleEpochError
+from slipstream.common.grammars import MAX_COMPILE_STACK_BYTES
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
@@ -21,7 +23,7 @@ from slipstream.common.wire.step import PROTOCOL_VERSION, Role
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.grammar.epoch import GrammarEpoch
-from slipstream.services.grammar.matchers import Grammars, load_tokenizer
+from slipstream.services.grammar.matchers import MOST_KEPT, Grammars, load_tokenizer
 from slipstream.services.grammar.metrics import MASK_SECONDS, MASKS
 
 if TYPE_CHECKING:
@@ -37,12 +39,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_RECEIVE_BYTES = 64 * 2**20
-"""Most bytes of a command: it may have many sequences with their grammars."""
+"""Most bytes of a command: it may have many sequences with their outputs."""
 STOP_GRACE_S = 0.2
 
 
 async def run_grammar_worker(config: GrammarConfig, listener: Listener, metrics_port: int, metrics_host: str) -> int:
     """Serves until a signal; returns the exit status."""
+    # Of this process's threads: the library follows rules that refer to one another by recursion.
+    threading.stack_size(4 * MAX_COMPILE_STACK_BYTES)
     registry = make_registry()
     with ExitStack() as held:
         signals = held.enter_context(ShutdownSignals())
@@ -106,6 +110,7 @@ class GrammarServicer(pb_grpc.WorkerServicer):
         # An attachment without a stream lost its scheduler between Attach and Execute.
         self.close()
         grammars = await self._grammars_for(request.peer)
+        grammars.most_kept = MOST_KEPT + request.num_slots
         loop = asyncio.get_running_loop()
         outgoing = self._outgoing = _Outgoing()
 

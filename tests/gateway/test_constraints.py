@@ -225,6 +225,7 @@ ENDLESS: list[dict[str, Any]] = [
     {"json_schema": {"allOf": [{"anyOf": [{"minLength": a} for a in range(10)]} for _ in range(8)]}},
     {"choice": ["a" * MAX_CONSTRAINT_CHARACTERS, "b"]},
     {"json_schema": {"description": "a" * 4_000_000}},
+    {"grammar": "start: A0\n" + "\n".join(f'A{n}: "a" (A{n + 1} | "b{n}")' for n in range(1700)) + '\nA1700: "c"'},
     {"grammar": "start: " + "(" * 50_000 + '"a"' + ")" * 50_000},
     {"regex": "(" * 50_000 + "a" + ")" * 50_000},
 ]

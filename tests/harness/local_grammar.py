@@ -35,8 +35,8 @@ class LocalGrammar:
         self.links: list[LocalGrammarLink] = []
         self.on_step: Callable[[GrammarEpoch, pb.StepCommand], bool] = lambda epoch, command: True
         """Called on the worker's thread before each step; False does nothing of it."""
-        self.on_prepare: dict[str, SlipstreamError] = {}
-        """Errors in place of the answers for some grammars."""
+        self.on_prepare: Callable[[str], None] = lambda grammar: None
+        """Called with a grammar before it is compiled; may raise what is answered."""
         self.max_attachments = 100
 
     def link(self) -> LocalGrammarLink:
@@ -97,8 +97,7 @@ class LocalGrammarLink:
 
     def prepare(self, grammar: str) -> None:
         assert self._grammars is not None
-        if (error := self._grammar.on_prepare.get(grammar)) is not None:
-            raise error
+        self._grammar.on_prepare(grammar)
         self._grammars.compile(grammar)
 
     def send(self, command: StepCommand) -> None:

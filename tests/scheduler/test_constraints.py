@@ -6,6 +6,7 @@ import asyncio
 import enum
 import json
 import re
+import threading
 import time
 from collections import Counter
 from contextlib import asynccontextmanager
@@ -22,7 +23,7 @@ from slipstream.common.errors import DeadlineExceededError, InternalError, Inval
 from slipstream.common.wire.events import EventLog, StreamName
 from slipstream.common.wire.job import FinishReason
 from slipstream.common.wire.layout import BufferName
-from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
+from slipstream.common.wire.sequence import MAX_GRAMMAR_CHARACTERS, SamplingParams, SequenceSpec, grammar_digest
 from slipstream.common.wire.step import FenceName, StepCommand
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker import epoch as worker_epoch
@@ -33,6 +34,7 @@ from slipstream.services.worker.masks import GrammarMasks
 from tests.harness.inline_device import InlineDevice
 from tests.harness.local_grammar import LocalGrammar
 from tests.harness.scheduler_server import Gateway, served_scheduler
+from tests.harness.waiting import until
 from tests.ordering.replay import Replay, read_log
 from tests.scheduler.test_ragged_drafts import chosen_at_random
 
@@ -262,7 +264,7 @@ async def test_a_grammar_worker_has_time_for_the_output_of_sequences_that_go_on(
     grammar = LocalGrammar()
 
     def on_step(epoch: GrammarEpoch, command: pb.StepCommand) -> bool:
-        time.sleep(0.3 * sum(len(row.tokens) for row in command.grammar_rows if row.grammar))
+        time.sleep(0.3 * sum(len(row.tokens) for row in command.grammar_rows if row.digest))
         return True
 
     grammar.on_step = on_step
@@ -319,6 +321,66 @@ async def test_another_grammar_worker_goes_on(
     assert grammar.num_attached >= 3
 
 
+async def test_commands_do_not_grow_with_grammars(target: RoleEngine, plain: list[list[int]], tmp_path: Path) -> None:
+    """After a loss one brings those of all sequences."""
+    word = 'start: "def " NAME "(self):"\nNAME: /[a-z_]{3,9}/\n// '
+    long = LLMatcher.grammar_from_lark(word + "x" * (MAX_GRAMMAR_CHARACTERS - 200))
+    grammar, sizes = LocalGrammar(), list[int]()
+    misbehave(grammar, Loss.DIES, 4)
+    on_step = grammar.on_step
+
+    def watch(epoch: GrammarEpoch, command: pb.StepCommand) -> bool:
+        sizes.append(command.ByteSize())
+        return on_step(epoch, command)
+
+    grammar.on_step = watch
+    async with served(tmp_path, target, grammar=grammar, grammar_timeout_ms=2e4) as gateway:
+        assert await gateway.run(*8 * [replace(SPECS[3], grammar=long)]) == 8 * [plain[3]]
+    assert max(sizes) < 2000
+
+
+async def test_a_grammar_that_the_worker_has_not_kept_costs_that_worker(
+    target: RoleEngine, plain: list[list[int]], tmp_path: Path
+) -> None:
+    grammar, forgotten = LocalGrammar(), list[int]()
+
+    def on_step(epoch: GrammarEpoch, command: pb.StepCommand) -> bool:
+        if epoch.number not in forgotten and len(forgotten) < 2:
+            forgotten.append(epoch.number)
+            epoch._masks._grammars._compiled.clear()
+        return True
+
+    grammar.on_step = on_step
+    async with served(tmp_path, target, grammar=grammar, grammar_timeout_ms=2e4) as gateway:
+        assert await gateway.run(*SPECS) == plain
+    assert grammar.num_attached == 3
+
+
+async def test_what_is_cancelled_before_its_turn_is_not_compiled(
+    target: RoleEngine, plain: list[list[int]], tmp_path: Path
+) -> None:
+    grammar, may_go_on, asked = LocalGrammar(), threading.Event(), list[str]()
+
+    def on_prepare(grammar: str) -> None:
+        asked.append(grammar)
+        assert may_go_on.wait(60)
+
+    grammar.on_prepare = on_prepare
+    async with served(tmp_path, target, grammar=grammar, slots=2, grammar_timeout_ms=2e4) as gateway:
+        (first,) = await gateway.submit(SPECS[3])
+        await until(lambda: asked == [IS_WORD])
+        grammars = [LLMatcher.grammar_from_regex(f"a{{{number}}}") for number in range(1, 101)]
+        cancelled = await gateway.submit(*(replace(SPECS[1], grammar=one) for one in grammars))
+        again, kept = await gateway.submit(replace(SPECS[1], grammar=grammars[0]), SPECS[1])
+        await gateway.cancel(*cancelled)
+        await gateway.until(lambda: {*cancelled} <= {*gateway.ends})
+        may_go_on.set()
+        await gateway.until(lambda: {first, again, kept} <= {*gateway.ends})
+        assert [gateway.outputs[first], gateway.outputs[kept]] == [plain[3], plain[1]]
+        assert text_of(gateway.outputs[again]) == "a"
+    assert asked == [IS_WORD, grammars[0], IS_DATE]
+
+
 async def test_a_grammar_worker_that_is_lost_while_nothing_runs_is_replaced(
     target: RoleEngine, plain: list[list[int]], tmp_path: Path
 ) -> None:
@@ -361,7 +423,12 @@ async def test_a_grammar_worker_that_cannot_say_whether_a_grammar_makes_sense_ho
     target: RoleEngine, plain: list[list[int]], tmp_path: Path, error: SlipstreamError
 ) -> None:
     grammar = LocalGrammar()
-    grammar.on_prepare = {IS_WORD: error}
+
+    def on_prepare(grammar: str) -> None:
+        if grammar == IS_WORD:
+            raise error
+
+    grammar.on_prepare = on_prepare
     async with served(tmp_path, target, grammar=grammar) as gateway:
         wrong, right = await gateway.submit(SPECS[3], SPECS[1])
         await gateway.until(lambda: right in gateway.ends and wrong in gateway.refused)
@@ -378,7 +445,7 @@ async def test_a_sequence_that_loses_worker_after_worker_fails_and_others_run(
     grammar = LocalGrammar()
 
     def on_step(epoch: GrammarEpoch, command: pb.StepCommand) -> bool:
-        if any(row.grammar == IS_WORD for row in command.grammar_rows):
+        if any(row.digest == grammar_digest(IS_WORD) for row in command.grammar_rows):
             if loss is Loss.DIES:
                 grammar.links[-1].die()
             elif loss is Loss.LIES:
@@ -401,7 +468,7 @@ async def test_a_matcher_that_fails_ends_its_sequence_and_no_other(
 
     def on_step(epoch: GrammarEpoch, command: pb.StepCommand) -> bool:
         for row in command.grammar_rows:
-            if row.grammar == IS_WORD:
+            if row.digest == grammar_digest(IS_WORD):
                 words.add(row.slot)
             elif row.slot in words:
                 words.remove(row.slot)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 import pytest
+from llguidance import LLMatcher
 
 from slipstream import bundled
 from slipstream.common.wire.step import Role
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from tests.harness.worker_processes import Client
 
 pytestmark = pytest.mark.timeout(120)
+
+DEEP = LLMatcher.grammar_from_lark(
+    "start: A0\n" + "\n".join(f'A{number}: "a" (A{number + 1} | "b{number}")' for number in range(900)) + '\nA900: "c"'
+)
+"""The gateway takes it."""
 
 
 class GrammarProcess:
@@ -42,7 +48,8 @@ class GrammarProcess:
 
     def _started(self) -> subprocess.Popen[bytes]:
         command = ("-P", "-m", "slipstream.services.grammar_main", "--listen", self.address, "--log-level", "WARNING")
-        return subprocess.Popen((sys.executable, *command))
+        # With the stack that some hosts give threads.
+        return subprocess.Popen(("sh", "-c", 'ulimit -s 2048 && exec "$@"', "sh", sys.executable, *command))
 
     def kill(self) -> None:
         """Kills it."""
@@ -76,6 +83,7 @@ async def test_outputs_go_on_when_the_process_is_killed_or_stopped(tmp_path: Pat
             await client.served()
             expected = await client.run(*map(Job, SPECS))
             check(expected)
+            await client.run(Job(replace(SPECS[0], job_id="deep", grammar=DEEP)))
             jobs = [Job(replace(one, job_id=f"{number}-{one.job_id}")) for number in range(4) for one in SPECS]
             running = asyncio.create_task(client.run(*jobs))
             for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
