@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONTROL = "nvidia-cuda-mps-control"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 START_TIMEOUT_S = 15.0
 COMMAND_TIMEOUT_S = 10.0
 POLL_S = 0.05
@@ -66,11 +67,22 @@ class MpsDaemon:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         # In the foreground and bound to us: a daemon that detaches itself would outlive an `up` that is killed.
         with (self._log_dir / "control.log").open("wb") as log:
-            self._process = start_bound((control, "-f"), log, self.environment)
+            self._process = start_bound((control, "-f"), log, self._directories)
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Variables that make a process a client of this daemon, and by which the control program finds it."""
+        """Variables that make a process a client of this daemon.
+
+        A daemon that sees only some GPUs numbers them anew, from 0: clients name GPUs by these numbers.
+        """
+        visible = os.environ.get(VISIBLE_DEVICES, "").split(",")
+        if not all(number.strip().isdigit() for number in visible):
+            return self._directories  # None is named, or by UUID, which holds on both sides.
+        return {**self._directories, VISIBLE_DEVICES: ",".join(map(str, range(len(visible))))}
+
+    @property
+    def _directories(self) -> Mapping[str, str]:
+        """Variables by which the control program finds the daemon."""
         return {"CUDA_MPS_PIPE_DIRECTORY": str(self._pipe_dir), "CUDA_MPS_LOG_DIRECTORY": str(self._log_dir)}
 
     async def command(self, text: str) -> str:
@@ -80,7 +92,7 @@ class MpsDaemon:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **self.environment},
+            env={**os.environ, **self._directories},
         )
         try:
             async with asyncio.timeout(COMMAND_TIMEOUT_S):

@@ -255,9 +255,9 @@ class JournalFile:
                 output = _with_checksum(number, step, None, change.output)
                 execute("INSERT OR IGNORE INTO outputs VALUES (?, ?, ?, ?, ?)", output)
             case Saved():
-                output = _with_checksum(number, change.since, change.ended_ns, change.output)
-                query = "UPDATE outputs SET since = ?2, ended_ns = ?3, output = ?4, checksum = ?5 WHERE number = ?1"
-                execute(query, output)
+                _, *values = _with_checksum(number, change.since, change.ended_ns, change.output)
+                query = "UPDATE outputs SET since = ?, ended_ns = ?, output = ?, checksum = ? WHERE number = ?"
+                execute(query, (*values, number))
             case Forgotten():
                 execute("DELETE FROM jobs WHERE number = ?", (number,))
                 execute("DELETE FROM outputs WHERE number = ?", (number,))

@@ -49,6 +49,16 @@ async def test_serves_as_long_as_the_context(directory: Path) -> None:
     assert children() == before
 
 
+@pytest.mark.parametrize(("visible", "seen"), [("1", "0"), ("3, 1", "0,1"), ("GPU-8f", None), ("", None)])
+async def test_clients_name_the_gpus_that_the_daemon_sees_by_its_numbers(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, visible: str, seen: str | None
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    async with mps_daemon(MpsMode.ON, directory) as daemon:
+        assert daemon is not None
+        assert daemon.environment.get("CUDA_VISIBLE_DEVICES") == seen
+
+
 async def test_lets_a_client_go_before_it_is_killed(directory: Path) -> None:
     async with mps_daemon(MpsMode.ON, directory) as daemon:
         assert daemon is not None
