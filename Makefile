@@ -7,6 +7,8 @@ CLIENTS := $(VENV)/.clients
 PIP_ARGS ?=
 # Three processes of tests, as some tests wait; each takes over tests of the others when it has no more of its own.
 PYTEST_ARGS ?= --numprocesses 3 --dist worksteal
+# The tests start hundreds of processes, which would each compile what they import.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo test test-all check protos images clean
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "scripts" / "job_path.py"
-MAX_FILES = 70
+MAX_FILES, MAX_LINES = 66, 22_000
 
 
 @pytest.mark.slow
@@ -24,6 +24,7 @@ def test_a_job_enters_few_files() -> None:
     by_service = {name: [file for file, users in report["files"].items() if name in users] for name in _CORE}
     assert all(core in by_service[name] for name, core in _CORE.items()), "every process was traced"
     assert report["num_files"] <= MAX_FILES, "\n".join(report["files"])
+    assert report["num_lines"] <= MAX_LINES
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from tests.harness.paged_model import CPU, PagedModel, random_tokens
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.sampled_module(30)
+pytestmark = pytest.mark.sampled_module(20)
 
 WINDOW = 7
 """Less than a chunk, and no multiple of a page."""

@@ -144,7 +144,7 @@ def test_lost_epochs_leave_nothing_behind(role: Role, tmp_path: Path, thread: Li
 
         lose_epochs(5)
         before = held_by(worker)
-        lose_epochs(20)
+        lose_epochs(12)
         check_it_holds_no_more_than(before, worker)
 
 

@@ -58,6 +58,7 @@ def test_where_steps_are_long_only_small_ones_are_measured(monkeypatch: pytest.M
     assert seconds < BUDGET_S
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make_device", [HostDevice, InlineDevice])
 @pytest.mark.parametrize("algorithm", ["ngram", "eagle3"])
 def test_an_epoch_that_chooses_draft_tokens_begins_with_what_steps_cost(

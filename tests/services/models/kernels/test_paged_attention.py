@@ -18,7 +18,7 @@ from tests.services.models.kernels.attention_case import TOLERANCES, AttentionCa
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-pytestmark = pytest.mark.sampled_module(14)
+pytestmark = pytest.mark.sampled_module(10)
 
 FAR = 2**62
 
