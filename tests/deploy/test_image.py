@@ -61,7 +61,7 @@ def test_the_builder_gets_all_that_the_package_is_made_of() -> None:
         folder = ROOT.joinpath(folders[first], *package.split(".")[2:])
         patterns = {"*.py", *project["tool"]["setuptools"]["package-data"]["*"]}
         patterns |= set(project["tool"]["setuptools"]["package-data"].get(package, ()))
-        files = {file for pattern in patterns for file in folder.glob(pattern)}
+        files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
         assert files, package
         needed += [str(file.relative_to(ROOT)) for file in files]
     assert [path for path in needed if not is_let_through(path)] == []

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(120)
 NUM_JOBS = 6
 MAX_NEW_TOKENS = 100
-NUM_WRITES = 1000
+NUM_WRITES = 300
 
 
 @pytest.mark.sampled(1)

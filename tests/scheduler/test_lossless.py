@@ -12,7 +12,7 @@ from tests.harness.leaks import nothing_left
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import make_jobs
 
-pytestmark = pytest.mark.sampled_module(7)
+pytestmark = pytest.mark.sampled_module(5)
 
 WAYS = [
     *(Way(run_ahead=run_ahead) for run_ahead in (0, 1, 2)),

@@ -18,7 +18,7 @@ from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import SAMPLINGS
 
-pytestmark = pytest.mark.sampled_module(3)
+pytestmark = pytest.mark.sampled_module(2)
 
 
 def jobs_that_begin_alike(seed: int, count: int = 14, *, longest_output: int = 23) -> list[Job]:

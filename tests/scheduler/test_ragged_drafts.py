@@ -50,7 +50,7 @@ def chosen_at_random(monkeypatch: pytest.MonkeyPatch, *, rests: float = 0.0) -> 
     return made
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("draft", DRAFTS[1:])
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_tokens_are_those_of_plain_decoding_with_every_drafter(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from slipstream.services.worker.engine import RoleEngine
 
-pytestmark = pytest.mark.sampled_module(3)
+pytestmark = pytest.mark.sampled_module(2)
 
 BOUNDS = (2, 4)
 NUM_DRAFT_TOKENS = 3
