@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import sys
 import time
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, Self, TextIO, cast
@@ -28,6 +29,8 @@ _STYLES = {
 }
 _FINISHED = (ServiceState.READY, ServiceState.STOPPED, ServiceState.DIED)
 _LOG_INTERVAL_S = 0.2
+_LOADING = re.compile(r"loading: (\d+) % of the weights, ([\d.]+ GB/s)")
+_BAR_COLUMNS = 30
 _NO_READER = (errno.EIO, errno.EPIPE)
 """Errors of a terminal that is gone, and of a pipe without a reader."""
 
@@ -59,9 +62,18 @@ class StateLines:
         """Prints a line for each service that is loading, with the last line of its log if that has any."""
         for name, (state, since) in self._states.items():
             if state is ServiceState.LOADING and name not in self._failing:
-                took, line = time.monotonic() - since, last_log_line(name)
+                took, line = time.monotonic() - since, _with_bar(last_log_line(name))
                 last = f": {line}" if line else ""
                 self._console.print(f"{name}: still loading after {took:.0f} s{last}", highlight=False, markup=False)
+
+
+def _with_bar(line: str) -> str:
+    """Shows how much of the weights is there as a bar, where a log line says it."""
+    found = _LOADING.search(line)
+    if found is None:
+        return line
+    done = _BAR_COLUMNS * int(found[1]) // 100
+    return f"[{'#' * done}{'.' * (_BAR_COLUMNS - done)}] {found[1]} % of the weights, {found[2]}"
 
 
 class LogFollower:

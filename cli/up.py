@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _DRAFT_TIMEOUT_S = 5.0
 """Longest wait, after the start, until a draft takes part."""
-_PROGRESS_S = 10.0
+_PROGRESS_S = 5.0
 """Seconds between two lines that say that a service is still loading."""
 _DRAFT_POLL_S = 0.1
 

@@ -26,6 +26,7 @@ from slipstream.cli.service import ServiceState
 from slipstream.client import AsyncClient, Client
 from slipstream.common.errors import AddressInUseError, UnavailableError
 from slipstream.common.rpc.listener import Listener
+from slipstream.services.models.checkpoint import PROGRESS
 from tests.harness.example_states import STATE
 from tests.harness.planted_faults import PlantedFaults
 from tests.harness.running import leftovers, running, running_up, status, until
@@ -206,10 +207,13 @@ def test_services_that_are_loading_are_said_with_the_end_of_their_logs(monkeypat
     for name, state in (("draft", LOADING), ("verify", LOADING), ("verify", READY), ("gateway", LOADING)):
         lines.on_change(name, state)
     now[0] += 10.2
-    lines.say_progress(lambda name: "[info] 3 of 20" if name == "draft" else "")
-    assert output.getvalue().splitlines()[-2:] == [
+    logs = {"draft": "[info] 3 of 20", "spare": f"[info] {PROGRESS}" % (55, 3.14)}
+    lines.on_change("spare", LOADING)
+    lines.say_progress(lambda name: logs.get(name, ""))
+    assert output.getvalue().splitlines()[-3:] == [
         "draft: still loading after 10 s: [info] 3 of 20",
         "gateway: still loading after 10 s",
+        f"spare: still loading after 0 s: [{'#' * 16}{'.' * 14}] 55 % of the weights, 3.1 GB/s",
     ]
 
 
