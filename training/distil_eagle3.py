@@ -1,5 +1,6 @@
-"""Distil the EAGLE-3 head from the target, on the corpus and on the target's own samples."""
+"""Distil an EAGLE-3 head from a target, on texts: best on such as the target writes."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -7,12 +8,16 @@ import torch
 import typer
 from torch import Tensor
 
+from slipstream.common.errors import CheckpointError, ConfigError
 from slipstream.training import checkpoint
-from slipstream.training.distillation import TEMPERATURE, load_sources, train
+from slipstream.training.distillation import TEMPERATURE, train
 from slipstream.training.eagle3 import Eagle3Head, HeadShape
-from slipstream.training.llama import Llama
+from slipstream.training.llama import LlamaShape
 from slipstream.training.optimizer import Course, OptimizerConfig
-from slipstream.training.run import write_log
+from slipstream.training.run import SavedRun, write_log
+from slipstream.training.teacher import Teacher
+from slipstream.training.texts import read_texts
+from slipstream.training.windows import Windows
 
 DEPTH_WEIGHT = 0.9
 """Weight of each depth's loss, relative to the depth before: a token counts only if those before are accepted."""
@@ -21,24 +26,19 @@ DEPTH_WEIGHT = 0.9
 class Rollout(torch.nn.Module):
     """The loss of a batch: the head is rolled out from every position and compared with the target at each depth."""
 
-    def __init__(self, head: Eagle3Head, teacher: Llama, *, depth: int, overlap_weight: float) -> None:
+    def __init__(self, head: Eagle3Head, *, depth: int, overlap_weight: float) -> None:
         super().__init__()
         self.head = head
         self._depth = depth
         self._overlap_weight = overlap_weight
-        self._teacher = [teacher]  # not a part of what is trained
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """``tokens``: int64 [batch, length]. Returns the loss and each depth's overlap, sum of min(p, q): [depth]."""
-        teacher, depth = self._teacher[0], self._depth
-        with torch.no_grad():
-            states = teacher.states(tokens)
-            fused = torch.cat([states[layer] for layer in self.head.shape.fused_layers], dim=-1)
-            everything = torch.nn.functional.linear(teacher.model.norm(states[-1]), teacher.model.embed_tokens.weight)
-            everything = everything.float() / TEMPERATURE
-            log_p = everything[..., self.head.vocabulary] - everything.logsumexp(-1, keepdim=True)
-            embedded = teacher.model.embed_tokens(tokens)
-        loss, overlaps = torch.zeros((), device=tokens.device), []
+    def forward(self, embedded: Tensor, fused: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+        """``embedded``, ``fused``: see ``Eagle3Head``. ``log_p``: the target's, [batch, length, draft_vocab_size].
+
+        Returns the loss and each depth's overlap, sum of min(p, q): [depth].
+        """
+        depth = self._depth
+        loss, overlaps = torch.zeros((), device=embedded.device), []
         for step, logits in enumerate(self.head(embedded, fused, depth)):
             log_q = (logits.float() / TEMPERATURE).log_softmax(-1)
             log_target = log_p[:, step + 1 : step + 1 + logits.shape[1]]
@@ -55,67 +55,108 @@ def save(head: Eagle3Head, folder: Path) -> None:
     shape, vocabulary = head.shape, head.vocabulary.cpu()
     weights = {name: w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in head.state_dict().items()}
     weights["d2t"] = vocabulary - torch.arange(len(vocabulary))
-    weights["t2d"] = torch.zeros(shape.target.vocab_size, dtype=torch.bool).index_fill(0, vocabulary, True)
+    weights["t2d"] = torch.zeros(shape.layer.vocab_size, dtype=torch.bool).index_fill(0, vocabulary, True)
     checkpoint.save_head(
         weights,
-        shape.target,
+        shape.layer,
         folder,
         architectures=["LlamaForCausalLMEagle3"],
         draft_vocab_size=shape.draft_vocab_size,
         eagle_aux_hidden_state_layer_ids=list(shape.fused_layers),
-        intermediate_size=shape.intermediate_size,
         num_hidden_layers=1,
         tie_word_embeddings=False,
     )
 
 
-def most_frequent(tokens: list[Tensor], count: int, vocab_size: int) -> Tensor:
-    """The ``count`` most frequent token ids of all ``tokens``, ascending: int64."""
-    counts = sum(torch.bincount(part.flatten().cpu(), minlength=vocab_size) / part.numel() for part in tokens)
-    assert isinstance(counts, Tensor), "there are tokens to count"
-    return counts.topk(count).indices.sort().values
+def shape_for(teacher: Teacher, draft_vocab_size: int, intermediate_size: int | None) -> HeadShape:
+    """A head's shape: the target's width, heads and RoPE."""
+    target = teacher.config
+    layer = LlamaShape(
+        hidden_size=target.hidden_size,
+        intermediate_size=intermediate_size or target.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=target.num_heads,
+        num_key_value_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        vocab_size=target.vocab_size,
+        max_position_embeddings=target.max_position_embeddings,
+        rms_norm_eps=target.rms_norm_eps,
+        rope_theta=target.rope.theta,
+    )
+    return HeadShape(
+        layer=layer, draft_vocab_size=min(draft_vocab_size, target.vocab_size), fused_layers=teacher.fused_layers
+    )
+
+
+def most_frequent(tokens: Tensor, count: int, vocab_size: int) -> Tensor:
+    """The ``count`` most frequent token ids, ascending: int64."""
+    return torch.bincount(tokens, minlength=vocab_size).topk(count).indices.sort().values
 
 
 def main(
-    corpus: Annotated[Path, typer.Option(help="Folder with train.npy.")],
-    samples: Annotated[list[Path], typer.Option(help="Rows that the sample command wrote; may be repeated.")],
-    target: Annotated[Path, typer.Option(help="Folder of the target model.")],
-    out: Annotated[Path, typer.Option(help="Folder for the head.")],
-    log: Annotated[Path, typer.Option(help="The training log, JSON.")],
-    steps: Annotated[int, typer.Option(help="Steps of one batch from each source.")] = 8000,
-    minutes: Annotated[float, typer.Option(help="Stop here at the latest; the learning rate follows.")] = 10.0,
-    batch: Annotated[int, typer.Option(help="Sequences of corpus a step; of samples, twice as many tokens.")] = 12,
+    target: Annotated[Path, typer.Option(help="Folder of the target model, of any kind that is served.")],
+    data: Annotated[list[Path], typer.Option(help="Texts: .npy of token ids, .txt or .jsonl; may be repeated.")],
+    out: Annotated[Path, typer.Option(help="Folder for the head, and for the state of a run that is ended.")],
+    log: Annotated[Path | None, typer.Option(help="The training log, JSON; default: in the head's folder.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of one batch.")] = 8000,
+    minutes: Annotated[float, typer.Option(help="Stop here at the latest; the learning rate follows.")] = 600.0,
+    batch: Annotated[int, typer.Option(help="Sequences a step.")] = 4,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
     depth: Annotated[int, typer.Option(help="Tokens of a chain.")] = 5,
+    draft_vocab: Annotated[int, typer.Option(help="Tokens that the head drafts, the most frequent ones.")] = 32_000,
+    intermediate_size: Annotated[int | None, typer.Option(help="Of the head's MLP; default: the target's.")] = None,
     overlap_weight: Annotated[float, typer.Option(help="Weight of 1 - overlap beside KL.")] = 1.0,
-    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 4e-3,
+    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Of weights and order.")] = 0,
     device: Annotated[str, typer.Option(help="PyTorch device.")] = "cuda",
+    load_format: Annotated[str, typer.Option(help="auto; dummy: a target of random weights, to measure.")] = "auto",
+    resume: Annotated[bool, typer.Option(help="Go on with the run whose state is in the head's folder.")] = False,
 ) -> None:
-    """Train the EAGLE-3 head on the target's distributions and write it as bfloat16."""
+    """Train an EAGLE-3 head on the target's distributions and write it as bfloat16."""
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
     where = torch.device(device)
-    text, own = load_sources(corpus, samples, where, batch=batch, seed=seed, samples_per_text=2)
-    teacher = checkpoint.load_for_training(target).eval().requires_grad_(False)
-    shape = HeadShape(target=teacher.shape)
-    vocabulary = most_frequent([text.stream, own.rows], shape.draft_vocab_size, teacher.shape.vocab_size)
-    head = Eagle3Head(shape, teacher, vocabulary).to(where)
+    text = Windows(read_texts(data, target).to(where), length=length, batch=batch, seed=seed)
+    if text.batches_per_epoch < 1:
+        raise ConfigError("data", f"{len(text.stream)} tokens", f"at least {(batch + 2) * length}, for one batch")
+    teacher = Teacher(target, where, load_format=load_format)
+    shape = shape_for(teacher, draft_vocab, intermediate_size)
+    vocabulary = most_frequent(text.stream.cpu(), shape.draft_vocab_size, shape.layer.vocab_size)
+    norm, output = teacher.decoder.norm.weight.detach(), teacher.output_rows(vocabulary)
+    head = Eagle3Head(shape, vocabulary, norm, output, num_positions=length).to(where)
     typer.echo(f"{checkpoint.num_parameters(head)} parameters")
-    rollout = Rollout(head, teacher.to(where), depth=depth, overlap_weight=overlap_weight)
+    rollout = Rollout(head, depth=depth, overlap_weight=overlap_weight)
     compute = torch.compile(rollout, dynamic=False) if where.type == "cuda" else rollout
 
     def compare(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        fused, hidden = teacher.states(tokens)
+        log_p = teacher.log_probabilities(hidden, TEMPERATURE, head.vocabulary)
+        embedded = torch.nn.functional.embedding(tokens, teacher.embedding)
         with torch.autocast(where.type, dtype=torch.bfloat16):
-            loss, overlaps = compute(tokens)
+            loss, overlaps = compute(embedded, fused, log_p)
         return loss, overlaps
 
+    settings = {"batch": batch, "length": length, "depth": depth, "overlap_weight": overlap_weight, "rate": rate}
+    settings |= {"steps": steps, "seed": seed, "parameters": checkpoint.num_parameters(head)}
+    saved = SavedRun(out / "run.pt", settings)
     config = OptimizerConfig(matrix_rate=rate, embedding_rate=rate / 4, weight_decay=0.01)
-    records = train(head, compare, (text, own), Course(steps=steps, minutes=minutes), config)
+    course = Course(steps=steps, minutes=minutes)
+    records = train(head, compare, (text,), course, config, saved, resumes=resume, length=length)
     save(head, out)
-    settings = {"steps": steps, "batch": batch, "length": text.length, "overlap_weight": overlap_weight, "seed": seed}
-    settings |= {"depth": depth, "rate": rate, "parameters": checkpoint.num_parameters(head)}
-    write_log(log, settings | {"sample_rows": len(own.rows)}, records)
+    saved.remove()
+    write_log(log or out / "training.json", settings, records)
+    if records:
+        typer.echo(f"{batch * length * records[-1]['step'] / records[-1]['seconds']:.0f} tokens/s")
+
+
+def command() -> None:
+    """Entry point: a wrong option, file or folder is one line, and status 2."""
+    try:
+        typer.run(main)
+    except (CheckpointError, ConfigError) as error:
+        typer.echo(f"slipstream: {error}", err=True)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command()

@@ -1,6 +1,7 @@
 """Distils a draft: one batch of the corpus and one of the target's own samples in each step."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +11,14 @@ from torch import Tensor, nn
 
 from slipstream.training import checkpoint
 from slipstream.training.optimizer import Course, Optimizer, OptimizerConfig
-from slipstream.training.run import LOG_EVERY_STEPS, Record, steps
+from slipstream.training.run import LOG_EVERY_STEPS, Record, SavedRun, Step, steps
 from slipstream.training.windows import Rows, Windows, load_tokens
 
 TEMPERATURE = 0.8
 """Temperature of the distributions that are compared: drafts are used at about that."""
+
+_NAMES = ("text", "own")
+"""Names of sources in the log."""
 
 LossAndOverlap = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Maps tokens, int64 [batch, length], to the loss, a scalar, and the overlap sum of min(p, q), a scalar or [depth]."""
@@ -41,30 +45,61 @@ def load_sources(
 
 
 def train(
-    student: nn.Module, compare: LossAndOverlap, sources: tuple[Windows, Rows], course: Course, config: OptimizerConfig
+    student: nn.Module,
+    compare: LossAndOverlap,
+    sources: tuple[Windows] | tuple[Windows, Rows],
+    course: Course,
+    config: OptimizerConfig,
+    saved: SavedRun | None = None,
+    *,
+    resumes: bool = False,
+    length: int | None = None,
 ) -> list[Record]:
-    """Train in place, one batch of each source a step; return the log."""
+    """Train in place, one batch of each source a step; return the log. ``length``: of sequences at most.
+
+    ``saved``: takes the run's state now and then, and when it is interrupted; ``resumes``: it has the state of a run
+    that goes on, with the batches that would have followed.
+    """
     optimizer = Optimizer(student, config)
     streams = [source.batches() for source in sources]
+    longest = length or checkpoint.CONTEXT_TOKENS
+    num_done, seconds, log = saved.load(student, optimizer) if saved and resumes else (0, 0.0, [])
 
     def backward() -> list[tuple[Tensor, Tensor]]:
         results = []
         for stream in streams:
-            loss, overlap = compare(next(stream)[:, : checkpoint.CONTEXT_TOKENS])
+            loss, overlap = compare(next(stream)[:, :longest])
             torch.autograd.backward(loss / len(streams))
             results.append((loss.detach(), overlap.detach()))
         return results
 
     backward()  # compile before the clock starts
     student.zero_grad(set_to_none=True)
-    log: list[Record] = []
-    for step in steps(optimizer, course, backward):
-        if step.is_logged:
-            (text_loss, text_overlap), (own_loss, own_overlap) = step.result
-            record: Record = {"step": step.number, "seconds": step.seconds}
-            record |= {"text_loss": text_loss.item(), "text_overlap": text_overlap.tolist()}
-            record |= {"own_loss": own_loss.item(), "own_overlap": own_overlap.tolist()}
-            log.append(record)
-            if step.number % (10 * LOG_EVERY_STEPS) == 0:
-                typer.echo(json.dumps(record))
+    for _ in range(num_done):
+        for stream in streams:
+            next(stream)
+    step, is_terminal = None, sys.stdout.isatty()
+    try:
+        with typer.progressbar(length=course.steps, label="distil") as bar:
+            bar.update(num_done)
+            for step in steps(optimizer, course, backward, num_done, seconds):
+                bar.update(1)
+                if step.is_logged:
+                    log.append(_record(step))
+                    bar.label = f"loss {log[-1]['text_loss']:.3f}"
+                    if step.number % (10 * LOG_EVERY_STEPS) == 0 and not is_terminal:
+                        typer.echo(json.dumps(log[-1]))
+                if saved is not None:
+                    saved.save_now_and_then(student, optimizer, step, log)
+    except KeyboardInterrupt:
+        if saved is not None and step is not None:
+            saved.save(student, optimizer, step, log)
+        raise
     return log
+
+
+def _record(step: Step[list[tuple[Tensor, Tensor]]]) -> Record:
+    record: Record = {"step": step.number, "seconds": step.seconds}
+    for name, (loss, overlap) in zip(_NAMES, step.result, strict=False):
+        record |= {f"{name}_loss": loss.item(), f"{name}_overlap": overlap.tolist()}
+    return record

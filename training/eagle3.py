@@ -5,23 +5,22 @@ last entry whose state is known, the head goes on with its own states; training 
 position at once. ``state_dict()`` has the names of the paper's checkpoints.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.training.llama import MLP, Llama, LlamaShape, RMSNorm, rope_tables, rotate
+from slipstream.training.llama import MLP, LlamaShape, RMSNorm, rope_tables, rotate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """``target`` gives the head its width, heads and RoPE."""
+    """``layer``: the head's own, with the target's width, heads, vocabulary and RoPE."""
 
-    target: LlamaShape
-    intermediate_size: int = 640
-    draft_vocab_size: int = 3584
-    fused_layers: tuple[int, int, int] = (2, 4, 6)
-    """Layers whose inputs are fused. Of the paper's layers 2, n // 2, n - 3 two are the same in this target of six."""
+    layer: LlamaShape
+    draft_vocab_size: int
+    fused_layers: tuple[int, ...]
+    """The target's layers whose inputs are fused."""
 
 
 class ChainAttention(nn.Module):
@@ -92,20 +91,23 @@ class Eagle3Head(nn.Module):
     sin: Tensor
     vocabulary: Tensor
 
-    def __init__(self, shape: HeadShape, target: Llama, vocabulary: Tensor) -> None:
+    def __init__(
+        self, shape: HeadShape, vocabulary: Tensor, norm: Tensor, output: Tensor, *, num_positions: int
+    ) -> None:
         """``vocabulary``: int64 [draft_vocab_size], the target's ids of the draft's, ascending.
 
-        Norm, output and fusion begin as the target's own last step: what its last state says already.
+        Norm, output and fusion begin as the target's own last step, ``norm`` [width] and ``output``
+        [draft_vocab_size, width]: what its last state says already. ``num_positions``: of the texts to train with.
         """
         super().__init__()
-        layer = replace(shape.target, intermediate_size=shape.intermediate_size)
+        layer = shape.layer
         width = layer.hidden_size
         self.shape = shape
         self.fc = nn.Linear(len(shape.fused_layers) * width, width, bias=False)
         self.midlayer = MidLayer(layer)
         self.norm = RMSNorm(width, layer.rms_norm_eps)
         self.lm_head = nn.Linear(width, shape.draft_vocab_size, bias=False)
-        cos, sin = rope_tables(layer.max_position_embeddings, layer.head_dim, layer.rope_theta)
+        cos, sin = rope_tables(num_positions, layer.head_dim, layer.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self.register_buffer("vocabulary", vocabulary, persistent=False)
@@ -114,8 +116,8 @@ class Eagle3Head(nn.Module):
                 nn.init.normal_(weight, std=0.01 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02)
         with torch.no_grad():
             self.fc.weight[:, -width:] += torch.eye(width)
-            self.norm.weight.copy_(target.model.norm.weight)
-            self.lm_head.weight.copy_(target.model.embed_tokens.weight[vocabulary.cpu()])
+            self.norm.weight.copy_(norm)
+            self.lm_head.weight.copy_(output)
 
     def forward(self, embedded: Tensor, fused: Tensor, depth: int) -> list[Tensor]:
         """Logits over the draft's vocabulary, [batch, length - depth, draft_vocab_size] for each depth.

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,6 +43,15 @@ class Optimizer:
         self._rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
         self._clip = config.clip
 
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The state of both."""
+        return [optimizer.state_dict() for optimizer in self._optimizers]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Takes what ``state_dict`` returned."""
+        for optimizer, state in zip(self._optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
     def step(self, factor: float) -> None:
         """Apply the gradients and clear them."""
         torch.nn.utils.clip_grad_norm_(self._parameters, self._clip)
@@ -62,6 +72,10 @@ class Course:
         self.steps = steps
         self.seconds = 60 * minutes
         self._began: float | None = None
+
+    def begin(self, began: float) -> None:
+        """Starts the clock at a moment of the monotonic clock."""
+        self._began = began
 
     def progress(self, step: int) -> float:
         """Share of the run that is done before step number ``step``."""

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
+from torch import nn
+
+from slipstream.common.errors import ConfigError
 from slipstream.training.optimizer import Course, Optimizer
 
 LOG_EVERY_STEPS = 20
@@ -38,10 +42,17 @@ class Step(Generic[Result]):
         return time.monotonic() - self.began
 
 
-def steps(optimizer: Optimizer, course: Course, backward: Callable[[], Result]) -> Iterator[Step[Result]]:
-    """Takes steps until the course is over. ``backward`` leaves the gradients of a step."""
-    began = time.monotonic()
-    number = 0
+def steps(
+    optimizer: Optimizer, course: Course, backward: Callable[[], Result], first: int = 0, seconds: float = 0.0
+) -> Iterator[Step[Result]]:
+    """Takes steps until the course is over. ``backward`` leaves the gradients of a step.
+
+    ``first``, ``seconds``: steps and time of a run that goes on.
+    """
+    began = time.monotonic() - seconds
+    if seconds:
+        course.begin(began)
+    number = first
     while (progress := course.progress(number)) < 1.0:
         result = backward()
         optimizer.step(course.rate_factor(progress))
@@ -53,3 +64,42 @@ def write_log(path: Path, settings: Record, records: list[Record]) -> None:
     """Write settings and records as JSON; make the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"settings": settings, "log": records}) + "\n")
+
+
+class SavedRun:
+    """The file from which a run goes on that was ended: weights, optimizers, steps and log."""
+
+    def __init__(self, path: Path, settings: Record, *, every_s: float = 300.0) -> None:
+        """``settings``: have to be the same when the run goes on."""
+        self._path, self._settings, self._every_s = path, settings, every_s
+        self._saved_at = time.monotonic()
+
+    def load(self, student: nn.Module, optimizer: Optimizer) -> tuple[int, float, list[Record]]:
+        """Fills in weights and optimizers; returns steps, seconds and log. Raises ``ConfigError``."""
+        if not self._path.is_file():
+            raise ConfigError("resume", str(self._path), "the folder of a run that was ended before its last step")
+        saved = torch.load(self._path, weights_only=True)
+        for name, value in self._settings.items():
+            if saved["settings"].get(name) != value:
+                raise ConfigError(name, value, f"{saved['settings'].get(name)}, as the run began")
+        student.load_state_dict(saved["student"])
+        optimizer.load_state_dict(saved["optimizer"])
+        return saved["steps"], saved["seconds"], saved["log"]
+
+    def save(self, student: nn.Module, optimizer: Optimizer, step: Step[Any], log: list[Record]) -> None:
+        """Replaces the file."""
+        state = {"settings": self._settings, "student": student.state_dict(), "optimizer": optimizer.state_dict()}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        part = self._path.with_suffix(".part")
+        torch.save(state | {"steps": step.number, "seconds": step.seconds, "log": log}, part)
+        part.replace(self._path)
+        self._saved_at = time.monotonic()
+
+    def save_now_and_then(self, student: nn.Module, optimizer: Optimizer, step: Step[Any], log: list[Record]) -> None:
+        """Saves every few minutes."""
+        if time.monotonic() - self._saved_at >= self._every_s:
+            self.save(student, optimizer, step, log)
+
+    def remove(self) -> None:
+        """Ends a run: there is nothing to go on with."""
+        self._path.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 from slipstream.training import checkpoint
+from slipstream.training.texts import smallest_dtype
 from slipstream.training.windows import load_tokens
 
 
@@ -37,7 +38,7 @@ def continue_text(
 def main(
     corpus: Annotated[Path, typer.Option(help="Folder with train.npy, where the prefixes come from.")],
     target: Annotated[Path, typer.Option(help="Folder of the target model.")],
-    out: Annotated[Path, typer.Option(help="The sampled rows, uint16 [rows, length], .npy.")],
+    out: Annotated[Path, typer.Option(help="The sampled rows, [rows, length], .npy.")],
     num_tokens: Annotated[int, typer.Option(help="Tokens to sample, prefixes not counted.")] = 3_000_000,
     minutes: Annotated[float, typer.Option(help="Start no further batch after this time.")] = 2.0,
     batch: Annotated[int, typer.Option(help="Rows sampled at once.")] = 4096,
@@ -62,7 +63,7 @@ def main(
         done.append(rows.to(torch.int32).cpu())
         sampled += batch * (length - prefix)
     out.parent.mkdir(parents=True, exist_ok=True)
-    np.save(out, torch.cat(done).numpy().astype(np.uint16))
+    np.save(out, torch.cat(done).numpy().astype(smallest_dtype(model.config.vocab_size)))
     typer.echo(f"{sampled} tokens sampled in {time.monotonic() - began:.1f} s")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def load_tokens(path: Path, device: torch.device) -> Tensor:
-    """Read a file of uint16 token ids as an int32 tensor of the same shape."""
+    """Read a file of token ids as an int32 tensor of the same shape."""
     return torch.from_numpy(np.load(path).astype(np.int32)).to(device)
 
 
