@@ -22,6 +22,9 @@ from slipstream.training.windows import Windows
 DEPTH_WEIGHT = 0.9
 """Weight of each depth's loss, relative to the depth before: a token counts only if those before are accepted."""
 
+STATE = "run.pt"
+"""File in the head's folder from which an ended run goes on."""
+
 
 class Rollout(torch.nn.Module):
     """The loss of a batch: the head is rolled out from every position and compared with the target at each depth."""
@@ -116,6 +119,8 @@ def main(
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
     where = torch.device(device)
+    if not resume and (out / STATE).exists():
+        raise ConfigError("out", str(out), f"a folder without the {STATE} of a run that was ended, or --resume")
     text = Windows(read_texts(data, target).to(where), length=length, batch=batch, seed=seed)
     if text.batches_per_epoch < 1:
         raise ConfigError("data", f"{len(text.stream)} tokens", f"at least {(batch + 2) * length}, for one batch")
@@ -138,7 +143,7 @@ def main(
 
     settings = {"batch": batch, "length": length, "depth": depth, "overlap_weight": overlap_weight, "rate": rate}
     settings |= {"steps": steps, "seed": seed, "parameters": checkpoint.num_parameters(head)}
-    saved = SavedRun(out / "run.pt", settings)
+    saved = SavedRun(out / STATE, settings)
     config = OptimizerConfig(matrix_rate=rate, embedding_rate=rate / 4, weight_decay=0.01)
     course = Course(steps=steps, minutes=minutes)
     records = train(head, compare, (text,), course, config, saved, resumes=resume, length=length)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads for targets of any family and vocabulary: what is written is served, and a run goes on where it ended."""
+"""EAGLE-3 heads for targets of any family and vocabulary: they are served, and a run goes on where it was ended."""
 
 from __future__ import annotations
 
@@ -165,3 +165,5 @@ def test_runs_that_cannot_go_on(
 ) -> None:
     arguments = ["--target", str(target), "--data", str(data), "--out", str(tmp_path), "--resume", "--length", "16"]
     assert "resume" in refused(arguments, monkeypatch, capsys)
+    (tmp_path / "run.pt").touch()
+    assert "out" in refused(arguments[:-3], monkeypatch, capsys)
