@@ -22,13 +22,13 @@ from slipstream.benchmarks.streams import SEED, TEMPERATURE, stream_window
 from slipstream.cli.load_requests import request
 from slipstream.common.errors import ConfigError
 from slipstream.common.settings import setting
-from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.config import SchedulerConfig, parse_number_or_auto
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.experts import Experts
 from slipstream.services.models.head_config import HEADS
 from slipstream.services.models.heads import make_head
-from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.config import Shares, WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -150,6 +150,18 @@ class Plan(DevicePlan):
     shapes: str = setting("llama-3.1-8b,llama-3.2-1b,llama-3.1-8b-mtp", help="Names, separated by commas.")
     batches: str = setting("1,4,8,16,32,64", help="Numbers of concurrent requests.")
     repeats: int = setting(10, help="How often the modes take turns.")
+    accept_by_position: Shares | None = setting(
+        None,
+        help="Shares of accepted draft tokens by position, as of verify's option.",
+        unit="X,X,...",
+        parse=Shares.parse,
+    )
+    draft_tokens: int | None = setting(
+        NUM_DRAFT_TOKENS,
+        help="Draft tokens of each request in each step; auto: as many as pay.",
+        unit="K|auto",
+        parse=parse_number_or_auto,
+    )
     plain: bool = setting(False, help="Without a draft, all shapes in turns.")
     alone: bool = setting(False, help="Only three processes, all shapes in turns.")
 
@@ -196,7 +208,7 @@ class DecodeBenchmark:
         self._plan = plan
         self._bandwidth = bandwidth
         dtype = torch.bfloat16 if plan.device == "cuda" else torch.float32
-        self._bytes = StepBytes.of(setup, num_draft_tokens=NUM_DRAFT_TOKENS, dtype=dtype)
+        self._bytes = StepBytes.of(setup, num_draft_tokens=plan.draft_tokens or NUM_DRAFT_TOKENS, dtype=dtype)
 
     def serve(self, mode: str) -> AbstractAsyncContextManager[Served]:
         """Serves in a mode."""
@@ -204,12 +216,14 @@ class DecodeBenchmark:
 
     @asynccontextmanager
     async def _processes(self, *, has_draft: bool) -> AsyncIterator[Served]:
-        verify, draft = self._setup.verify_options, self._setup.draft_options
+        verify, draft = self._setup.accepting(self._plan.accept_by_position), self._setup.draft_options
         async with Stack(device=self._plan.device) as stack:
             if has_draft:
                 await asyncio.gather(stack.worker("verify", **verify), stack.worker("draft", **draft))
             else:
-                await stack.worker("verify", **{**verify, "simulate_accept_length": None})
+                await stack.worker(
+                    "verify", **verify | {"simulate_accept_length": None, "simulate_accept_by_position": None}
+                )
             async with stack.scheduler("draft" if has_draft else None, **self._scheduler) as served:
                 yield served
 
@@ -220,7 +234,7 @@ class DecodeBenchmark:
         async with Stack() as stack:
             address = stack.socket("one")
             settings = InProcessSettings(
-                verify=WorkerConfig(**self._setup.verify_options, **device),
+                verify=WorkerConfig(**self._setup.accepting(self._plan.accept_by_position), **device),
                 draft=WorkerConfig(**self._setup.draft_options, **device),
                 scheduler=SchedulerConfig(verify=address, draft=address, **self._scheduler, **device),
             )
@@ -231,7 +245,7 @@ class DecodeBenchmark:
     @property
     def _scheduler(self) -> dict[str, Any]:
         return {
-            "fixed_draft_tokens": NUM_DRAFT_TOKENS,
+            "fixed_draft_tokens": self._plan.draft_tokens,
             "slots": max(self._plan.sizes),
             "context_tokens": self._setup.context_tokens,
             "max_batched_tokens": min(2048, self._setup.context_tokens),
@@ -257,6 +271,8 @@ class DecodeBenchmark:
             "mode": mode,
             "batch": batch,
             "repeat": repeat,
+            "fixed_draft_tokens": self._plan.draft_tokens,
+            "accept_by_position": self._plan.accept_by_position,
             "step_ms": whole.mean_ms(whole.step_s),
             "draft_ms": whole.mean_ms(whole.draft_s),
             "verify_ms": whole.mean_ms(whole.verify_s),

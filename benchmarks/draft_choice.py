@@ -17,6 +17,8 @@ import numpy as np
 from slipstream.benchmarks.runner import Names, Row, Table, benchmark, load, told
 from slipstream.common.settings import Settings, setting
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
+from slipstream.common.wire.step import EVEN_DRAFT_TOKENS, RowTokens
+from slipstream.common.wire.worker import StepCost
 from slipstream.scheduler.batch import Batch
 from slipstream.scheduler.draft_choice import DraftChoice
 from slipstream.scheduler.records import DraftKV, Sequence, Step, StepResult, most_tokens
@@ -29,12 +31,12 @@ if TYPE_CHECKING:
 
     from slipstream.scheduler.records import ChooseDraftTokens
 
-MOST = 10
+MOST = 15
 FEW = 16
 """Batches of fewer sequences make four times as many steps."""
-UNIFORM = 4
-"""K, where all sequences have that or none: a fixed number, and `auto`, on a GPU."""
-FIXED = (0, 1, 2, 3, 4, 5, 7, 10)
+UNIFORM = (0, *EVEN_DRAFT_TOKENS)
+"""Numbers, where all sequences of a step have as many, as on a GPU."""
+FIXED = (0, 1, 2, 3, 4, 5, 7, 10, 15)
 BATCHES = ("1", "4", "16", "64", "256")
 CURVES = {"math": 0.87, "chat": 0.76, "hard text": 0.45}
 """Share of drafted tokens that are accepted after those before them: of published lengths (SpecForge), about."""
@@ -115,8 +117,8 @@ class Server:
     rng: np.random.Generator
     num_draft_tokens: int | None = None
     """None chooses."""
-    is_ragged: bool = True
-    """False chooses K for all sequences or none, as where workers run graphs of one size."""
+    rows: RowTokens = RowTokens.RAGGED
+    """EVEN chooses as many for all sequences, as where workers run graphs by rows."""
     most: int = MOST
 
     def __post_init__(self) -> None:
@@ -127,15 +129,25 @@ class Server:
             chunk_tokens=2048,
             num_draft_tokens=self.most,
             run_ahead=1,
-            is_ragged=True,
+            row_tokens=self.rows,
         )
         self._batch, self._queue, self._num_added = Batch(sizes), WaitingQueue(2 * self.num_rows), 0
         self._queue.open(1)
         self.choice = DraftChoice(sizes.num_slots, self.most)
+        self._measure()
         self._shares = np.zeros(sizes.num_slots)
         self._sent: list[tuple[Step, float, float, bool]] = []
         """Steps under way, with their time, verify's part of it, and whether it says what decoding takes."""
         self._way_back, self._was_mixed = 0, False
+
+    def _measure(self) -> None:
+        """Has the choice begin with what workers measure when they are attached."""
+        rows = [1 << power for power in range(self.num_rows.bit_length() + 1)]
+        sizes, costs = list(product(rows, range(self.most + 1))), self.costs
+        verify = [(*size, costs.verify_s(size[0], size[0] * (size[1] + 1))) for size in sizes]
+        draft = [(*size, costs.rest_s(*size, is_kept=True)) for size in sizes]
+        self.choice.costs.begin(StepCost(rows, count, round(1e9 * seconds)) for rows, count, seconds in verify)
+        self.choice.joined(StepCost(rows, count, round(1e9 * seconds)) for rows, count, seconds in draft)
 
     def run(self, num_steps: int) -> float:
         """Makes steps; returns tokens per second."""
@@ -168,7 +180,11 @@ class Server:
             choose, is_alone = self.choice.choose, self.choice.decodes_alone()
         draft = DraftKV(attachment=1) if num_draft_tokens else DraftKV()
         step = self._batch.next_step(
-            num_draft_tokens, decodes_first=is_alone, is_ragged=self.is_ragged, draft=draft, choose=choose
+            num_draft_tokens,
+            decodes_first=is_alone,
+            evens=self.rows.evens(num_draft_tokens),
+            draft=draft,
+            choose=choose,
         )
         if step is not None:
             self.choice.sending(decodes=bool(step.decoded.slots), takes_prompts=bool(step.chunks))
@@ -218,7 +234,7 @@ def sample(plan: ChoicePlan, costs: MeasuredCosts, batch: int, curve: str) -> Ro
         "best_fixed": best,
         "ratio": chosen / rates[best],
         "gain": chosen / rates[0],
-        "uniform_ratio": rate(is_ragged=False, most=UNIFORM) / max(rates[0], rates[UNIFORM]),
+        "uniform_ratio": rate(rows=RowTokens.EVEN, most=UNIFORM[-1]) / max(rates[fixed] for fixed in UNIFORM),
         "fixed": {f"K = {fixed}": tokens for fixed, tokens in rates.items()},
     }
 

@@ -20,6 +20,8 @@ from slipstream.bundled import eagle3_dir, eagle_dir, mtp_dir, standalone_dir, t
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from slipstream.services.worker.config import Shares
+
 NONE, STANDALONE, EAGLE3, EAGLE, MTP, NGRAM = "none", "standalone", "eagle3", "eagle", "mtp", "ngram"
 STANDALONE_AUTO, EAGLE3_AUTO = "standalone_auto", "eagle3_auto"
 """Drafts that rest where plain decoding is faster."""
@@ -112,7 +114,13 @@ class Setup:
     @property
     def verify_options(self) -> dict[str, Any]:
         """Options of the verify service, which accepts by chance."""
-        return {"model": self.target, "load_format": self.load_format, "simulate_accept_length": ACCEPT_LENGTH}
+        return self.accepting(None)
+
+    def accepting(self, shares: Shares | None) -> dict[str, Any]:
+        """The same with these shares of accepted tokens by position; None: with ACCEPT_LENGTH."""
+        length = None if shares else ACCEPT_LENGTH
+        simulated = {"simulate_accept_by_position": shares, "simulate_accept_length": length}
+        return {"model": self.target, "load_format": self.load_format, **simulated}
 
     @property
     def draft_options(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.service_options import LogSettings, ServiceOptions
 from slipstream.common.settings import Settings, arguments, duration, setting, shared
+from slipstream.common.wire.step import RowTokens
 from slipstream.door.config import NOT_OF_A_DOOR, DoorConfig, FormSettings
 from slipstream.gateway.config import LISTEN, GatewayConfig, GatewaySettings, gateway_name
 from slipstream.scheduler.config import SchedulerConfig, ServingSettings
@@ -146,11 +147,11 @@ class UpConfig(
         # Prompt lookup's settings are for the draft of a later swap, too.
         lookup = {} if name == "draft" and models.algorithm == NGRAM else PROMPT_LOOKUP
         if name == "verify":
-            width = self.scheduler.draft_tokens(is_ragged=False) + 1 if self.deterministic else None
+            width = self.scheduler.draft_tokens(RowTokens.WHOLE) + 1 if self.deterministic else None
             return shared(WorkerConfig, self, model=models.target, deterministic_width=width, **lookup)
         target = None if models.algorithm == STANDALONE else models.target
         chosen = {"model": models.draft, "algorithm": models.algorithm, "target": target}
-        alone = {"simulate_accept_length": None, "tensor_parallel_size": 1}
+        alone = {"simulate_accept_length": None, "simulate_accept_by_position": None, "tensor_parallel_size": 1}
         return shared(WorkerConfig, self, **alone, **chosen, **lookup)
 
     @property

@@ -67,8 +67,8 @@ class DraftAttachment:
         self.shape = shape
         self.num_draft_tokens = shape.num_draft_tokens
         """K."""
-        is_ragged = description.takes_ragged_steps
-        self.traits = DraftTraits(is_present=True, reads_hidden=shape.hidden_width > 0, takes_ragged_steps=is_ragged)
+        reads_hidden = shape.hidden_width > 0
+        self.traits = DraftTraits(is_present=True, reads_hidden=reads_hidden, row_tokens=description.row_tokens)
         self.kv = DraftKV(
             number,
             is_paged=description.has_paged_kv,

@@ -151,15 +151,15 @@ class Batch:
         *,
         decodes_first: bool = False,
         mixes: bool = True,
-        is_ragged: bool = False,
+        evens: tuple[int, ...] | None = None,
         draft: DraftKV = NO_DRAFT,
         choose: ChooseDraftTokens = most_tokens,
     ) -> Step | None:
         """The next step, or None if there is nothing to do: decodes all that can, and takes in prompts beside.
 
         `num_draft_tokens`: K of the draft that takes part; 0 decodes plainly. `decodes_first`: what can decode does so
-        alone. `mixes`: False if this draft cannot take part in steps that do both. `is_ragged`: True if each sequence
-        may have its own number of draft tokens. `draft`: takes part, and drafts. `choose`: see `ChooseDraftTokens`.
+        alone. `mixes`: False if this draft cannot take part in steps that do both. `evens`, `choose`: see
+        `ChooseDraftTokens`; None: only K. `draft`: takes part, and drafts.
         """
         if draft != self._prompts.draft:
             self._prompts.draft, self._decoding = draft, None
@@ -169,7 +169,7 @@ class Batch:
         decoding = self._decoding_with(num_draft_tokens)
         if not self._prompts.sequences and not decoding.decoded.slots:
             return None
-        decoding = self._with_draft_tokens(decoding, choose, is_ragged=is_ragged)
+        decoding = self._with_draft_tokens(decoding, choose, (num_draft_tokens,) if evens is None else evens)
         step = self._make_step(decoding, decodes_first=decodes_first, mixes=mixes and self.sizes.mixes)
         if step.yielding.slots:
             self.accounts.lengths.begin(step.yielding.rows, step.most_more)
@@ -349,13 +349,13 @@ class Batch:
             decoding = self._find_decoding(num_draft_tokens)
         return decoding
 
-    def _with_draft_tokens(self, decoding: Step, choose: ChooseDraftTokens, *, is_ragged: bool) -> Step:
+    def _with_draft_tokens(self, decoding: Step, choose: ChooseDraftTokens, evens: tuple[int, ...]) -> Step:
         """The same step with as many draft tokens for each sequence as are chosen, at most those that it may have."""
         if not decoding.most_draft_tokens:
             return decoding
-        counts, last, found = choose(decoding.decoded, decoding.most_more - 1, is_ragged=is_ragged), *self._chosen
+        counts, last, found = choose(decoding.decoded, decoding.most_more - 1, evens=evens), *self._chosen
         if last is not decoding or not np.array_equal(counts + 1, found.most_more):
-            found = decoding.with_draft_tokens(counts, is_ragged=is_ragged)
+            found = decoding.with_draft_tokens(counts, evens=evens)
             self._chosen = decoding, found
         return found
 

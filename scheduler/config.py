@@ -8,6 +8,7 @@ from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.address import parse_address
 from slipstream.common.settings import Settings, duration, setting
+from slipstream.common.wire.step import EVEN_DRAFT_TOKENS, RowTokens
 
 DISPATCH_TOGETHER = "together"
 DISPATCH_ACKNOWLEDGED = "acknowledged"
@@ -18,10 +19,16 @@ AUTO = "auto"
 MOST_DRAFT_TOKENS = 15
 """The largest K: a row of a step then has 16 tokens."""
 DEFAULT_DRAFT_TOKENS = 4
-"""K where no number is given and all rows of a step have K draft tokens or none, as on a GPU."""
+"""K of a draft that drafts K tokens for all or none, where no number is given."""
+AUTO_DRAFT_TOKENS = {
+    RowTokens.WHOLE: DEFAULT_DRAFT_TOKENS,
+    RowTokens.EVEN: EVEN_DRAFT_TOKENS[-1],
+    RowTokens.RAGGED: MOST_DRAFT_TOKENS,
+}
+"""K where no number is given."""
 DRAFT_TOKENS_HELP = (
     "Most tokens drafted for a request in a step: each step has as many for each request as are fastest, 0 included. "
-    f"auto: {MOST_DRAFT_TOKENS}; on a GPU {DEFAULT_DRAFT_TOKENS}, as all requests of a step have K there, or none."
+    f"auto: {MOST_DRAFT_TOKENS}; on a GPU {EVEN_DRAFT_TOKENS[-1]}, as all requests of a step have as many there."
 )
 _DAY_S = 86_400
 
@@ -171,13 +178,9 @@ class SchedulerConfig(ServingSettings, heading="Scheduler"):
         None, help="Debugging: log accesses to shared memory there, for the happens-before checker.", unit="DIR"
     )
 
-    def draft_tokens(self, *, is_ragged: bool) -> int:
-        """K of a draft for which a swap has named no number, and the most that it may name.
-
-        `is_ragged`: whether each row of a step may have its own number of draft tokens.
-        """
-        given = self.fixed_draft_tokens or self.num_draft_tokens
-        return given or (MOST_DRAFT_TOKENS if is_ragged else DEFAULT_DRAFT_TOKENS)
+    def draft_tokens(self, row_tokens: RowTokens) -> int:
+        """K of a draft for which a swap has named no number, and the most that it may name."""
+        return self.fixed_draft_tokens or self.num_draft_tokens or AUTO_DRAFT_TOKENS[row_tokens]
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the field."""
@@ -189,7 +192,7 @@ class SchedulerConfig(ServingSettings, heading="Scheduler"):
             parse_address(self.grammar, field="grammar")
         if self.fixed_draft_tokens is not None and self.num_draft_tokens is not None:
             raise ConfigError("fixed_draft_tokens", self.fixed_draft_tokens, "none with --num-draft-tokens")
-        if (self.swapped_draft_tokens or 0) > (most := self.draft_tokens(is_ragged=True)):
+        if (self.swapped_draft_tokens or 0) > (most := self.draft_tokens(RowTokens.RAGGED)):
             raise ConfigError("swapped_draft_tokens", self.swapped_draft_tokens, f"1 to {most}")
         if self.device == "cpu" and self.fence != "auto":
             raise ConfigError("fence", self.fence, "auto on a CPU")

@@ -15,6 +15,7 @@ after every MIXED_STEPS, or after each until everything was tried once; the last
 from __future__ import annotations
 
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -84,7 +85,8 @@ class DraftChoice:
         self._on_rest = on_rest
         self._most = num_draft_tokens
         """K of the draft that took part last."""
-        self._is_ragged = False
+        self._evens: tuple[int, ...] = ()
+        """See `ChooseDraftTokens`."""
         self._saved_s = 0.0
         """Seconds that trials may lose."""
         self._step = 0
@@ -135,11 +137,12 @@ class DraftChoice:
             if self._num_alone >= ALONE_STEPS:
                 self._num_mixed = 0
 
-    def choose(self, slots: StepSlots, most: Counts, *, is_ragged: bool) -> Counts:
+    def choose(self, slots: StepSlots, most: Counts, *, evens: tuple[int, ...]) -> Counts:
         """Implements `ChooseDraftTokens`."""
-        self._most, self._is_ragged = int(most.max()), is_ragged
+        self._most, self._evens = int(most.max()), evens
         if not self.costs.knows_drafts:
-            return np.minimum(most, FIRST_TOKENS) if is_ragged else most
+            first = [even for even in evens if even <= FIRST_TOKENS] or evens[:1] or (FIRST_TOKENS,)
+            return np.minimum(most, first[-1])
         self._step += 1
         survivals = self._survivals(slots, most)
         evenly = self._evenly(survivals)
@@ -148,7 +151,7 @@ class DraftChoice:
         kept = _Option(KEPT, len(most), self.costs.undrafted(KEPT, len(most)))
         options = [kept, *evenly.values()]
         best = max(options, key=lambda option: option.rate)
-        if is_ragged and (likely := self._most_likely(survivals)).rate > best.rate:
+        if not evens and (likely := self._most_likely(survivals)).rate > best.rate:
             best = likely
         if self._trial_left:
             self._trial_left -= 1
@@ -225,11 +228,16 @@ class DraftChoice:
     def _evenly(self, survivals: Floats) -> dict[int, _Option]:
         """By the length of the chain: as many tokens for each sequence, if it may have them."""
         rows, most = len(survivals), self._most
-        chosen = np.count_nonzero(survivals, axis=0).cumsum() if self._is_ragged else np.full(most, rows * most)
-        tokens = rows + survivals.sum(axis=0).cumsum()
-        seconds = self.costs.chains(rows, most) + self.costs.verify(rows, (rows + chosen).astype(np.float64))
-        options = {at + 1: _Option(at + 1, float(tokens[at]), float(seconds[at])) for at in range(most)}
-        return options if self._is_ragged else {most: options[most]}
+        # Not those that are longer than any sequence may have, but for the shortest of them.
+        lengths = np.arange(1, most + 1)
+        if self._evens:
+            lengths = np.array([even for before, even in pairwise((0, *self._evens)) if before < most])
+        tokens = rows + survivals.sum(axis=0).cumsum()[np.minimum(lengths, most) - 1]
+        chosen = rows * lengths if self._evens else np.count_nonzero(survivals, axis=0).cumsum()
+        chains = self.costs.chains(rows, int(lengths[-1]))[lengths - 1]
+        seconds = chains + self.costs.verify(rows, (rows + chosen).astype(np.float64))
+        numbers = zip(lengths.tolist(), tokens.tolist(), seconds.tolist(), strict=True)
+        return {length: _Option(length, *of_length) for length, *of_length in numbers}
 
     def _most_likely(self, survivals: Floats) -> _Option:
         """The best with the most likely tokens, whichever sequences they belong to."""

@@ -200,8 +200,8 @@ class Epoch:
 
     def sizes_of(self, draft: WorkerDescription, num_draft_tokens: int | None) -> DraftSizes:
         """The sizes of a draft of this epoch. `num_draft_tokens`: see `DraftTarget`."""
-        is_ragged = self.sizes.batch.is_ragged and draft.takes_ragged_steps
-        most = num_draft_tokens or self._config.draft_tokens(is_ragged=is_ragged)
+        row_tokens = min(self.sizes.batch.row_tokens, draft.row_tokens)
+        most = num_draft_tokens or self._config.draft_tokens(row_tokens)
         return draft_sizes(draft, min(most, draft.max_draft_tokens or most))
 
     def close(self, *, drain: bool) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from slipstream.common.wire.step import PrefillChunk, SlotUpdate, StepCommand
+from slipstream.common.wire.step import PrefillChunk, RowTokens, SlotUpdate, StepCommand
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -79,8 +79,8 @@ class DraftTraits:
     is_present: bool
     reads_hidden: bool = False
     """True if it reads the target's hidden states."""
-    takes_ragged_steps: bool = False
-    """True if the rows of a step may have different numbers of its draft tokens."""
+    row_tokens: RowTokens = RowTokens.WHOLE
+    """How the numbers of its draft tokens in a step's rows may differ."""
 
 
 class DraftKV(NamedTuple):
@@ -354,15 +354,15 @@ class Step(NamedTuple):
         """Mask of the slots of draft's decode part."""
         return self.decoded.mask if self.is_kept else 0
 
-    def with_draft_tokens(self, counts: Counts, *, is_ragged: bool = True) -> Step:
+    def with_draft_tokens(self, counts: Counts, *, evens: tuple[int, ...] = ()) -> Step:
         """The same step with so many draft tokens for each that decodes. Without any, draft only takes in the stash.
 
-        Where it cannot be ragged, K are drafted for all if for any, and as many as are its own may be accepted.
+        `evens`: see `ChooseDraftTokens`; as many are drafted for all, and as many as are its own may be accepted.
         """
         most = int(counts.max(initial=0))
-        if most and not is_ragged:
-            most = self.most_draft_tokens
-        drafted = counts.tolist() if is_ragged else [most] * len(counts)
+        if most and evens:
+            most = next(even for even in evens if even >= most)
+        drafted = [most] * len(counts) if evens else counts.tolist()
         return self._replace(
             num_draft_tokens=tuple(drafted) if most else (),
             most_draft_tokens=most,
@@ -408,15 +408,16 @@ class Step(NamedTuple):
 class ChooseDraftTokens(Protocol):
     """Chooses the numbers of draft tokens of a step that a draft takes part in."""
 
-    def __call__(self, slots: StepSlots, most: Counts, *, is_ragged: bool) -> Counts:
+    def __call__(self, slots: StepSlots, most: Counts, *, evens: tuple[int, ...]) -> Counts:
         """Returns the number for each of `slots`, from 0 to its `most`: [slots] each; an array that does not change.
 
-        `is_ragged`: False if it is to be 0 for all or `most` for all, as all rows of the step have K then.
+        `evens`: all rows of a step have 0 or one of these, of which each slot has up to its `most`; empty where each
+        may have its own number.
         """
         ...
 
 
-def most_tokens(slots: StepSlots, most: Counts, *, is_ragged: bool) -> Counts:
+def most_tokens(slots: StepSlots, most: Counts, *, evens: tuple[int, ...]) -> Counts:
     """Implements `ChooseDraftTokens`: as many as there may be."""
     return most
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import ConfigError, OutOfMemoryError
 from slipstream.common.host import host_bytes
+from slipstream.common.wire.step import RowTokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,8 +47,8 @@ class BatchSizes:
     """Token budget of a step that also decodes, measured by verify. None: same as `chunk_tokens`."""
     doubling_context: int | None = None
     """Context length from which a prompt token costs two tokens of such a budget, measured by verify. None: never."""
-    is_ragged: bool = False
-    """Whether verify takes steps whose rows have different numbers of draft tokens."""
+    row_tokens: RowTokens = RowTokens.WHOLE
+    """How the numbers of draft tokens of a step's rows may differ, by verify's word."""
     mixes: bool = True
     """Whether a step may both decode and take in prompts; if not, they take turns."""
 
@@ -194,10 +195,10 @@ class EpochSizes:
             num_pages=0,
             page_tokens=page_tokens,
             chunk_tokens=min(chunk_tokens, context),
-            num_draft_tokens=config.draft_tokens(is_ragged=workers.verify.takes_ragged_steps),
+            num_draft_tokens=config.draft_tokens(workers.verify.row_tokens),
             run_ahead=config.run_ahead,
             has_prefix_cache=not config.no_prefix_cache,
-            is_ragged=workers.verify.takes_ragged_steps,
+            row_tokens=workers.verify.row_tokens,
             mixes=workers.verify.takes_mixed_steps,
         )
         needed = sizes.pages_for(context) + 1

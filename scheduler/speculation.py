@@ -265,11 +265,11 @@ class Speculation:
 
     def _made(self, draft: Draft | None, *, decodes_first: bool) -> tuple[Step | None, Draft | None]:
         """Makes a step that this draft takes part in: drafted if the draft is active, else plain and stashed for it."""
-        num_draft_tokens, kv, mixes, is_ragged, choice = 0, NO_DRAFT, True, False, self._choice
+        num_draft_tokens, kv, mixes, evens, choice = 0, NO_DRAFT, True, None, self._choice
         if draft is not None:
             traits = draft.attachment.traits
             mixes = self._mixes_heads or not traits.reads_hidden
-            is_ragged = self._batch.sizes.is_ragged and traits.takes_ragged_steps
+            evens = min(self._batch.sizes.row_tokens, traits.row_tokens).evens(draft.num_draft_tokens)
             if draft is self.active:
                 num_draft_tokens, kv = draft.num_draft_tokens, draft.attachment.kv
         if choice is not None and (draft is not None or self.resting is not None):
@@ -278,7 +278,7 @@ class Speculation:
             num_draft_tokens,
             decodes_first=decodes_first,
             mixes=mixes,
-            is_ragged=is_ragged,
+            evens=evens,
             draft=kv,
             choose=most_tokens if choice is None else choice.choose,
         )

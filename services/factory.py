@@ -74,6 +74,7 @@ def make_verify(config: WorkerConfig, device: Device, metrics_port: int, *, crew
         model,
         description,
         simulate_accept_length=config.simulate_accept_length,
+        simulate_accept_by_position=config.simulate_accept_by_position or (),
         deterministic_width=config.deterministic_width,
     )
 
@@ -266,6 +267,7 @@ def _describe(
         has_paged_kv=True,
         takes_mixed_steps=role is Role.VERIFY and config.deterministic_width is None,
         takes_ragged_steps=device.has_stream_threads,
+        takes_even_steps=config.deterministic_width is None,
         model=_name(config, model),
         memory=needed_for_work(model, dtype),
         pid=os.getpid(),
@@ -281,6 +283,8 @@ def _name(config: WorkerConfig, model: ModelConfig) -> str:
     notes += [] if config.load_format != LoadFormat.DUMMY.value else ["random weights"]
     if config.simulate_accept_length is not None:
         notes.append(f"accept length simulated: {config.simulate_accept_length:g}")
+    if config.simulate_accept_by_position is not None:
+        notes.append(f"acceptance simulated: {config.simulate_accept_by_position}")
     return model_name(config.directory) + (f" ({', '.join(notes)})" if notes else "")
 
 

@@ -15,12 +15,34 @@ FINAL_NORM = 2**32 - 1
 """Among the layers whose inputs a draft reads: the output of the target's final norm."""
 
 
+EVEN_DRAFT_TOKENS = (1, 2, 4, 7)
+"""Numbers of draft tokens for which workers have graphs beside those for K: few, as each takes memory and time."""
+
+
 class Role(enum.Enum):
     """The role of a worker."""
 
     DRAFT = "draft"
     VERIFY = "verify"
     GRAMMAR = "grammar"
+
+
+class RowTokens(enum.IntEnum):
+    """How the numbers of draft tokens of a step's rows may differ, the least first."""
+
+    WHOLE = 1
+    """All rows have K, or all have 0."""
+    EVEN = 2
+    """All rows have as many: K, 0, or one of EVEN_DRAFT_TOKENS below K."""
+    RAGGED = 3
+    """Each row has its own number, 0 to K."""
+
+    def evens(self, num_draft_tokens: int) -> tuple[int, ...]:
+        """The numbers above 0 that all rows of a step may have, K the last of them; empty where each has its own."""
+        if self is RowTokens.RAGGED:
+            return ()
+        few = EVEN_DRAFT_TOKENS if self is RowTokens.EVEN else ()
+        return (*(number for number in few if number < num_draft_tokens), num_draft_tokens)
 
 
 class FenceName(enum.IntEnum):

@@ -23,6 +23,7 @@ from slipstream.common.wire.step import (
     GrammarRow,
     PrefillChunk,
     Role,
+    RowTokens,
     SlotUpdate,
     StepCommand,
     WaitPlace,
@@ -96,6 +97,8 @@ class WorkerDescription:
     """True if a step of this verify may decode and take in prompts."""
     takes_ragged_steps: bool = False
     """True if the rows of a step may have different numbers of draft tokens; else all have 0, or all have K."""
+    takes_even_steps: bool = False
+    """True if all rows of a step may have one of EVEN_DRAFT_TOKENS below K; see `RowTokens`."""
     has_scheduler: bool = False
     """True if a scheduler has its stream of commands."""
     shared_weight_bytes: int = 0
@@ -104,6 +107,13 @@ class WorkerDescription:
     """Verify: True if it applies the masks of a grammar worker."""
     weights: Manifest | None = None
     """Verify: the embedding and output that it lends to drafts; None if it lends nothing."""
+
+    @property
+    def row_tokens(self) -> RowTokens:
+        """How the numbers of draft tokens of a step's rows may differ."""
+        if self.takes_ragged_steps:
+            return RowTokens.RAGGED
+        return RowTokens.EVEN if self.takes_even_steps else RowTokens.WHOLE
 
     @property
     def torch_dtype(self) -> torch.dtype:

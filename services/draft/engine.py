@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART
-from slipstream.common.wire.step import FenceName, WaitPlace
+from slipstream.common.wire.step import FenceName, RowTokens, WaitPlace
 from slipstream.common.wire.worker import Measurements
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.future_map import NextStepState
-from slipstream.services.worker.graphs import GRAPHED_MODES, at_once, batch_buckets, capture_buckets, with_padding
+from slipstream.services.worker.graphs import (
+    GRAPHED_MODES,
+    at_once,
+    batch_buckets,
+    capture_buckets,
+    few_buckets,
+    with_padding,
+)
 from slipstream.services.worker.rehearsal import rehearse_drafting, rehearse_prompts
 from slipstream.services.worker.slots import FlatChunks, SamplingMode, check_draft_tokens
 from slipstream.services.worker.step_costs import measure_costs
@@ -107,8 +115,7 @@ class DraftEngine:
         if command.catches_up and reads_hidden and command.chunks:
             accepted = "none to catch up with, for a draft that reads hidden states"
             raise InvalidArgumentError("chunks", len(command.chunks), accepted)
-        num_draft_tokens, is_ragged = state.attachment.shape.num_draft_tokens, self.description.takes_ragged_steps
-        check_draft_tokens(command, num_draft_tokens, is_ragged=is_ragged)
+        check_draft_tokens(command, state.attachment.shape.num_draft_tokens, self.description.row_tokens)
         signals = {point.fence for point in command.ops.signals}
         phases = []
         if command.slots or FenceName.DRAFT_PROPOSED in signals:
@@ -154,51 +161,50 @@ def _nothing() -> None:
 class DraftGraphs:
     """The decode parts of an epoch as graphs: from the stash to the tokens, the whole chain in one.
 
-    Those that only take in the stash have graphs of their own. These are for all ways to sample, as no token of theirs
-    is used.
+    Those that only take in the stash, with 0 tokens, are for all ways to sample, as no token of theirs is used.
     """
 
     def __init__(self, drafter: Drafter, state: EpochState, graphed: GraphedStep) -> None:
         self._drafter = drafter
         self._state = state
         self._graphed = graphed
-        sizes = batch_buckets(state.attachment.shape.num_slots - 1)
-        self._made: dict[SamplingMode, Buckets[GraphedPart]] = {
-            mode: at_once(capture_buckets(f"draft, {mode.name.lower()}", sizes, partial(self._make, mode)))
-            for mode in GRAPHED_MODES
-        }
-        make = partial(self._make, SamplingMode.NOISE, num_draft_tokens=0)
-        self._taking_in = at_once(capture_buckets("draft, taking in the stash", sizes, make))
+        shape = state.attachment.shape
+        row_tokens = RowTokens.EVEN if state.attachment.chooses_draft_tokens else RowTokens.WHOLE
+        counts = row_tokens.evens(shape.num_draft_tokens)
+        kinds = [*product(reversed(counts), GRAPHED_MODES), (0, SamplingMode.NOISE)]
+        self._made = {kind: self._capture(*kind, is_few=0 < kind[0] < shape.num_draft_tokens) for kind in kinds}
+        """By the number of draft tokens and the way to sample."""
 
     def propose(self, command: StepCommand) -> None:
         """Stream work: a decode part, its stamps included."""
         mode, num_rows = self._state.slots.sampling_mode(command.slots), len(command.slots)
-        graphs = self._made.get(mode)
-        if graphs is not None and not command.most_draft_tokens:
-            graphs = self._taking_in
+        most = command.most_draft_tokens
+        takes_in_only = not most and mode in GRAPHED_MODES
+        graphs = self._made.get((most, SamplingMode.NOISE if takes_in_only else mode))
         made = None if graphs is None else graphs.get(num_rows)
         if made is not None:
             made.replay(self._state.region, command)
             return
         self._graphed.stamp_start()
         rows = self._graphed.slots[:num_rows]
-        propose(self._drafter, self._state, command.step, rows, mode, command.most_draft_tokens)
+        propose(self._drafter, self._state, command.step, rows, mode, most)
         self._graphed.stamp_end()
 
     def padding_step(self, num_rows: int, num_draft_tokens: int) -> Callable[[], None] | None:
         """Returns the stream work of a step of padding rows; None if there are no graphs of it. Nothing must run."""
-        if num_draft_tokens not in (0, self._state.attachment.shape.num_draft_tokens):
-            return None
-        graphs = self._made[SamplingMode.NOISE] if num_draft_tokens else self._taking_in
-        made = graphs.get(num_rows)
+        graphs = self._made.get((num_draft_tokens, SamplingMode.NOISE))
+        made = None if graphs is None else graphs.get(num_rows)
         self._graphed.clear()
         return None if made is None else made.work
 
-    def _make(self, mode: SamplingMode, size: int, *, num_draft_tokens: int | None = None) -> GraphedPart:
-        """`num_draft_tokens`: None: K."""
+    def _capture(self, num_draft_tokens: int, mode: SamplingMode, *, is_few: bool) -> Buckets[GraphedPart]:
+        most_rows = self._state.attachment.shape.num_slots - 1
+        sizes = few_buckets(most_rows) if is_few else batch_buckets(most_rows)
+        what = f"draft, {num_draft_tokens} tokens, {mode.name.lower()}"
+        return at_once(capture_buckets(what, sizes, partial(self._make, num_draft_tokens, mode)))
+
+    def _make(self, num_draft_tokens: int, mode: SamplingMode, size: int) -> GraphedPart:
         graphed, rows = self._graphed, self._graphed.slots[:size]
-        if num_draft_tokens is None:
-            num_draft_tokens = self._state.attachment.shape.num_draft_tokens
         work = partial(propose, self._drafter, self._state, graphed.step, rows, mode, num_draft_tokens)
         return graphed.capture_part(work)
 

@@ -302,26 +302,42 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 class SimulatedAcceptance:
-    """Accepts by chance instead of by the target's tokens, with a given mean accept length. For measurements.
+    """Accepts by chance instead of by the target's tokens. For measurements.
 
-    A draft token at a position is accepted with a fixed probability, by a number that depends on seed and position
-    alone. `kernels.step_ops` does the same on a GPU.
+    A draft token is accepted after those before it with the probability of its place in the chain, by a number that
+    depends on seed and position only. `kernels.step_ops` does the same on a GPU.
     """
 
-    def __init__(self, accept_length: float, num_draft_tokens: int) -> None:
-        """`accept_length`: mean tokens of a step, the bonus token included, from 1 to `num_draft_tokens` + 1."""
+    def __init__(self, shares: Sequence[float]) -> None:
+        """`shares`: the probabilities by place, of K places."""
+        self._thresholds = torch.tensor([round(share * 2**_BITS) for share in shares], dtype=torch.int64)
+
+    @classmethod
+    def with_mean(cls, accept_length: float, num_draft_tokens: int) -> SimulatedAcceptance:
+        """The same probability at all places.
+
+        `accept_length`: mean tokens of a step, the bonus token included, from 1 to `num_draft_tokens` + 1.
+        """
         assert 1 <= accept_length <= num_draft_tokens + 1, "a step yields 1 to K + 1 tokens"
-        self.threshold = round(acceptance_rate(accept_length, num_draft_tokens) * 2**_BITS)
-        """A token is accepted where its random bits are below this."""
-        self._num_draft_tokens = num_draft_tokens
+        return cls([acceptance_rate(accept_length, num_draft_tokens)] * num_draft_tokens)
+
+    def thresholds(self, device: torch.device) -> Tensor:
+        """[K] int64: a token is accepted where its random bits are below that of its place.
+
+        The first call, before a graph is captured, brings them to the device.
+        """
+        if self._thresholds.device != device:
+            self._thresholds = self._thresholds.to(device)
+        return self._thresholds
 
     def __call__(self, seeds: Tensor, seq_lens: Tensor) -> Tensor:
         """Counts the accepted draft tokens of each chain: [B] int64 in 0 .. K.
 
         `seeds`: [B] int64. `seq_lens`: [B] int64, the position of the bonus token that the chain is after.
         """
-        ahead = torch.arange(1, self._num_draft_tokens + 1, device=seq_lens.device)
-        return _num_leading(_random_bits(seeds[:, None], seq_lens[:, None] + ahead) < self.threshold)
+        thresholds = self.thresholds(seq_lens.device)
+        ahead = torch.arange(1, len(thresholds) + 1, device=seq_lens.device)
+        return _num_leading(_random_bits(seeds[:, None], seq_lens[:, None] + ahead) < thresholds)
 
 
 def acceptance_rate(accept_length: float, num_draft_tokens: int) -> float:

@@ -38,12 +38,12 @@ from slipstream.services.worker.graphs import (
     sizes_up_to,
     with_padding,
 )
-from slipstream.services.worker.rehearsal import rehearse_masked, rehearse_mixed, rehearse_prompts
+from slipstream.services.worker.rehearsal import rehearse_even, rehearse_masked, rehearse_mixed, rehearse_prompts
 from slipstream.services.worker.slots import FlatChunks, SamplingMode, check_draft_tokens
 from slipstream.services.worker.step_costs import measure_costs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from slipstream.common.wire.step import StepCommand
     from slipstream.common.wire.worker import WorkerDescription
@@ -74,15 +74,19 @@ class VerifyEngine:
         description: WorkerDescription,
         *,
         simulate_accept_length: float | None = None,
+        simulate_accept_by_position: Sequence[float] = (),
         deterministic_width: int | None = None,
     ) -> None:
         """`simulate_accept_length`: accept by chance, so many tokens a step on average; the output is no text then.
+
+        `simulate_accept_by_position`: the same by the share of each place's tokens, the last one for all further ones.
 
         `deterministic_width`: where steps are graphs, one size for all of them, with rows of so many tokens.
         """
         self._model = model
         self.description = description
         self._simulate_accept_length = simulate_accept_length
+        self._shares = tuple(simulate_accept_by_position)
         self._deterministic_width = deterministic_width
         self._simulated: dict[int, SimulatedAcceptance] = {}
         self._target: Target | None = None
@@ -91,7 +95,8 @@ class VerifyEngine:
     def open(self, state: EpochState) -> Measurements:
         attachment = state.attachment
         width = None if state.graphs is None else self._width(attachment.shape.num_draft_tokens)
-        self._target = Target(self._model, state, self._acceptance, width=width)
+        simulates = self._simulate_accept_length is not None or bool(self._shares)
+        self._target = Target(self._model, state, self._acceptance, simulates=simulates, width=width)
         if width is not None:
             self._model.decoder.enable_batch_invariance()
         self._model.open(state)
@@ -149,7 +154,7 @@ class VerifyEngine:
         if command.catches_up:
             raise InvalidArgumentError("catches_up", command.catches_up, "false: it is for drafts")
         most = 0 if region is None else region.sizes.num_draft_tokens
-        check_draft_tokens(command, most, is_ragged=self.description.takes_ragged_steps)
+        check_draft_tokens(command, most, self.description.row_tokens)
         if command.chunks and command.slots and self._deterministic_width is not None:
             raise InvalidArgumentError("chunks", len(command.chunks), "none in a step that decodes: all have one size")
         layers = () if region is None else self._layers_of(region.sizes)
@@ -215,7 +220,11 @@ class VerifyEngine:
         shape = state.attachment.shape
         self._rehearse_logits(shape.num_slots * (shape.num_draft_tokens + 1))
         if draft is not None:
-            rehearse_mixed(self, state, draft.num_draft_tokens, _REHEARSED, grammar=min(state.grammars, default=0))
+            grammar = min(state.grammars, default=0)
+            rehearse_mixed(self, state, draft.num_draft_tokens, _REHEARSED, grammar=grammar)
+            if state.attachment.chooses_draft_tokens:
+                counts = self.description.row_tokens.evens(draft.num_draft_tokens)
+                rehearse_even(self, state, counts, _REHEARSED, grammar=grammar)
         rehearse_mixed(self, state)
 
     def _rehearse_logits(self, most: int) -> None:
@@ -235,13 +244,16 @@ class VerifyEngine:
     def _acceptance(self, num_draft_tokens: int) -> SimulatedAcceptance | None:
         """Returns the simulation; None where drafts are accepted by the target's tokens. Raises MismatchError."""
         length = self._simulate_accept_length
+        if self._shares:
+            shares = (*self._shares, *self._shares[-1:] * num_draft_tokens)[:num_draft_tokens]
+            return self._simulated.setdefault(num_draft_tokens, SimulatedAcceptance(shares))
         if length is None:
             return None
         if num_draft_tokens not in self._simulated:
             if length > num_draft_tokens + 1:
                 most = f"with {num_draft_tokens} draft tokens a step yields {num_draft_tokens + 1} at most"
                 raise MismatchError([f"simulated accept length: verify has {length:g}, but {most}"])
-            self._simulated[num_draft_tokens] = SimulatedAcceptance(length, num_draft_tokens)
+            self._simulated[num_draft_tokens] = SimulatedAcceptance.with_mean(length, num_draft_tokens)
         return self._simulated[num_draft_tokens]
 
     def _check_draft(self, draft: DraftSizes) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 Two graphs a step, so that a step whose requests ask for more than the graphs were captured for still has its forward
 from one. They find the draft's region by words of each step (`RegionWord`), so that drafts arrive and leave
-without a capture, unless one reads other layers or drafts another number of tokens.
+without a capture, unless one reads other layers or drafts another number of tokens. Where the scheduler chooses the
+draft tokens of each step, there are graphs for a few numbers below K, too.
 """
 
 from __future__ import annotations
@@ -10,16 +11,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.wire.events import EventLog
 from slipstream.common.wire.layout import BufferName
-from slipstream.common.wire.step import FenceName, WaitPlace
+from slipstream.common.wire.step import FenceName, RowTokens, WaitPlace
 from slipstream.common.wire.worker import DraftSizes
 from slipstream.services.verify.target import TargetForward, merged
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.future_map import NO_REGION, CapturedStep, StampPlace, VerifyResult
-from slipstream.services.worker.graphs import GRAPHED_MODES, GraphedPart, Latest, batch_buckets, capture_buckets
+from slipstream.services.worker.graphs import (
+    GRAPHED_MODES,
+    GraphedPart,
+    Latest,
+    batch_buckets,
+    capture_buckets,
+    few_buckets,
+)
 from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
@@ -56,6 +64,19 @@ class _Graphs:
     endings: dict[SamplingMode, _Ending]
 
 
+class _Kind(NamedTuple):
+    """What the graphs of steps differ by, beside the number of rows."""
+
+    num_draft_tokens: int
+    """Of each row; 0 for plain steps."""
+    layers: tuple[int, ...]
+    """Those whose inputs a draft reads."""
+    simulated_tokens: int | None = None
+    """K of the draft, where its tokens are accepted by chance; else None."""
+    is_few: bool = False
+    """True if they are for fewer draft tokens than K: captured for fewer sizes."""
+
+
 class VerifyGraphs:
     """The decode steps of an epoch."""
 
@@ -68,8 +89,10 @@ class VerifyGraphs:
         self._sizes = (most_rows,) if is_one_size else batch_buckets(most_rows)
         # Rows of a forward without a graph: padded, too, if all steps have one size.
         self._eager_size = self._sizes[0] if is_one_size else None
-        self._made: dict[tuple[int, tuple[int, ...]], Buckets[_Graphs]] = {}
-        """By the number of draft tokens, 0 for plain steps, and the layers whose inputs a draft reads."""
+        self._few_sizes = self._sizes if is_one_size else few_buckets(most_rows)
+        has_even = state.attachment.chooses_draft_tokens and not is_one_size
+        self._row_tokens = RowTokens.EVEN if has_even else RowTokens.WHOLE
+        self._made: dict[_Kind, Buckets[_Graphs]] = {}
         self._plain_layers: tuple[int, ...] = ()
         """The layers of plain steps that no draft reads from: as they were captured first."""
 
@@ -83,12 +106,13 @@ class VerifyGraphs:
             self._plain_layers = layers
             self._warm_up_for_drafts()
         if draft is not None:
-            yield from self._capture(draft.num_draft_tokens, layers)
-        yield from self._capture(0, layers or self._plain_layers)
+            for count in reversed(self._row_tokens.evens(draft.num_draft_tokens)):
+                yield from self._capture(self._kind(count, draft, layers))
+        yield from self._capture(_Kind(0, layers or self._plain_layers))
 
     def padding_step(self, num_rows: int, num_draft_tokens: int) -> Callable[[], None] | None:
         """Returns the stream work of a step of padding rows; None if there are no graphs of it. Nothing must run."""
-        made = [graphs for (count, _), graphs in self._made.items() if count == num_draft_tokens]
+        made = [graphs for kind, graphs in self._made.items() if kind.num_draft_tokens == num_draft_tokens]
         graphs = made[0].get(num_rows) if made else None
         if graphs is None or not (ending := graphs.endings.get(SamplingMode.NOISE)):
             return None
@@ -111,9 +135,11 @@ class VerifyGraphs:
         """A decode step, by graphs as far as there are any."""
         num_rows = len(command.slots)
         drafted = region if command.most_draft_tokens else None
-        num_draft_tokens = 0 if drafted is None else drafted.sizes.num_draft_tokens
-        layers = layers if drafted is not None else layers or self._plain_layers
-        graphs = self._made[num_draft_tokens, layers].get(num_rows)
+        kind = _Kind(0, layers or self._plain_layers)
+        if drafted is not None:
+            kind = self._kind(command.most_draft_tokens, drafted.sizes, layers)
+        layers, made = kind.layers, self._made.get(kind)
+        graphs = None if made is None else made.get(num_rows)
         target, future_map, graphed = self._target, self._state.future_map, self._graphed
         rows = graphed.slots[: self._eager_size or num_rows] if graphs is None else graphs.rows
         copies_stamps = waits_for_stash_read(command)
@@ -139,8 +165,10 @@ class VerifyGraphs:
                 return
             # Rows beyond the command's slots are padding.
             allowed = None if masks is None else masks.take(rows, forward.value.tokens.shape[1])
-            logits, asked = target.logits(forward.value), command.top_logprobs
-            sampled = target.sample(forward.value, logits, mode, asked, allowed=allowed)
+            logits, most = target.logits(forward.value), kind.simulated_tokens
+            sampled = target.sample(
+                forward.value, logits, mode, command.top_logprobs, num_draft_tokens=most, allowed=allowed
+            )
             result = merged(lambda values: values[0][:num_rows], sampled)
             future_map.publish(command.step, rows[:num_rows], result)
             target.record_output(rows[:num_rows], result)
@@ -171,17 +199,26 @@ class VerifyGraphs:
                 future_map.log_copy_in(command.step, region, command.slots)
             graphs.forward.replay(future_map, command)
             return graphs.result.value
-        draft_tokens = None if region is None else future_map.copy_in(command.step, region, command.slots, rows)
+        draft_tokens = None
+        if region is not None:
+            copied = future_map.copy_in(command.step, region, command.slots, rows)
+            draft_tokens = copied[:, : command.most_draft_tokens]
         self._graphed.stamp_start()
         return self._target.forward(command.step, rows, draft_tokens, layers)
 
-    def _capture(self, num_draft_tokens: int, layers: tuple[int, ...]) -> Generator[None, None, None]:
-        key = (num_draft_tokens, layers)
-        if key not in self._made:
-            what = f"steps with {num_draft_tokens} draft tokens" if num_draft_tokens else "plain steps"
-            self._made[key] = yield from capture_buckets(what, self._sizes, partial(self._make, *key))
+    def _kind(self, num_draft_tokens: int, draft: DraftSizes, layers: tuple[int, ...]) -> _Kind:
+        simulated_tokens = draft.num_draft_tokens if self._target.simulates else None
+        is_few = num_draft_tokens < draft.num_draft_tokens
+        return _Kind(num_draft_tokens, layers, simulated_tokens, is_few=is_few)
 
-    def _make(self, num_draft_tokens: int, layers: tuple[int, ...], size: int) -> _Graphs:
+    def _capture(self, kind: _Kind) -> Generator[None, None, None]:
+        if kind not in self._made:
+            what = f"steps with {kind.num_draft_tokens} draft tokens" if kind.num_draft_tokens else "plain steps"
+            sizes = self._few_sizes if kind.is_few else self._sizes
+            self._made[kind] = yield from capture_buckets(what, sizes, partial(self._make, kind))
+
+    def _make(self, kind: _Kind, size: int) -> _Graphs:
+        num_draft_tokens, layers = kind.num_draft_tokens, kind.layers
         graphed, target = self._graphed, self._target
         rows, future_map, result = graphed.slots[:size], self._state.future_map, Latest[TargetForward]()
 
@@ -192,13 +229,14 @@ class VerifyGraphs:
             result.value = target.forward(graphed.step, rows, draft_tokens, layers)
 
         part = graphed.capture_part(forward)
-        return _Graphs(rows, part, result, {mode: self._ending(rows, result, mode) for mode in GRAPHED_MODES})
+        return _Graphs(rows, part, result, {mode: self._ending(rows, result, mode, kind) for mode in GRAPHED_MODES})
 
-    def _ending(self, rows: torch.Tensor, forward: Latest[TargetForward], mode: SamplingMode) -> _Ending:
+    def _ending(self, rows: torch.Tensor, forward: Latest[TargetForward], mode: SamplingMode, kind: _Kind) -> _Ending:
         result = Latest[VerifyResult]()
 
         def work() -> None:
-            result.value = self._target.sample(forward.value, self._target.logits(forward.value), mode)
+            logits, most = self._target.logits(forward.value), kind.simulated_tokens
+            result.value = self._target.sample(forward.value, logits, mode, num_draft_tokens=most)
             self._state.future_map.publish(self._graphed.step, rows, result.value)
             self._state.future_map.stash_captured(self._graphed.step, rows, result.value)
 

@@ -84,15 +84,18 @@ class Target:
         state: EpochState,
         simulated: Callable[[int], SimulatedAcceptance | None],
         *,
+        simulates: bool = False,
         width: int | None = None,
     ) -> None:
-        """`simulated`: accepts K draft tokens by chance, whatever the target says; returns None where it does not.
+        """`simulated`: accepts K draft tokens by chance, whatever the target says; None where not `simulates`.
 
         `width`: tokens of a row in every forward, padding included; None: as many as there are.
         """
         self._model = model
         self._state = state
         self._simulated = simulated
+        self.simulates = simulates
+        """True if drafts are accepted by chance."""
         self.width = width
         """See `width` of the constructor."""
         self.dtype = model.slots.dtype
@@ -198,9 +201,9 @@ class Target:
             # Imported here, as there is no triton where there is no GPU.
             from slipstream.services.models.kernels import step_ops
 
-            threshold = None if simulated is None else simulated.threshold
+            thresholds = None if simulated is None else simulated.thresholds(rows.device)
             most, seeds = table.max_draft_tokens, table.sampling.seed
-            return step_ops.accept(tokens, forward.tokens, scores, rows, forward.seq_lens, most, seeds, threshold)
+            return step_ops.accept(tokens, forward.tokens, scores, rows, forward.seq_lens, most, seeds, thresholds)
         if not num_draft_tokens:
             return forward.seq_lens + 1, torch.zeros_like(forward.seq_lens)
         if simulated is None:

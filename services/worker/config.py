@@ -35,8 +35,25 @@ PROMPT_LOOKUP: Mapping[str, int | None] = MappingProxyType(
 )
 """The settings that only algorithm ngram has, and their values with any other."""
 ONLY_DRAFT = ("algorithm", "target", *PROMPT_LOOKUP)
-ONLY_VERIFY = ("simulate_accept_length", "deterministic_width", "tensor_parallel_size")
+ONLY_VERIFY = (
+    "simulate_accept_length",
+    "simulate_accept_by_position",
+    "deterministic_width",
+    "tensor_parallel_size",
+)
 """Settings that the other of both services has no use for, and no option."""
+
+
+class Shares(tuple[float, ...]):
+    """Numbers of an option, separated by commas."""
+
+    @classmethod
+    def parse(cls, given: str | Shares) -> Shares:
+        """Reads them. Raises ValueError."""
+        return given if isinstance(given, Shares) else cls(float(word) for word in given.split(","))
+
+    def __str__(self) -> str:
+        return ",".join(f"{share:g}" for share in self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +97,15 @@ class ComputeSettings(Settings, heading="Computing"):
         high=MAX_ACCEPT_LENGTH,
         accepted=f"1 to {MAX_ACCEPT_LENGTH}, the bonus token included",
     )
+    simulate_accept_by_position: Shares | None = setting(
+        None,
+        help="Measuring: the same by the share of each position's draft tokens that are accepted after those before "
+        "them; the last one is that of all further positions.",
+        unit="X,X,...",
+        parse=Shares.parse,
+        accepts=lambda shares: shares and all(0 <= share <= 1 for share in shares),
+        accepted="numbers from 0 to 1, separated by commas",
+    )
     prompt_lookup_min: int | None = setting(
         None,
         help="Algorithm ngram: tokens at the end of a sequence that must have stood in it before, at least.",
@@ -111,6 +137,9 @@ class ComputeSettings(Settings, heading="Computing"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.simulate_accept_length is not None and self.simulate_accept_by_position is not None:
+            accepted = "none with --simulate-accept-length"
+            raise ConfigError("simulate_accept_by_position", str(self.simulate_accept_by_position), accepted)
         shortest, longest = self.prompt_lookup
         if shortest > longest:
             raise ConfigError("prompt_lookup_min", shortest, f"at most prompt_lookup_max, {longest}")

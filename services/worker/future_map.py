@@ -430,11 +430,14 @@ class FutureMap(SharedBuffers):
         target[before, PREFILL_PART].copy_(source[before, PREFILL_PART])
 
     def copy_in_captured(self, step: CapturedStep, rows: torch.Tensor, num_draft_tokens: int) -> torch.Tensor:
-        """Does what `copy_in` does, from the region that is there at the replay. Returns 0 where there is none."""
+        """Copies the first tokens as `copy_in` does, from the region that is there at the replay.
+
+        Returns [B, num_draft_tokens] int64, at most K of each; 0 where there is no region.
+        """
         region = self._region_at(step)
         if region is None:
             return rows.new_zeros(len(rows), num_draft_tokens)
-        return self._copied(int(step.ring_row), region, rows)
+        return self._copied(int(step.ring_row), region, rows)[:, :num_draft_tokens]
 
     def stash_captured(self, step: CapturedStep, rows: torch.Tensor, result: VerifyResult) -> None:
         """Does what `Region.stash` does, in the region that is there at the replay, if any; stamps the end."""

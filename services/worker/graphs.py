@@ -198,6 +198,11 @@ def batch_buckets(num_rows: int) -> tuple[int, ...]:
     return tuple(sizes[1:])
 
 
+def few_buckets(num_rows: int) -> tuple[int, ...]:
+    """Some of the same sizes, for steps that are run more rarely: at most half as large again as the next smaller."""
+    return tuple(size for size in batch_buckets(num_rows) if size == num_rows or (size & (size - 1)).bit_count() < 2)
+
+
 class Buckets(Generic[T]):
     """Captured graphs, or anything else that is made for each size of batch."""
 

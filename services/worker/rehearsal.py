@@ -106,6 +106,24 @@ def rehearse_masked(
         step(_chunks(1, *num_prompts * (1,)))
 
 
+def rehearse_even(
+    role: RoleEngine, state: EpochState, counts: tuple[int, ...], attachment: int, *, grammar: int
+) -> None:
+    """Verify: runs steps with each of these numbers of draft tokens, with a chunk of a prompt and without.
+
+    `attachment`, `grammar`: as in `rehearse_mixed`.
+    """
+    last_slot = state.attachment.shape.num_slots - 1
+    if last_slot < 2:
+        return
+    beside = (_chunks(last_slot, _FEW_TOKENS), ())
+    step = partial(rehearse, role, state, attachment=attachment)
+    for count, num_rows, chunks, sampling in product(counts, (last_slot - 1, 1), beside, _MODES):
+        slots = tuple(range(1, num_rows + 1))
+        for constrained in sorted({0, grammar}):
+            step(chunks, slots=slots, num_draft_tokens=count, sampling=sampling, grammar=constrained)
+
+
 def rehearse_drafting(role: RoleEngine, state: EpochState) -> None:
     """A draft: runs decode steps, those too that no graph takes, in slots without pages.
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from slipstream.common.wire.sequence import SamplingParams
-    from slipstream.common.wire.step import PrefillChunk, SlotUpdate, StepCommand
+    from slipstream.common.wire.step import PrefillChunk, RowTokens, SlotUpdate, StepCommand
     from slipstream.common.wire.worker import Attachment
 
 _ALIGNMENT_BYTES = 16
@@ -390,17 +390,18 @@ class SlotTable:
             update.sampling.check_token_ids(self.vocab_size)
 
 
-def check_draft_tokens(command: StepCommand, num_draft_tokens: int, *, is_ragged: bool) -> None:
-    """Raises InvalidArgumentError unless all rows of a step have no draft tokens, or all have `num_draft_tokens`.
+def check_draft_tokens(command: StepCommand, num_draft_tokens: int, row_tokens: RowTokens) -> None:
+    """Raises InvalidArgumentError unless the rows of a step have numbers of draft tokens that they may have.
 
-    Graphs and kernels exist for these. `is_ragged`: where there are none, each row may have any number up to that.
+    `num_draft_tokens`: K. Graphs exist for some numbers only.
     """
-    given = command.num_draft_tokens
-    is_accepted = max(given, default=0) <= num_draft_tokens if is_ragged else set(given) in ({0}, {num_draft_tokens})
+    given, evens = command.num_draft_tokens, row_tokens.evens(num_draft_tokens)
+    is_even = len(set(given)) == 1 and given[0] in (0, *evens)
+    is_accepted = is_even if evens else max(given, default=0) <= num_draft_tokens
     if given and (len(given) != len(command.slots) or not is_accepted):
         accepted = f"for each of {len(command.slots)} slots 0"
         if num_draft_tokens:
-            accepted += f" to {num_draft_tokens}" if is_ragged else f", or for each {num_draft_tokens}"
+            accepted += f", or for each {' or '.join(map(str, evens))}" if evens else f" to {num_draft_tokens}"
         raise InvalidArgumentError("num_draft_tokens", given, accepted)
 
 

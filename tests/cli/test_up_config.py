@@ -25,6 +25,7 @@ from slipstream.cli.up_config import (
 )
 from slipstream.common.errors import ConfigError
 from slipstream.gateway import config as gateway_config
+from slipstream.services.worker.config import Shares
 from tests.harness.compose_files import scraped
 
 # Checked by then: any directory will do.
@@ -53,6 +54,11 @@ def test_a_user_without_a_home_has_a_state_directory(monkeypatch: pytest.MonkeyP
         ("kv_dtype", {"kv_dtype": "bfloat16"}),
         ("load_format", {"load_format": "gguf"}),
         ("simulate_accept_length", {"simulate_accept_length": 0.5}),
+        ("simulate_accept_by_position", {"simulate_accept_by_position": Shares.parse("0.9,1.5")}),
+        (
+            "simulate_accept_by_position",
+            {"simulate_accept_by_position": Shares.parse("0.9,0.5"), "simulate_accept_length": 2.0},
+        ),
         ("prompt_lookup_min", {"prompt_lookup_min": 3, "prompt_lookup_max": 2}),
         ("suffix_cache_tokens", {"suffix_cache_tokens": -1}),
         ("slots", {"slots": 0}),

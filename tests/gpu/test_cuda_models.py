@@ -12,6 +12,7 @@ from slipstream.benchmarks.near_ties import Scores
 from slipstream.bundled import eagle3_dir, mtp_dir, prompts, standalone_dir, target_dir
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
+from slipstream.common.wire.step import EVEN_DRAFT_TOKENS
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.models.head_config import EAGLE3, MTP
@@ -20,6 +21,7 @@ from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, local_workers
 from tests.ordering.replay import Replay
+from tests.scheduler.test_ragged_drafts import chosen_at_random
 
 if TYPE_CHECKING:
     from collections import abc
@@ -83,9 +85,11 @@ def serve(
     slots: int = SLOTS,
     log_dir: Path | None = None,
     kv_dtype: str = "auto",
+    fixed_draft_tokens: int | None = NUM_DRAFT_TOKENS,
 ) -> list[list[int]]:
     """The tokens of each job, all of them there at a time."""
     settings: dict[str, Any] = {"slots": slots, "log_dir": log_dir, "kv_dtype": kv_dtype}
+    settings["fixed_draft_tokens"] = fixed_draft_tokens
     return serve_ways(device, draft, dtype, at_once=(NUM_PROMPTS,), **settings)[0]
 
 
@@ -99,6 +103,7 @@ def serve_ways(
     log_dir: Path | None = None,
     is_deterministic: bool = False,
     kv_dtype: str = "auto",
+    fixed_draft_tokens: int | None = NUM_DRAFT_TOKENS,
 ) -> list[list[list[int]]]:
     """The tokens of each job, for each number of jobs that are there at a time; all on one attachment."""
     width = 1 + NUM_DRAFT_TOKENS if is_deterministic else None
@@ -113,7 +118,7 @@ def serve_ways(
     make = LocalWorker if may_wait else WatchedWorker
     config = SchedulerConfig(
         verify="unix:/none",
-        fixed_draft_tokens=NUM_DRAFT_TOKENS,
+        fixed_draft_tokens=fixed_draft_tokens,
         slots=slots,
         context_tokens=256,
         max_batched_tokens=64,
@@ -130,7 +135,7 @@ def serve_ways(
                 for first in range(0, len(jobs), size)
             )
         )
-    if draft != "none":
+    if draft != "none" and fixed_draft_tokens is not None:
         lengths = [job.stats.mean_accept_length for jobs in ways for job in jobs]
         least = 1.2 if draft == NGRAM else 2
         assert sum(lengths) / len(lengths) > least, "the draft is right now and then"
@@ -146,6 +151,16 @@ def reference() -> list[list[int]]:
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_in_float32_tokens_are_the_cpus(device: CudaDevice, reference: list[list[int]], draft: str) -> None:
     assert serve(device, draft) == reference
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_in_float32_steps_of_any_number_of_draft_tokens_give_the_cpus(
+    device: CudaDevice, reference: list[list[int]], draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows of a step have as many, drawn anew each time; the draft rests now and then."""
+    chosen = chosen_at_random(monkeypatch, rests=0.05)
+    assert serve(device, draft, fixed_draft_tokens=None) == reference
+    assert draft == "none" or chosen[0].counts >= {0, *EVEN_DRAFT_TOKENS}
 
 
 def test_one_size_for_all_steps_makes_bfloat16_equal(device: CudaDevice) -> None:

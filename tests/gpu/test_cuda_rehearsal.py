@@ -20,6 +20,7 @@ from tests.gpu.test_cuda_models import DRAFTS, MODELS
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, local_workers
+from tests.scheduler.test_ragged_drafts import chosen_at_random
 
 if TYPE_CHECKING:
     from slipstream.common.device.cuda.device import CudaDevice
@@ -96,10 +97,11 @@ def forget_kernels() -> None:
 @pytest.mark.timeout(300)  # where Triton's cache is empty all kernels are compiled
 @pytest.mark.usefixtures("tiny_small_steps")
 @pytest.mark.parametrize(
-    ("draft", "slots", "lengths_of_waves"),
+    ("draft", "slots", "lengths_of_waves", "fixed_draft_tokens"),
     [
-        *(pytest.param(draft, 12, (*WAVES, FLOOD), id=draft) for draft in DRAFTS),
-        pytest.param(EAGLE3, 200, CROWD, id="crowd"),
+        *(pytest.param(draft, 12, (*WAVES, FLOOD), 4, id=draft) for draft in DRAFTS),
+        pytest.param(EAGLE3, 200, CROWD, 4, id="crowd"),
+        pytest.param(EAGLE3, 12, (*WAVES, FLOOD), None, id="chosen"),
     ],
 )
 def test_no_kernel_is_compiled_for_a_request(
@@ -107,8 +109,11 @@ def test_no_kernel_is_compiled_for_a_request(
     draft: str,
     slots: int,
     lengths_of_waves: tuple[tuple[int, ...], ...],
+    fixed_draft_tokens: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Nor for a number of draft tokens that is drawn anew in each step."""
+    chosen_at_random(monkeypatch)
     forget_kernels()
     for name in ("compiled", "allocated", "taking_in"):
         monkeypatch.setattr(ListeningWorker, name, [], raising=False)
@@ -119,7 +124,7 @@ def test_no_kernel_is_compiled_for_a_request(
         roles.append(make_draft(config, device, 0))
     settings = SchedulerConfig(
         verify="unix:/none",
-        fixed_draft_tokens=4,
+        fixed_draft_tokens=fixed_draft_tokens,
         slots=slots,
         context_tokens=1024,
         max_batched_tokens=700,

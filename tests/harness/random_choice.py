@@ -26,10 +26,11 @@ class RandomChoice(DraftChoice):
         self.counts: set[int] = set()
         """Numbers of draft tokens that were chosen."""
 
-    def choose(self, slots: StepSlots, most: Counts, *, is_ragged: bool) -> Counts:
+    def choose(self, slots: StepSlots, most: Counts, *, evens: tuple[int, ...]) -> Counts:
         """See `ChooseDraftTokens`."""
         part = np.array([self._rng.random() for _ in most])
-        chosen = (most * self._rng.randrange(2) if not is_ragged else np.rint(part * most)).astype(np.int32)
+        even = np.minimum(most, self._rng.choice((0, *evens)))
+        chosen = (even if evens else np.rint(part * most)).astype(np.int32)
         self.counts |= set(chosen.tolist())
         return chosen
 

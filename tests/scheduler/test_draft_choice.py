@@ -8,6 +8,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
+from slipstream.common.wire.step import RowTokens
 from slipstream.common.wire.worker import StepCost
 from slipstream.scheduler.costs import KEPT, RESTING, CostTable, Survivals
 from slipstream.scheduler.draft_choice import ALONE_STEPS, FIRST_TOKENS, MIXED_STEPS, PATIENCE, DraftChoice
@@ -25,7 +26,8 @@ class Server:
     rng: np.random.Generator
     shares: list[float]
     """By sequence: of the tokens drafted for it that are accepted, each after those before it."""
-    is_ragged: bool = True
+    rows: RowTokens = RowTokens.RAGGED
+    """How the draft tokens of a step's sequences may differ."""
     noise: float = 0.0
     slowness: float = 1.0
     token_s: float = 1e-4
@@ -47,6 +49,11 @@ class Server:
 
     def __post_init__(self) -> None:
         self.choice = DraftChoice(100, MOST, self.causes.append)
+
+    @property
+    def evens(self) -> tuple[int, ...]:
+        """See `ChooseDraftTokens`."""
+        return self.rows.evens(MOST)
 
     def measure(self) -> None:
         """Has the choice begin with times that the workers measured when they were attached."""
@@ -73,8 +80,8 @@ class Server:
         if self.fixed is not None:
             step = whole.with_draft_tokens(np.full(rows, self.fixed, np.int32))
         elif self._left <= 0:
-            counts = self.choice.choose(slots, most, is_ragged=self.is_ragged)
-            step = whole.with_draft_tokens(counts, is_ragged=self.is_ragged)
+            counts = self.choice.choose(slots, most, evens=self.evens)
+            step = whole.with_draft_tokens(counts, evens=self.evens)
             self.counts.append(counts.tolist())
         else:
             step = whole.with_draft_tokens(np.zeros(rows, np.int32))._replace(is_kept=False)
@@ -106,21 +113,21 @@ def best_of_fixed(*shares: float, **settings: float) -> float:
     """Tokens per second of the best fixed number, as expected."""
     model = Server(np.random.default_rng(0), list(shares), **settings)  # type: ignore[arg-type]
     rows, rates = len(shares), []
-    for most in range(MOST + 1) if model.is_ragged else (0, MOST):
+    for most in (0, *(model.evens or range(1, MOST + 1))):
         tokens = sum(1 + sum(share**place for place in range(1, most + 1)) for share in shares)
         rates.append(tokens / (1e-3 + model.token_s * rows * (most + 1) + model.forward_s * most))
     return max(rates)
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("is_ragged", [True, False])
+@pytest.mark.parametrize("row_tokens", RowTokens)
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
-def test_it_is_hardly_slower_than_the_best_fixed_number(share: float, num_rows: int, is_ragged: bool) -> None:
+def test_it_is_hardly_slower_than_the_best_fixed_number(share: float, num_rows: int, row_tokens: RowTokens) -> None:
     shares = [share] * num_rows
-    server = make_server(*shares, noise=0.1, is_ragged=is_ragged)
+    server = make_server(*shares, noise=0.1, rows=row_tokens)
     server.run(400)
-    assert server.run(1200) > 0.95 * best_of_fixed(*shares, is_ragged=is_ragged)
+    assert server.run(1200) > 0.95 * best_of_fixed(*shares, rows=row_tokens)
 
 
 def test_it_is_faster_than_every_fixed_number_where_sequences_differ() -> None:
@@ -176,16 +183,17 @@ def test_a_sequence_that_is_accepted_gets_more_within_32_tokens() -> None:
     assert server.counts[-20:].count([MOST]) > 15
 
 
-@pytest.mark.parametrize("is_ragged", [True, False])
-def test_bounds_hold(is_ragged: bool) -> None:
-    server = make_server(0.9, 0.9, 0.9, is_ragged=is_ragged)
+@pytest.mark.parametrize("row_tokens", RowTokens)
+def test_bounds_hold(row_tokens: RowTokens) -> None:
+    server = make_server(0.9, 0.9, 0.9, rows=row_tokens)
     server.run(300)
     slots = StepSlots.of(SlotLease(slot, 1) for slot in (1, 2, 3))
     most = np.array([0, 2, MOST], np.int32)
     for _ in range(300):
-        counts = server.choice.choose(slots, most, is_ragged=is_ragged)
+        counts = server.choice.choose(slots, most, evens=server.evens)
         assert (counts <= most).all()
-        assert is_ragged or counts.tolist() in ([0, 0, 0], most.tolist())
+        expected = [np.minimum(most, even).tolist() for even in (0, *server.evens)]
+        assert not server.evens or counts.tolist() in expected
 
 
 def test_a_draft_that_is_always_wrong_rests_and_comes_back_for_short_trials() -> None:
@@ -248,19 +256,20 @@ def test_where_every_step_would_be_mixed_some_decode_alone() -> None:
     assert max(sum(pair) for pair in pairwise(alone)) == ALONE_STEPS
 
 
-@pytest.mark.parametrize("is_ragged", [True, False])
-def test_a_draft_that_is_judged_drafts_in_each_step_and_another_one_begins_so(is_ragged: bool) -> None:
-    server = make_server(0.0, 0.0, is_ragged=is_ragged)
+@pytest.mark.parametrize("row_tokens", RowTokens)
+def test_a_draft_that_is_judged_drafts_in_each_step_and_another_one_begins_so(row_tokens: RowTokens) -> None:
+    server = make_server(0.0, 0.0, rows=row_tokens)
     with server.choice.held():
         server.run(300)
     assert all(all(counts) for counts in server.counts)
-    assert server.counts[0] == [FIRST_TOKENS if is_ragged else MOST] * 2
-    assert server.counts[-1] == [1 if is_ragged else MOST] * 2
+    least = MOST if row_tokens is RowTokens.WHOLE else 1
+    assert server.counts[0] == [max(FIRST_TOKENS, least)] * 2
+    assert server.counts[-1] == [least] * 2
     server.run(1500)
     assert not server.choice.drafts
     server.choice.joined()
     server.run(WAY_BACK)
-    assert server.counts[-1] == [FIRST_TOKENS if is_ragged else MOST] * 2
+    assert server.counts[-1] == [max(FIRST_TOKENS, least)] * 2
 
 
 def test_the_same_measurements_give_the_same_choices() -> None:
@@ -288,7 +297,7 @@ def test_costs_are_read_between_what_was_measured() -> None:
 def test_stamps_of_verify_may_be_equal() -> None:
     choice, slots = DraftChoice(10, MOST), StepSlots.of([SlotLease(1, 1), SlotLease(2, 1)])
     choice.costs.add(0.004, 0.0, rows=2, tokens=12, chain=MOST)
-    counts = choice.choose(slots, np.full(2, MOST, np.int32), is_ragged=True)
+    counts = choice.choose(slots, np.full(2, MOST, np.int32), evens=())
     assert counts.shape == (2,)
 
 

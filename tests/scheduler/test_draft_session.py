@@ -19,7 +19,7 @@ from slipstream.common.rpc.listener import Listener as SocketListener
 from slipstream.common.wire.events import EventLog
 from slipstream.common.wire.layout import RESULT_FENCES, EpochShape
 from slipstream.common.wire.server import DraftSwap, SwapTerms
-from slipstream.common.wire.step import Role
+from slipstream.common.wire.step import Role, RowTokens
 from slipstream.common.wire.worker import Attachment, DeviceMemory, WorkerDescription
 from slipstream.scheduler import session
 from slipstream.scheduler.attachment import DraftAttachment, draft_sizes
@@ -228,7 +228,7 @@ def test_a_try_that_begins_when_the_epoch_has_ended_asks_no_draft() -> None:
 
 def test_a_scheduler_that_starts_again_drafts_what_a_swap_has_chosen() -> None:
     config = replace(CONFIG, swapped_draft_tokens=1)
-    assert config.draft_tokens(is_ragged=True) == 2, "another swap may choose more"
+    assert config.draft_tokens(RowTokens.RAGGED) == 2, "another swap may choose more"
     assert Drafts(FakeLink(DRAFT), config=config).session.target == DraftTarget(ADDRESS, 1)
     with pytest.raises(ConfigError, match="swapped_draft_tokens: got 3, accepted: 1 to 2"):
         replace(CONFIG, swapped_draft_tokens=3)

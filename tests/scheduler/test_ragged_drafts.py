@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import InvalidArgumentError, MismatchError
-from slipstream.common.wire.step import StepCommand
+from slipstream.common.wire.step import EVEN_DRAFT_TOKENS, RowTokens, StepCommand
 from slipstream.scheduler.config import MOST_DRAFT_TOKENS
 from slipstream.scheduler.observer import DecodedStep, accepted_of_first
 from slipstream.services.factory import make_draft
@@ -20,6 +20,7 @@ from slipstream.services.models.sampler import SimulatedAcceptance
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.slots import check_draft_tokens
 from tests.harness.eagle3_checkpoints import AUTHORS, BLOCKS, make_head, write_head
+from tests.harness.inline_device import InlineDevice
 from tests.harness.local_epoch import LocalEpoch, Models, Served, Way
 from tests.harness.random_choice import RandomChoice
 from tests.harness.seeded_jobs import make_jobs
@@ -68,7 +69,7 @@ def test_tokens_are_those_of_plain_decoding_with_every_drafter(
             job.spec = replace(job.spec, max_new_tokens=55)
         config = make_config(run_ahead=run_ahead, fixed_draft_tokens=None, access_log_dir=log_dir)
         log_dir.mkdir()
-        with local_workers(*roles(checkpoints, name, device, None), log_dir=log_dir, device=device) as workers:
+        with local_workers(*roles(checkpoints, name, device, None, "auto"), log_dir=log_dir, device=device) as workers:
             epoch = LocalEpoch(1, config, workers, num_pages=num_pages)
             found = epoch.run(*waves)
         outputs.append([found[job] for wave in waves for job in wave])
@@ -160,23 +161,28 @@ def test_a_draft_drafts_no_more_than_it_can(models: Models, target: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("given", "is_ragged", "is_good"),
+    ("given", "row_tokens", "accepted"),
     [
-        ((0, 2, 3), True, True),
-        ((0, 2, 4), True, False),
-        ((1, 2), True, False),
-        ((0, 3, 3), False, False),
-        ((3, 3, 3), False, True),
+        ((0, 2, 3), RowTokens.RAGGED, ""),
+        ((0, 2, 4), RowTokens.RAGGED, "for each of 3 slots 0 to 3"),
+        ((1, 2), RowTokens.RAGGED, "for each of 3 slots 0 to 3"),
+        ((0, 3, 3), RowTokens.WHOLE, "for each of 3 slots 0, or for each 3"),
+        ((3, 3, 3), RowTokens.WHOLE, ""),
+        ((2, 2, 2), RowTokens.WHOLE, "for each of 3 slots 0, or for each 3"),
+        ((2, 2, 2), RowTokens.EVEN, ""),
+        ((1, 2, 2), RowTokens.EVEN, "for each of 3 slots 0, or for each 1 or 2 or 3"),
+        ((4, 4, 4), RowTokens.EVEN, "for each of 3 slots 0, or for each 1 or 2 or 3"),
     ],
 )
-def test_workers_refuse_numbers_that_they_cannot_run(given: tuple[int, ...], is_ragged: bool, is_good: bool) -> None:
+def test_workers_refuse_numbers_that_they_cannot_run(
+    given: tuple[int, ...], row_tokens: RowTokens, accepted: str
+) -> None:
     command = StepCommand(epoch=1, step=1, slots=(1, 2, 3), num_draft_tokens=given)
-    if is_good:
-        check_draft_tokens(command, 3, is_ragged=is_ragged)
+    if not accepted:
+        check_draft_tokens(command, 3, row_tokens)
         return
-    accepted = "for each of 3 slots 0 to 3" if is_ragged else "for each of 3 slots 0, or for each 3"
-    with pytest.raises(InvalidArgumentError, match=accepted):
-        check_draft_tokens(command, 3, is_ragged=is_ragged)
+    with pytest.raises(InvalidArgumentError, match=f"{accepted}$"):
+        check_draft_tokens(command, 3, row_tokens)
 
 
 def test_what_is_accepted_of_the_first_tokens_is_told_from_chains_of_any_length() -> None:
@@ -195,7 +201,7 @@ def test_simulated_acceptance_is_that_of_the_draft_cut_at_each_sequences_number(
 ) -> None:
     """An accept length that short chains could never have is no error."""
     chosen_at_random(monkeypatch)
-    simulated = SimulatedAcceptance(12.5, MOST_DRAFT_TOKENS)
+    simulated = SimulatedAcceptance.with_mean(12.5, MOST_DRAFT_TOKENS)
     monkeypatch.setattr(
         models.verify, "_acceptance", lambda most: simulated if most == MOST_DRAFT_TOKENS else pytest.fail(f"{most}")
     )
@@ -204,6 +210,29 @@ def test_simulated_acceptance_is_that_of_the_draft_cut_at_each_sequences_number(
     assert sum(job.stats.total_accepted_tokens for job in jobs) > 0.8 * sum(
         job.stats.total_draft_tokens for job in jobs
     )
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("draft", DRAFTS[1:])
+def test_steps_by_graphs_have_one_number_for_all_and_change_no_token(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, draft: str
+) -> None:
+    """As on a GPU: graphs for a few numbers; requests whose steps no graph takes have them, too."""
+    outputs: list[list[list[int]]] = []
+    for name in ("none", draft):
+        chosen = chosen_at_random(monkeypatch, rests=0.05)
+        device, jobs, log_dir = InlineDevice(), jobs_of_all_kinds(), tmp_path / name
+        log_dir.mkdir()
+        config = make_config(fixed_draft_tokens=None, access_log_dir=log_dir)
+        with local_workers(*roles(checkpoints, name, device, None, "auto"), log_dir=log_dir, device=device) as workers:
+            found = LocalEpoch(1, config, workers, device=device).run(jobs)
+        outputs.append([found[job] for job in jobs])
+    assert outputs[0] == outputs[1]
+    assert chosen[0].counts >= {0, *EVEN_DRAFT_TOKENS}
+    assert draft == "ngram" or any(job.stats.total_accepted_tokens for job in jobs)
+    report = Replay(tmp_path / draft).report()
+    assert not report.races
+    assert not report.stuck
 
 
 def test_drafts_say_that_they_take_such_steps_on_a_cpu(tmp_path: Path, target: Path) -> None:

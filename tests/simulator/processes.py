@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from slipstream.common.errors import SlipstreamError
 from slipstream.common.wire.server import DraftSwap, SchedulerDescription, SchedulerState, ServerState, SwapTerms
+from slipstream.common.wire.step import RowTokens
 from slipstream.gateway.config import WHOLE
 from slipstream.gateway.job import JobStore
 from slipstream.gateway.jobs import JobManager
@@ -98,7 +99,7 @@ class SchedulerProcess(Process):
         if self.servicer is None:
             return
         terms = SwapTerms(
-            num_draft_tokens=self.world.random.randint(1, self.config.draft_tokens(is_ragged=False)),
+            num_draft_tokens=self.world.random.randint(1, self.config.draft_tokens(RowTokens.WHOLE)),
             judge_steps=self.world.random.choice((0, 3, 10)),
         )
         request = DraftSwap(address="" if name == "none" else f"unix:/{name}", terms=terms)

@@ -10,7 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from slipstream.common.wire.manifest import EVENT, HOST
-from slipstream.common.wire.step import Role
+from slipstream.common.wire.step import Role, RowTokens
 from slipstream.scheduler.config import SchedulerConfig
 from tests.harness.workers import describe
 from tests.simulator.clients import Client, Plan
@@ -81,7 +81,9 @@ class Schedule:
         if self.skill.quality == 1.0:
             self.skill = DraftSkill(reads_hidden=self.skill.reads_hidden, quality=1.0, is_watched=True)
         self.plans = [
-            Plan.draw(random, context_tokens=CONTEXT_TOKENS, num_draft_tokens=self.config.draft_tokens(is_ragged=True))
+            Plan.draw(
+                random, context_tokens=CONTEXT_TOKENS, num_draft_tokens=self.config.draft_tokens(RowTokens.RAGGED)
+            )
             for _ in range(random.randint(1, 6))
         ]
         self._lack_pages(Random(f"pages {seed}"))
@@ -99,6 +101,7 @@ class Schedule:
         self._shorten_contexts(Random(f"contexts {seed}"))
         self.mixes = Random(f"mixed steps {seed}").random() < 0.8
         self.is_ragged = Random(f"ragged steps {seed}").random() < 0.7
+        self.is_even = Random(f"even steps {seed}").random() < 0.5
         if random.random() < 0.4:
             # Drafts rest and come back at random, see `substitutes`.
             most = None if Random(f"draft tokens {seed}").random() < 0.5 else self.config.fixed_draft_tokens
@@ -193,8 +196,8 @@ class Schedule:
     def _machine(self, directory: Path) -> Machine:
         world = self.world
         host = Host(world)
-        most_draft_tokens = self.config.draft_tokens(is_ragged=self.is_ragged)
-        ahead = max(20, (self.config.run_ahead + 1) * (most_draft_tokens + 1))
+        row_tokens = RowTokens.RAGGED if self.is_ragged else RowTokens.EVEN if self.is_even else RowTokens.WHOLE
+        ahead = max(20, (self.config.run_ahead + 1) * (self.config.draft_tokens(row_tokens) + 1))
         needed = -(-(CONTEXT_TOKENS + ahead) // self.page_tokens) + 1
         num_pages = int(needed * self.num_contexts) + 2
         bytes_per_token = max(1, _MIB // (num_pages * self.page_tokens * (2 if self.has_draft else 1)))
@@ -210,6 +213,7 @@ class Schedule:
                 has_paged_kv=role is Role.VERIFY or skill.is_paged,
                 takes_mixed_steps=self.mixes,
                 takes_ragged_steps=self.is_ragged,
+                takes_even_steps=self.is_even,
                 takes_masks=True,
                 max_context_tokens=512 if role is Role.VERIFY else skill.context_tokens,
             )

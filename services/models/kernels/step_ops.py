@@ -74,9 +74,9 @@ def gather_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["threshold", "width"],
+    do_not_specialize=["width"],
     # Graphs find their slots elsewhere than mixed steps, which launch it outside of graphs and for any number of rows.
-    do_not_specialize_on_alignment=["rows", "out_seq_lens", "out_accepted"],
+    do_not_specialize_on_alignment=["rows", "thresholds", "out_seq_lens", "out_accepted"],
 )
 def accept_kernel(
     tokens: tl.tensor,  # [B, width] int64: the target's
@@ -88,7 +88,8 @@ def accept_kernel(
     seeds: tl.tensor,  # [slots] int64, read if IS_SIMULATED
     out_seq_lens: tl.tensor,  # [B] int64
     out_accepted: tl.tensor,  # [B] int64
-    threshold: tl.tensor, width: tl.tensor, BLOCK_W: tl.constexpr, IS_SIMULATED: tl.constexpr,
+    thresholds: tl.tensor,  # [K] int64, read if IS_SIMULATED
+    width: tl.tensor, BLOCK_W: tl.constexpr, IS_SIMULATED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Counts the accepted draft tokens of one slot: all before the first mismatch or score that is not finite.
 
@@ -104,7 +105,7 @@ def accept_kernel(
         bits = seed * ODD + (length + 1 + w) * GOLDEN
         bits = (bits ^ ((bits >> 30) & 0x3FFFFFFFF)) * MIX_1
         bits = (bits ^ ((bits >> 27) & 0x1FFFFFFFFF)) * MIX_2
-        stands = ((bits >> 32) & 0xFFFFFFFF) < threshold
+        stands = ((bits >> 32) & 0xFFFFFFFF) < tl.load(thresholds + w, mask=is_drafted, other=0)
     else:
         target = tl.load(tokens + b * width + w, mask=is_drafted, other=0)
         draft = tl.load(given + b * width + 1 + w, mask=is_drafted, other=0)
@@ -250,11 +251,12 @@ def copy_in_kernel(
     """
     b = tl.program_id(0)
     w = tl.arange(0, BLOCK_W)
-    if tl.load(region + ROW_WIDTH) == 0:
+    row_width = tl.load(region + ROW_WIDTH)  # K + 1
+    if row_width == 0:
         tl.store(copied + b * width + w, tl.zeros((BLOCK_W,), tl.int64), mask=w < width)
     else:
         draft_tokens = region_buffer(region, DRAFT_TOKENS, tl.int64)
-        token = tl.load(draft_tokens + tl.load(rows + b) * width + w, mask=w < width, other=0)
+        token = tl.load(draft_tokens + tl.load(rows + b) * (row_width - 1) + w, mask=w < width, other=0)
         tl.store(copied + b * width + w, tl.minimum(tl.maximum(token, 0), vocab_size - 1), mask=w < width)
         if b == 0:
             own = tl.load(ring_row) if IS_CAPTURED else row
@@ -315,20 +317,20 @@ def accept(
     seq_lens: Tensor,
     most: Tensor,
     seeds: Tensor,
-    threshold: int | None,
+    thresholds: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Counts the accepted draft tokens of B slots, as `sampler.accept` does; returns new lengths and counts.
 
     None is accepted from the first on that a score which is not finite follows. `tokens`: [B, W] int64, the target's;
     `given`: [B, W] int64, the bonus token and the draft's; `scores`: [B, W], of `tokens`. `rows`, `seq_lens`:
-    [B] int64. `most`: [slots] int64, draft tokens that may be accepted. `seeds`: [slots] int64. `threshold`: accepts by
-    chance instead, see `SimulatedAcceptance`. Returns two [B] int64.
+    [B] int64. `most`: [slots] int64, draft tokens that may be accepted. `seeds`: [slots] int64. `thresholds`: [K]
+    int64, accepts by chance instead, see `SimulatedAcceptance`. Returns two [B] int64.
     """
     num_rows, width = tokens.shape
     new_seq_lens, accepted = torch.empty((2, num_rows), dtype=torch.int64, device=tokens.device)
     accept_kernel[(num_rows,)](
         tokens, given, scores, rows, seq_lens, most, seeds, new_seq_lens, accepted,
-        threshold if threshold is not None else 0, width,
-        BLOCK_W=token_block(width), IS_SIMULATED=threshold is not None, num_warps=1,
+        rows if thresholds is None else thresholds, width,
+        BLOCK_W=token_block(width), IS_SIMULATED=thresholds is not None, num_warps=1,
     )  # fmt: skip
     return new_seq_lens, accepted

@@ -303,7 +303,7 @@ def test_counts_leading_matches(data: st.DataObject, num_draft_tokens: int, num_
 @pytest.mark.parametrize("accept_length", [1.0, 2.5, 3.5, 5.0])
 def test_simulated_acceptance_keeps_the_mean(accept_length: float) -> None:
     num_draft_tokens, num_chains = 4, 20_000
-    simulated = SimulatedAcceptance(accept_length, num_draft_tokens)
+    simulated = SimulatedAcceptance.with_mean(accept_length, num_draft_tokens)
     seeds = torch.arange(num_chains) % 7
     accepted = simulated(seeds, torch.arange(num_chains) * 3)
     assert int(accepted.min()) >= 0
@@ -314,6 +314,15 @@ def test_simulated_acceptance_keeps_the_mean(accept_length: float) -> None:
         assert set(accepted.tolist()) == set(range(num_draft_tokens + 1))
 
 
+def test_simulated_acceptance_by_position() -> None:
+    """Each share is of the chains that were accepted so far."""
+    shares, num_chains = (0.9, 0.5, 0.8), 40_000
+    accepted = SimulatedAcceptance(shares)(torch.arange(num_chains) % 7, torch.arange(num_chains) * 3)
+    for place, share in enumerate(shares):
+        reached = accepted[accepted >= place]
+        assert (reached > place).double().mean().item() == pytest.approx(share, abs=0.02)
+
+
 def test_the_bits_of_simulated_acceptance_are_those_of_splitmix64() -> None:
     """The upper halves of its published first outputs for seed 0, without the last shift, which changes one bit."""
     bits = _random_bits(torch.zeros(3, dtype=torch.int64), torch.tensor([1, 2, 3]))
@@ -321,15 +330,15 @@ def test_the_bits_of_simulated_acceptance_are_those_of_splitmix64() -> None:
 
 
 def test_simulated_acceptance_depends_on_seed_and_position_alone() -> None:
-    simulated = SimulatedAcceptance(2.0, 3)
+    simulated = SimulatedAcceptance.with_mean(2.0, 3)
     seeds, lengths = torch.tensor([3, 3, 8, -1]), torch.tensor([10, 11, 10, 500])
     together = simulated(seeds, lengths)
     alone = torch.cat([simulated(seeds[row : row + 1], lengths[row : row + 1]) for row in range(4)])
     assert together.tolist() == alone.tolist()
     # A token's fate does not depend on where the chain began.
-    chances = SimulatedAcceptance(1.5, 1)
+    chances = SimulatedAcceptance.with_mean(1.5, 1)
     stands = chances(torch.zeros(100, dtype=torch.int64), torch.arange(100)).tolist()
-    chains = SimulatedAcceptance(1.75, 2)(torch.zeros(99, dtype=torch.int64), torch.arange(99)).tolist()
+    chains = SimulatedAcceptance.with_mean(1.75, 2)(torch.zeros(99, dtype=torch.int64), torch.arange(99)).tolist()
     assert acceptance_rate(1.75, 2) == pytest.approx(0.5, abs=1e-9)
     expected = [0 if not first else 1 + second for first, second in itertools.pairwise(stands)]
     assert chains == expected

@@ -61,13 +61,13 @@ def test_accepted_tokens_are_counted(num_draft_tokens: int, device: torch.device
 
 def test_tokens_are_accepted_by_the_same_chance(device: torch.device) -> None:
     num_rows, num_draft_tokens = 200, 4
-    simulated = SimulatedAcceptance(3.5, num_draft_tokens)
+    simulated = SimulatedAcceptance([0.95, 0.7, 0.9, 0.5])
     rows, most = numbers(num_rows, high=SLOTS, seed=3), torch.full((SLOTS,), num_draft_tokens)
     seq_lens, seeds = numbers(num_rows, high=1000, seed=4), numbers(SLOTS, low=-(2**62), high=2**62, seed=5)
     expected = simulated(seeds[rows], seq_lens)
     tokens = torch.zeros((num_rows, num_draft_tokens + 1), dtype=torch.int64)
     arguments = [tensor.to(device) for tensor in (tokens, tokens, tokens.float(), rows, seq_lens, most, seeds)]
-    _, accepted = accept(*arguments, simulated.threshold)
+    _, accepted = accept(*arguments, simulated.thresholds(device))
     assert accepted.tolist() == expected.tolist()
     assert len(set(expected.tolist())) == num_draft_tokens + 1
 
@@ -250,7 +250,10 @@ def test_copying_in(step: int, device: torch.device) -> None:
         copied.append(at_once.map.copy_in(step, at_once.region, (5, 1), rows).tolist())
         place = captured(step % RING, device, in_graph.region)
         copied.append(in_graph.map.copy_in_captured(place, rows, 3).tolist())
-        left += [at_once.state(), in_graph.state()]
+        fewer = Memory(*kinds, 0, device)
+        narrow = fewer.map.copy_in_captured(captured(step % RING, device, fewer.region), rows, 2).tolist()
+        assert narrow == [tokens[:2] for tokens in copied[0]], "a step may have fewer than K"
+        left += [at_once.state(), in_graph.state(), fewer.state()]
         stamps_alone = Memory(*kinds, 0, device)
         stamps_alone.map.copy_stamps(step, stamps_alone.region)
         left.append(stamps_alone.state())
