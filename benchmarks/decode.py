@@ -123,6 +123,8 @@ def _draft_bytes(setup: Setup, num_draft_tokens: int, dtype: torch.dtype) -> tup
         return num_draft_tokens * weights, num_draft_tokens * config.kv_bytes_per_token(dtype)
     head = HEADS[setup.algorithm].config(setup.draft)
     model, num_modules = make_head(head, device=META, dtype=dtype), head.layer.num_layers
+    if head.max_draft_tokens:  # drafted in one forward
+        return _weights(model, is_tied=False), head.layer.kv_bytes_per_token(dtype)
     once = sum(weight.nbytes for name, weight in model.named_parameters() if name == "fc.weight")
     output = sum(weight.nbytes for name, weight in model.named_parameters() if name == "head.weight")
     module = (_weights(model, is_tied=False) - once - output) // num_modules

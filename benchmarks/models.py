@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from slipstream.services.worker.config import Shares
 
 NONE, STANDALONE, EAGLE3, EAGLE, MTP, NGRAM = "none", "standalone", "eagle3", "eagle", "mtp", "ngram"
+DFLASH = "dflash"
 STANDALONE_AUTO, EAGLE3_AUTO = "standalone_auto", "eagle3_auto"
 """Drafts that rest where plain decoding is faster."""
 NGRAM_SUFFIX = "ngram_suffix"
@@ -101,7 +102,7 @@ class Setup:
             sizes: dict[str, Any] = {"prompt_tokens": 64, "max_new_tokens": 600, "kv_memory_mib": 512}
             return cls(name=name, target=target_dir(), draft=eagle3_dir(), load_format="auto", **sizes)
         shape, _, algorithm = name.rpartition("-")
-        if algorithm not in (STANDALONE, EAGLE, MTP, NGRAM):
+        if algorithm not in (STANDALONE, EAGLE, MTP, DFLASH, NGRAM):
             shape, algorithm = name, EAGLE3
         draft = None if algorithm == NGRAM else write_shape(SHAPES_DIR, f"{algorithm}-{shape}")
         return cls(name=name, target=write_shape(SHAPES_DIR, shape), draft=draft, algorithm=algorithm)

@@ -222,6 +222,7 @@ class DFlashConfig(HeadConfig):
             raise own.error("target_layer_ids", "a list of numbers of layers")
         if not is_integer(mask) or not 0 <= mask < layer.vocab_size:
             raise own.error("mask_token_id", f"a token id below vocab_size = {layer.vocab_size}")
+        num_layers = fields.get("num_target_layers")
         where = own if fields.get("block_size") is None else fields
         if not is_integer(block_size := where.get("block_size")) or not 2 <= block_size <= _LARGEST_BLOCK:
             raise where.error("block_size", f"an integer from 2 to {_LARGEST_BLOCK}")
@@ -229,7 +230,8 @@ class DFlashConfig(HeadConfig):
             layer=layer,
             draft_vocab_size=layer.vocab_size,
             target_hidden_size=layer.hidden_size,
-            hidden_layers=tuple(number + 1 for number in layers),  # numbered by their outputs
+            # They are numbered by their outputs, of which the last layer's is meant after the final norm.
+            hidden_layers=tuple(FINAL_NORM if number + 1 == num_layers else number + 1 for number in layers),
             block_size=block_size,
             mask_token_id=mask,
         )
@@ -328,7 +330,7 @@ def check_target(path: Path, config: HeadConfig, target: Path) -> None:
         message = f"the head is for a target of hidden size {asked}, that of {target} is {given.hidden_size}"
         raise CheckpointError(f"{path}: {message}")
     last = max((layer for layer in config.hidden_layers if layer != FINAL_NORM), default=0)
-    # Of the last layer's output those who publish block drafters mean different states.
+    # Without num_target_layers a block drafter does not say that the last layer's output is meant after the norm.
     if last > given.num_layers - isinstance(config, DFlashConfig):
         message = f"the head reads layer {last} of its target, {target} has {given.num_layers}"
         raise CheckpointError(f"{path}: {message}")

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.benchmarks.decode import Plan, StepBytes, measure
 from slipstream.benchmarks.figures import decode_medians
-from slipstream.benchmarks.models import EAGLE, EAGLE3, MTP, NGRAM, ONE, PLAIN, SHAPES, STANDALONE, THREE, Setup
+from slipstream.benchmarks.models import DFLASH, EAGLE, EAGLE3, MTP, NGRAM, ONE, PLAIN, SHAPES, STANDALONE, THREE, Setup
 from slipstream.benchmarks.runner import Row, Table
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def _in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         ("llama-3.1-8b-standalone", STANDALONE, "standalone-llama-3.1-8b", 4 * LLAMA_1B, 4 * 16 * 2 * 2 * 8 * 64),
         ("llama-3.1-8b-eagle", EAGLE, "eagle-llama-3.1-8b", 4 * (LAYER + FUSING + OUTPUT), 4 * KV_BYTES),
         ("llama-3.1-8b-mtp", MTP, "mtp-llama-3.1-8b", 4 * (LAYER + FUSING + OUTPUT), 4 * KV_BYTES),
+        ("llama-3.1-8b-dflash", DFLASH, "dflash-llama-3.1-8b", 5 * (LAYER + 4096**2) + OUTPUT, 5 * KV_BYTES),
         ("llama-3.1-8b-ngram", NGRAM, None, 0, 4),
     ],
 )
@@ -72,12 +73,14 @@ def test_a_shape_without_a_drafts_name_has_an_eagle3_head() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shapes", "modes"),
-    [(("small-standalone", "small-eagle", "small-ngram"), (THREE,)), (("small-ngram",), (THREE, ONE))],
+    [(("small-standalone", "small-eagle", "small-dflash", "small-ngram"), (THREE,)), (("small-ngram",), (THREE, ONE))],
 )
 async def test_steps_with_each_drafter(
     shapes: tuple[str, ...], modes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("llama-3.1-8b", "standalone-llama-3.1-8b", "eagle-llama-3.1-8b"):
+    monkeypatch.setitem(SHAPES["dflash-llama-3.1-8b"]["dflash_config"], "mask_token_id", 4095)
+    monkeypatch.setitem(SHAPES["dflash-llama-3.1-8b"]["dflash_config"], "target_layer_ids", [1, 2])
+    for name in ("llama-3.1-8b", *(f"{draft}-llama-3.1-8b" for draft in ("standalone", "eagle", "dflash"))):
         layers = {"num_hidden_layers": min(4, SHAPES[name]["num_hidden_layers"])}
         monkeypatch.setitem(SHAPES, name.replace("llama-3.1-8b", "small"), SHAPES[name] | SMALL | layers)
     group, table = [(shape, mode) for shape in shapes for mode in modes], Table(None, "shape")

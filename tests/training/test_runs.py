@@ -12,7 +12,7 @@ import torch
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.training import checkpoint, distil, distil_eagle, distil_eagle3, distil_mtp, target
+from slipstream.training import checkpoint, distil, distil_dflash, distil_eagle, distil_eagle3, distil_mtp, target
 from slipstream.training.distillation import TEMPERATURE
 from slipstream.training.llama import LlamaShape
 from slipstream.training.mtp import SharedOutputLoss
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 NUM_STEPS = 2 * LOG_EVERY_STEPS + 1
 CONTEXT_TOKENS = 32
 BATCH = 4
-DRAFTS = ("standalone", "eagle3", "eagle", "mtp")
+DRAFTS = ("standalone", "eagle3", "eagle", "dflash", "mtp")
 PERIOD = 50
 """After so many tokens the text begins again: it can be learned."""
 
@@ -58,7 +58,7 @@ def trained(folder: Path) -> dict[str, Any]:
         data, out, log = [folder / "train.npy", folder / "samples.npy"], folder / "eagle3", folder / "eagle3.json"
         sizes = {"length": CONTEXT_TOKENS, "rate": 4e-3, "draft_vocab": 3584}
         distil_eagle3.main(folder / "target", data, out, log, steps=NUM_STEPS, **own | sizes | {"batch": 3 * BATCH})
-        for name, module in (("standalone", distil), ("eagle", distil_eagle)):
+        for name, module in (("standalone", distil), ("eagle", distil_eagle), ("dflash", distil_dflash)):
             out, log = folder / name, folder / f"{name}.json"
             module.main(folder, [folder / "samples.npy"], folder / "target", out, log, steps=NUM_STEPS, **own)
         out, log = folder / "mtp", folder / "mtp.json"
@@ -86,7 +86,7 @@ def test_the_target_learns_the_text(trained: dict[str, Any]) -> None:
     assert log[0]["loss"] > log[-1]["loss"] + 0.5
 
 
-@pytest.mark.parametrize("name", ["standalone", "eagle3", "eagle"])
+@pytest.mark.parametrize("name", ["standalone", "eagle3", "eagle", "dflash"])
 def test_a_draft_comes_closer_to_the_target(trained: dict[str, Any], name: str) -> None:
     log = trained[name]["log"]
     assert [record["step"] for record in log] == [LOG_EVERY_STEPS, 2 * LOG_EVERY_STEPS]
@@ -94,8 +94,9 @@ def test_a_draft_comes_closer_to_the_target(trained: dict[str, Any], name: str) 
     for source in ("text", "own") if name != "eagle3" else ("text",):
         assert log[0][f"{source}_loss"] > log[1][f"{source}_loss"]
         overlaps = log[1][f"{source}_overlap"]
-        assert np.shape(overlaps) == {"standalone": (), "eagle3": (5,), "eagle": (4,)}[name]
-        assert np.all(np.greater(overlaps, 0.85))
+        assert np.shape(overlaps) == {"standalone": (), "eagle3": (5,), "eagle": (4,), "dflash": (7,)}[name]
+        # Blocks are learnt more slowly than what follows on known tokens.
+        assert np.all(np.greater(overlaps, 0.3 if name == "dflash" else 0.85))
 
 
 def test_modules_come_closer_to_the_target_together_and_then_apart(trained: dict[str, Any]) -> None:

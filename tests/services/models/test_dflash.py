@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from slipstream.common.errors import CheckpointError
+from slipstream.common.wire.step import FINAL_NORM
 from slipstream.services.models.attention import ForwardBatch, RaggedRows
 from slipstream.services.models.checkpoint import LoadFormat, load_head
 from slipstream.services.models.head_config import DFLASH, DFlashConfig
@@ -179,9 +180,13 @@ def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) 
     assert "\n" not in str(error.value)
 
 
-def test_the_last_layers_output_is_refused(tmp_path: Path) -> None:
-    """Those who publish drafters read it after the final norm, or before it."""
-    path = write_head(tmp_path / "head", layout=BLOCKS, dflash_config=FIELDS | {"target_layer_ids": [1]})
+def test_the_last_layers_output_is_meant_after_the_norm(tmp_path: Path) -> None:
+    """A configuration that does not say which layer is the last is refused."""
+    fields = FIELDS | {"target_layer_ids": [0, 1]}
+    path = write_head(tmp_path / "head", layout=BLOCKS, dflash_config=fields, num_target_layers=2)
+    assert DFlashConfig.from_directory(path).hidden_layers == (1, FINAL_NORM)
+    load(path, write_checkpoint(tmp_path / "target"))
+    write_head(tmp_path / "head", layout=BLOCKS, dflash_config=fields)
     with pytest.raises(CheckpointError, match=r"the head reads layer 2 of its target, .* has 2"):
         load(path, write_checkpoint(tmp_path / "target"))
 
