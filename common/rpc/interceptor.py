@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -27,7 +28,7 @@ from slipstream.common.rpc.loop_turns import LoopTurns
 from slipstream.common.rpc.status import code_of, status_from_error
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
     from google.protobuf.descriptor import FieldDescriptor
     from google.protobuf.message import Message
@@ -114,22 +115,14 @@ class StatusInterceptor(ServerInterceptor):
         """Wraps the handler of a call; None, for an unknown method, stays None."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
+        return None if handler is None else replaced(handler, lambda handle: partial(self._call, method, handle))
 
-        def make(handle: Handle) -> Handle:
-            async def call(request: Any, context: Any) -> Any:
-                async with self._outcome(method, context):
-                    return await handle(request, context)
-
-            return call
-
-        return None if handler is None else replaced(handler, make)
-
-    @asynccontextmanager
-    async def _outcome(self, method: str, context: Any) -> AsyncIterator[None]:
+    async def _call(self, method: str, handle: Handle, request: Any, context: Any) -> Any:
         code = grpc.StatusCode.CANCELLED
         try:
-            yield
+            answer = await handle(request, context)
             code = grpc.StatusCode.OK
+            return answer
         except grpc.aio.AbortError as abort:
             code = context.code()
             _forget_frames(abort)
@@ -148,11 +141,11 @@ class StatusInterceptor(ServerInterceptor):
             raise
         except BaseException as error:
             # A panic of a library in Rust is no Exception, but the client must hear of it too.
-            answer = _answer(method, error)
-            code = code_of(answer)
-            await _abort(context, status_from_error(answer))
+            told = _answer(method, error)
+            code = code_of(told)
+            await _abort(context, status_from_error(told))
             # The traceback refers to this frame, and would make a cycle.
-            del answer
+            del told
         finally:
             if self._metrics is not None:
                 self._metrics.count(method, code.name)
