@@ -6,7 +6,8 @@ import logging
 import os
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -28,10 +29,10 @@ from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.head_config import HEADS
 from slipstream.services.models.heads import DFlashHead, make_head
 from slipstream.services.models.json_files import tokenizer_fingerprint
-from slipstream.services.models.ranks import Ranks, file_store
 from slipstream.services.models.sharding import sharded
 from slipstream.services.verify.engine import VerifyEngine, fused_layers
 from slipstream.services.worker.config import FP8_KV, NGRAM
+from slipstream.services.worker.crew import join_ranks
 from slipstream.services.worker.follower import Follower, Line
 from slipstream.services.worker.language_model import LanguageModel
 from slipstream.services.worker.memory import WORK_BYTES, loading, needed_for_work, with_hidden_states
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from slipstream.common.wire.manifest import Manifest
     from slipstream.services.draft.engine import Drafter
     from slipstream.services.models.heads import DraftHead
+    from slipstream.services.models.ranks import Ranks
     from slipstream.services.worker.config import WorkerConfig
     from slipstream.services.worker.crew import Crew
     from slipstream.services.worker.engine import RoleEngine
@@ -63,9 +65,7 @@ def make_verify(config: WorkerConfig, device: Device, metrics_port: int, *, crew
             config.simulate_accept_length,
         )
     description = describe_verify(config, device, metrics_port)
-    if crew is not None and device.torch_device.type != "cpu":
-        raise ConfigError("tensor_parallel_size", len(crew), "1 on a GPU")
-    model = _load(config, device, None if crew is None else crew.meet())
+    model = _load(config, device, None if crew is None else crew.meet(device.torch_device))
     if crew is not None:
         crew.wait_until_loaded()
     if config.share_weights:
@@ -145,18 +145,31 @@ def keeps_fp8_kv(config: WorkerConfig, device: Device) -> bool:
 
 def follow(config: WorkerConfig, rank: int, store: int, connection: socket.socket) -> None:
     """Serves a rank after the first until rank 0 hangs up."""
-    device, place, line = choose_device(config.device), Rank(rank, config.tensor_parallel_size), Line(connection)
-    torch.set_num_threads(config.threads or worker_threads())
-    line.show_life()
+    place = Rank(rank, config.tensor_parallel_size)
+    device = choose_device(config.device, ordinal=rank)
+    line = Line(connection, partial(_free_bytes, device.torch_device))
     try:
-        ranks = Ranks(place, file_store(store, place.size))
+        torch.set_num_threads(config.threads or worker_threads())
+        line.show_life()
+        if not device.has_stream_threads:
+            device.create_stream(f"rank {rank}", _raise).bind_thread()
+        ranks = join_ranks(place, store, device.torch_device)
         model = _load(config, device, ranks)
     except SlipstreamError as error:
         line.answer(str(error), kind=type(error).__name__)
         line.wait_for_end()
         return
     line.answer("")
-    line.serve(Follower(model.decoder, ranks, device.torch_device, keeps_fp8=keeps_fp8_kv(config, device)))
+    with torch.inference_mode():
+        line.serve(Follower(model.decoder, ranks, device.torch_device, keeps_fp8=keeps_fp8_kv(config, device)))
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 def _target_config(config: WorkerConfig, number: int = 0) -> ModelConfig:
@@ -274,12 +287,24 @@ def _describe(
         metrics_port=metrics_port,
         pid_namespace=pid_namespace(),
         shm_device=shm_device(),
+        reached_devices=_reached(device.torch_device) if role is Role.DRAFT else (),
     )
+
+
+def _reached(device: torch.device) -> tuple[str, ...]:
+    """UUIDs of the GPUs beside this one whose memory it can map."""
+    if device.type != "cuda":
+        return ()
+    others = [number for number in range(torch.cuda.device_count()) if number != device.index]
+    reached = [number for number in others if torch.cuda.can_device_access_peer(device, number)]
+    return tuple(f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in reached)
 
 
 def _name(config: WorkerConfig, model: ModelConfig) -> str:
     """The model's name, with a note if its output is no text, or if only its text part is loaded."""
     notes = [] if model.text_of is None else ["text part"]
+    if config.tensor_parallel_size > 1:
+        notes.append(f"{config.tensor_parallel_size} ranks")
     notes += [] if config.load_format != LoadFormat.DUMMY.value else ["random weights"]
     if config.simulate_accept_length is not None:
         notes.append(f"accept length simulated: {config.simulate_accept_length:g}")

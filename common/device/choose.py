@@ -22,10 +22,15 @@ FENCES = (AUTO, "timeline", "event")
 """Settings of a GPU's fence; a CPU has one kind."""
 
 
-def choose_device(device: str, fence: str = AUTO) -> Device:
-    """Makes the device; "auto" takes a GPU if one can be used. Raises ConfigError, DeviceError."""
-    if device not in DEVICES:
-        raise ConfigError("device", device, ", ".join(DEVICES))
+def choose_device(device: str, fence: str = AUTO, *, ordinal: int = 0) -> Device:
+    """Makes the device; "auto" takes a GPU if one can be used. Raises ConfigError, DeviceError.
+
+    `ordinal`: number of the GPU, unless `device` says it: "cuda:1".
+    """
+    kind, _, number = device.partition(":")
+    if kind not in DEVICES or (number and (kind != CUDA or not number.isdecimal())):
+        raise ConfigError("device", device, f"{', '.join(DEVICES)}, cuda:N")
+    device, ordinal = kind, int(number or ordinal)
     if fence not in FENCES:
         raise ConfigError("fence", fence, ", ".join(FENCES))
     obstacle = None if device == CPU else cuda_obstacle()
@@ -37,10 +42,12 @@ def choose_device(device: str, fence: str = AUTO) -> Device:
         if obstacle is not None:
             logger.info("on the CPU: %s", obstacle)
         return HostDevice()
+    if ordinal >= torch.cuda.device_count():
+        raise ConfigError("device", f"cuda:{ordinal}", f"one of the GPUs that are visible, {torch.cuda.device_count()}")
     from slipstream.common.device.cuda.device import CudaDevice
 
     try:
-        return CudaDevice(fence)
+        return CudaDevice(fence, ordinal)
     except (ImportError, OSError) as error:
         raise DeviceError(f"cuda-bindings does not fit this driver or PyTorch: {error}") from error
 

@@ -301,7 +301,7 @@ class Decoder(nn.Module):
         if self.ranks is None:
             return head(hidden)
         own = head(self.ranks.share_hidden(hidden))
-        return self.ranks.joined(own)[..., : self.config.vocab_size]
+        return self.ranks.joined(own)[..., : self.config.vocab_size].contiguous()
 
     def _bounded(self, logits: torch.Tensor) -> torch.Tensor:
         """Scales logits and bounds them, in float32, where the model does so."""

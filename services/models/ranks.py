@@ -47,6 +47,8 @@ class Ranks:
     def __init__(self, rank: Rank, store: Any, channel: Channel | None = None) -> None:
         """Returns once all ranks have met at the store. `channel`: rank 0's."""
         self.rank = rank
+        self.captured: list[Message] = []
+        """What was told while a graph was captured, since this was last emptied: for `capture` of the others."""
         self._channel = channel
         self._group = self._meet(store)
 
@@ -56,10 +58,6 @@ class Ranks:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
         options._timeout = TIMEOUT
         return dist.ProcessGroupGloo(store, self.rank.number, self.rank.size, options)
-
-    def close(self) -> None:
-        """Leaves the others."""
-        self._group = None
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Adds up the parts of all ranks in the order of their numbers, so that each rank gets the same bits.

@@ -31,6 +31,7 @@ from slipstream.services.verify.graphs import VerifyGraphs, waits_for_stash_read
 from slipstream.services.verify.target import PromptEnds, Target, TargetStep
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.graphs import (
+    RankedCapture,
     at_once,
     forward_size,
     padded_to,
@@ -93,12 +94,17 @@ class VerifyEngine:
         self._graphs: VerifyGraphs | None = None
 
     def open(self, state: EpochState) -> Measurements:
-        attachment = state.attachment
+        attachment, ranks = state.attachment, self._model.decoder.ranks
+        if ranks is not None and state.graphs is not None:
+            graphs = replace(state.graphs, capture=RankedCapture(state.graphs.capture, ranks))
+            state = replace(state, graphs=graphs)
         width = None if state.graphs is None else self._width(attachment.shape.num_draft_tokens)
         simulates = self._simulate_accept_length is not None or bool(self._shares)
         self._target = Target(self._model, state, self._acceptance, simulates=simulates, width=width)
         if width is not None:
             self._model.decoder.enable_batch_invariance()
+            if ranks is not None:
+                ranks.tell("enable_batch_invariance")
         self._model.open(state)
         if state.graphs is not None:
             self._graphs = VerifyGraphs(self._target, state, state.graphs, is_one_size=width is not None)

@@ -19,17 +19,21 @@ from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
-from slipstream.common.errors import CheckpointError, OutOfMemoryError, UnavailableError
+from slipstream.common.device.choose import CPU, cuda_obstacle
+from slipstream.common.errors import CheckpointError, ConfigError, OutOfMemoryError, UnavailableError
 from slipstream.common.settings import arguments
-from slipstream.services.models.config import Rank
+from slipstream.services.models.config import ModelConfig, Rank
 from slipstream.services.models.ranks import Ranks, file_store
+from slipstream.services.models.sharding import sharded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    import torch
+
     from slipstream.common.errors import SlipstreamError
     from slipstream.common.rpc.service_options import LogSettings
-    from slipstream.services.models.ranks import Message
+    from slipstream.services.models.ranks import Channel, Message
     from slipstream.services.worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -51,6 +55,8 @@ class Crew:
         self._store = store
         self._connections = connections
         self._lose = lose
+        self._free: dict[int, int] = {}
+        """Bytes that each rank's device had free by its last message; 0 where these are the host's."""
         self._answers: list[queue.SimpleQueue[Message]] = [queue.SimpleQueue() for _ in connections]
         self._is_closing = False
         for rank in range(1, len(connections) + 1):
@@ -59,6 +65,11 @@ class Crew:
     def __len__(self) -> int:
         """The number of ranks, this one included."""
         return len(self._connections) + 1
+
+    @property
+    def least_free(self) -> int | None:
+        """Bytes that are free on the device with the fewest; None where the memory is the host's."""
+        return min(filter(None, self._free.values()), default=None)
 
     def tell(self, message: Message) -> None:
         """See `Channel.tell`. Nothing happens where a rank is gone: who watches it ends this process."""
@@ -70,9 +81,9 @@ class Crew:
     def answers(self) -> list[Message]:
         return [answers.get() for answers in self._answers]
 
-    def meet(self) -> Ranks:
+    def meet(self, device: torch.device) -> Ranks:
         """Makes rank 0's collectives."""
-        return Ranks(Rank(0, len(self)), file_store(self._store, len(self)), self)
+        return join_ranks(Rank(0, len(self)), self._store, device, self)
 
     def wait_until_loaded(self) -> None:
         """Returns once each rank has its part of the model. Raises CheckpointError, OutOfMemoryError."""
@@ -100,8 +111,10 @@ class Crew:
                 if not line:
                     return None if self._is_closing else self._lose(rank, "has ended")
                 patience_ms = 1e3 * HANG_TIMEOUT_S
-                if line.strip():
-                    answers.put(json.loads(line))
+                message = json.loads(line)
+                self._free[rank] = message["free"]
+                if "error" in message:
+                    answers.put(message)
 
 
 def end_with_it(rank: int, reason: str) -> NoReturn:
@@ -111,15 +124,31 @@ def end_with_it(rank: int, reason: str) -> NoReturn:
     os._exit(1)
 
 
+def join_ranks(rank: Rank, store: int, device: torch.device, channel: Channel | None = None) -> Ranks:
+    """Makes a rank's collectives. `store`: see `Crew`; `channel`: rank 0's."""
+    assert device.type == "cpu", "a GPU is refused before"
+    return Ranks(rank, file_store(store, rank.size), channel)
+
+
+def _check(config: WorkerConfig) -> None:
+    number = config.tensor_parallel_size
+    sharded(ModelConfig.from_directory(config.directory), Rank(0, number))
+    if config.device != CPU and cuda_obstacle() is None:
+        raise ConfigError("tensor_parallel_size", number, "1 on a GPU")
+
+
 @contextmanager
 def started_crew(config: WorkerConfig, logs: LogSettings) -> Iterator[Crew | None]:
     """Starts the other ranks, and ends them; None for a target of one. Called on the main thread, with which they die.
+
+    Raises ConfigError for a target that cannot be divided so, and for fewer GPUs; CheckpointError.
 
     `logs`: how they log; what they write goes where this process's output goes.
     """
     if config.tensor_parallel_size == 1:
         yield None
         return
+    _check(config)
     store, connections, processes = os.memfd_create("slipstream-ranks"), [], []
     for rank in range(1, config.tensor_parallel_size):
         own, theirs = socket.socketpair()

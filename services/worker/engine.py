@@ -92,11 +92,13 @@ class Engine:
         *,
         refuses_waits: bool = False,
         on_stuck: Callable[[Engine, str], None] = lambda *_: None,
+        free_elsewhere: Callable[[], int | None] = lambda: None,
     ) -> None:
         """`refuses_waits`: a wait of PyTorch's for the device, while a step is enqueued, breaks the stream.
 
         `on_stuck` is called on the device's thread when the stream does not end, with what it waits for and
         before anything is freed: on a GPU freeing waits for the stream, so the process has to end without.
+        `free_elsewhere`: bytes that are free on other devices that the role needs as much of, the fewest.
         """
         self._role = role
         self._device = device
@@ -105,6 +107,7 @@ class Engine:
         """Events: steps that were enqueued, waits for the device, and in debug mode the order."""
         self._refuses_waits = refuses_waits and device.torch_device.type == "cuda"
         self._on_stuck = on_stuck
+        self._free_elsewhere = free_elsewhere
         self._mask_waits = MaskWaits(device, log)
         self._open: Epoch | None = None
         self.last_epoch = 0
@@ -128,6 +131,9 @@ class Engine:
             failure = DeviceError(f"the GPU failed: {first_line(error)}")
             self._lose_device(failure)
             raise failure from error
+        elsewhere = self._free_elsewhere()
+        if elsewhere is not None:
+            memory = replace(memory, free=min(memory.free, elsewhere))
         return replace(self.description, last_epoch=self.last_epoch, memory=memory)
 
     def attach(self, attachment: Attachment) -> Measurements | None:

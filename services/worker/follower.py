@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.services.models.paged_kv import PagedKV
-from slipstream.services.worker.memory import first_line, is_out_of_memory
+from slipstream.services.worker.graphs import CudaCapture
+from slipstream.services.worker.memory import allocated_bytes, first_line, is_out_of_memory
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable
 
     from slipstream.services.models.decoder import Decoder
     from slipstream.services.models.ranks import Message, Ranks
@@ -23,7 +25,10 @@ SIGN_INTERVAL_S = 0.5
 
 
 class Follower:
-    """A rank's part of the work on a target. Rank 0 calls its methods by their names, see `Ranks.tell`."""
+    """A rank's part of the work on a target. Rank 0 calls its methods by their names, see `Ranks.tell`.
+
+    Those that return a text answer: it is the error, if there is one.
+    """
 
     def __init__(self, decoder: Decoder, ranks: Ranks, device: torch.device, *, keeps_fp8: bool = False) -> None:
         """`keeps_fp8`: keys and values are kept as FP8 numbers."""
@@ -32,9 +37,17 @@ class Follower:
         self._device = device
         self._keeps_fp8 = keeps_fp8
         self._cache: PagedKV | None = None
+        self._capture: CudaCapture | None = None
+        self._graphs: dict[int, Callable[[], None]] = {}
+
+    def do(self, message: Message) -> str | None:
+        """Calls what a message names."""
+        arguments = {name: value for name, value in message.items() if name != "do"}
+        answer: str | None = getattr(self, message["do"])(**arguments)
+        return answer
 
     def open(self, num_pages: int, page_tokens: int) -> str:
-        """Allocates the KV pages of an epoch. Answers with an error, if there is no room."""
+        """Allocates the KV pages of an epoch."""
         self._cache = None
         try:
             self._cache = PagedKV(
@@ -42,7 +55,7 @@ class Follower:
                 num_pages=num_pages,
                 page_size=page_tokens,
                 device=self._device,
-                dtype=self._decoder.norm.weight.dtype,
+                dtype=self._decoder.embedding.dtype,
                 is_fp8=self._keeps_fp8,
             )
         except RuntimeError as error:
@@ -51,9 +64,12 @@ class Follower:
             return first_line(error)
         return ""
 
-    def close(self) -> None:
-        """Frees them."""
-        self._cache = None
+    def close(self) -> str:
+        """Frees them, and the graphs."""
+        self._graphs.clear()
+        self._cache = self._capture = None
+        allocated_bytes(self._device)  # gives the memory back to the device
+        return ""
 
     def forward(self, parts: list[Message], joins: bool, aux_layers: list[int]) -> None:
         """Runs a forward, see `Ranks.share_batch`."""
@@ -67,16 +83,38 @@ class Follower:
         self._ranks.broadcast(hidden)
         self._decoder.logits(hidden)
 
+    def capture(self, number: int, messages: list[Message]) -> str:
+        """Makes a graph, of what it has done by the same messages before."""
+        self._capture = self._capture or CudaCapture()
+
+        def work() -> None:
+            for message in messages:
+                self.do(message)
+
+        try:
+            self._graphs[number] = self._capture.record(work)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return first_line(error)
+        return ""
+
+    def replay(self, number: int) -> None:
+        """Does what the graph of this number is of."""
+        self._graphs[number]()
+
     def enable_batch_invariance(self) -> None:
         """See `Decoder.enable_batch_invariance`."""
         self._decoder.enable_batch_invariance()
 
 
 class Line:
-    """A follower's end of the channel: lines of JSON in both directions, and empty ones as signs of life."""
+    """A follower's end of the channel: lines of JSON in both directions, those without an error as signs of life."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, free_bytes: Callable[[], int] = lambda: 0) -> None:
+        """`free_bytes`: of the device's memory; 0 where it is the host's."""
         self._connection = connection
+        self._free_bytes = free_bytes
         self._sending = threading.Lock()
 
     def show_life(self) -> None:
@@ -84,14 +122,13 @@ class Line:
         threading.Thread(target=self._show_life, name="signs-of-life", daemon=True).start()
 
     def answer(self, error: str, **more: Any) -> None:
-        self._send(json.dumps({"error": error, **more}).encode())
+        self._send({"error": error, **more})
 
     def serve(self, follower: Follower) -> None:
         """Does what rank 0 tells until it hangs up."""
         with self._connection.makefile("rb") as lines:
             for line in lines:
-                message = json.loads(line)
-                error = getattr(follower, message.pop("do"))(**message)
+                error = follower.do(json.loads(line))
                 if error is not None:
                     self.answer(error)
 
@@ -103,11 +140,11 @@ class Line:
     def _show_life(self) -> None:
         try:
             while True:
-                self._send(b"")
+                self._send({})
                 time.sleep(SIGN_INTERVAL_S)
         except OSError:
             return
 
-    def _send(self, line: bytes) -> None:
+    def _send(self, message: Message) -> None:
         with self._sending:
-            self._connection.sendall(line + b"\n")
+            self._connection.sendall(json.dumps({"free": self._free_bytes(), **message}).encode() + b"\n")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from slipstream.common.wire.step import StepCommand
+    from slipstream.services.models.ranks import Ranks
     from slipstream.services.worker.future_map import CapturedAccess, CapturedStep, SharedBuffers
 
 logger = logging.getLogger(__name__)
@@ -79,13 +80,14 @@ class CudaCapture:
         """See `Capture.capture`. The work runs once as it is, so that everything in it is compiled and warm."""
         work()
         try:
-            return self._captured(work)
+            return self.record(work)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise NoRoomForGraphError(first_line(error)) from error
             raise
 
-    def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Captures work that is warm. Returns what does it again."""
         graph = torch.cuda.CUDAGraph()
         # Other threads of this process may go on using the device meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -97,6 +99,34 @@ class CudaCapture:
             raise
         graph.capture_end()
         return graph.replay
+
+
+class RankedCapture:
+    """Implements `Capture` for rank 0 of several: the others capture and replay their parts of the same work."""
+
+    def __init__(self, capture: Capture, ranks: Ranks) -> None:
+        self._capture = capture
+        self._ranks = ranks
+        self._num_made = 0
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """See `Capture.capture`."""
+        self._ranks.captured.clear()
+        replay, told = self._capture.capture(work), tuple(self._ranks.captured)
+        if not told:
+            return replay
+        self._num_made += 1
+        number = self._num_made
+        try:
+            self._ranks.ask("capture", number=number, messages=told)
+        except torch.OutOfMemoryError as error:
+            raise NoRoomForGraphError(str(error)) from error
+
+        def run() -> None:
+            self._ranks.tell("replay", number=number)
+            replay()
+
+        return run
 
 
 @dataclass(frozen=True, slots=True)

@@ -351,7 +351,7 @@ class LanguageModel:
         """Frees what an epoch took."""
         self._graphs = None
         if self.decoder.ranks is not None:
-            self.decoder.ranks.tell("close")
+            self.decoder.ranks.ask("close")
         self.slots.close()
 
     def capture_prompts(self, aux_layers: tuple[int, ...] = ()) -> Generator[None, None, None]:

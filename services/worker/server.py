@@ -97,8 +97,13 @@ async def run_worker(
     metrics_port: int | None,
     metrics_host: str,
     make_role: MakeRole,
+    *,
+    free_elsewhere: Callable[[], int | None] = lambda: None,
 ) -> int:
-    """Serves until a signal; returns the exit status. `make_role` loads the model, on the device thread."""
+    """Serves until a signal; returns the exit status. `make_role` loads the model, on the device thread.
+
+    `free_elsewhere`: see `Engine`.
+    """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     device = choose_device(config.device)
     if device.has_stream_threads:
@@ -118,7 +123,15 @@ async def run_worker(
         device_thread = held.enter_context(DeviceThread(stream.bind_thread))
         loop = asyncio.get_running_loop()
         role_engine = await loop.run_in_executor(device_thread, make_role, config, device, port)
-        engine = Engine(role_engine, device, stream, log, refuses_waits=config.debug_sync, on_stuck=end_at_once)
+        engine = Engine(
+            role_engine,
+            device,
+            stream,
+            log,
+            refuses_waits=config.debug_sync,
+            on_stuck=end_at_once,
+            free_elsewhere=free_elsewhere,
+        )
         _describe(registry, device, engine)
         collection, commands = IdleCollection(), CommandReceiver()
         servicer = WorkerServicer(

@@ -12,8 +12,7 @@ import torch
 
 from slipstream.services.models.checkpoint import load_decoder
 from slipstream.services.models.config import Rank
-from slipstream.services.models.ranks import Ranks, file_store
-from slipstream.services.worker.crew import Crew
+from slipstream.services.worker.crew import Crew, join_ranks
 from slipstream.services.worker.follower import Follower, Line
 from tests.harness.paged_model import CPU, PAGE_SIZE, PagedModel
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.services.models.decoder import Decoder
+    from slipstream.services.models.ranks import Ranks
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def ranked_model(path: Path, num_ranks: int) -> Iterator[PagedModel]:
         return load_decoder(path, device=CPU, dtype=torch.float32, ranks=ranks)
 
     def follow(number: int, connection: socket.socket) -> None:
-        ranks, line = Ranks(Rank(number, num_ranks), file_store(store, num_ranks)), Line(connection)
+        ranks, line = join_ranks(Rank(number, num_ranks), store, CPU), Line(connection)
         with connection:
             line.show_life()
             decoder = part(ranks)
@@ -46,7 +46,7 @@ def ranked_model(path: Path, num_ranks: int) -> Iterator[PagedModel]:
     threads = [threading.Thread(target=follow, args=(rank, theirs)) for rank, (_, theirs) in enumerate(pairs, 1)]
     for thread in threads:
         thread.start()
-    ranks = crew.meet()
+    ranks = crew.meet(CPU)
     try:
         model = PagedModel(part(ranks))
         crew.wait_until_loaded()

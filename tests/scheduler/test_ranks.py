@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
+from slipstream import bundled
 from slipstream.common.errors import UnavailableError
 from slipstream.common.wire.step import Role
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker.config import NGRAM, STANDALONE
 from tests.harness.checkpoints import write_checkpoint, write_guesser
+from tests.harness.counted_jobs import Job
 from tests.harness.eagle3_checkpoints import write_head
 from tests.harness.transformers_reference import greedy_tokens
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses, running_session
+from tests.scheduler.test_constraints import EOS, SPECS, check
+from tests.scheduler.test_constraints_processes import GrammarProcess
 from tests.scheduler.test_session import SEED, make_jobs, settings
 
 if TYPE_CHECKING:
@@ -131,3 +137,29 @@ async def test_ranks_end_with_the_first(processes: WorkerProcesses) -> None:
         assert len(gone) == 1
         assert not alive
         processes.start(VERIFY)
+
+
+@pytest.mark.slow
+async def test_constraints_hold_at_several_ranks(tmp_path: Path) -> None:
+    """Rank 0 alone applies masks."""
+    sizes = {"vocab_size": 4096, "bos_token_id": EOS, "eos_token_id": EOS}
+    target = write_checkpoint(tmp_path / "target", seed=SEED, has_tokenizer=False, **sizes)  # type: ignore[arg-type]
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(bundled.target_dir() / name, target)
+    models = {VERIFY: target, DRAFT: write_guesser(tmp_path / "draft", target, seed=SEED)}
+    with (
+        WorkerProcesses(tmp_path, models, programs={VERIFY: RANKS}) as workers,
+        GrammarProcess(tmp_path) as grammar,
+        running_session(
+            workers, grammar=grammar.address, slots=4, context_tokens=128, grammar_timeout_ms=2e4
+        ) as client,
+    ):
+        workers.start(VERIFY)
+        await client.served(with_draft=False)
+        plain = await client.run(*map(Job, SPECS))
+        check(plain)
+        workers.start(DRAFT)
+        await client.served()
+        jobs = [Job(replace(one, job_id=f"drafted {one.job_id}")) for one in SPECS]
+        assert await client.run(*jobs) == plain
+        assert sum(job.stats.total_accepted_tokens for job in jobs) > 0

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _MPS_ENABLED = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
-ORDINAL = 0
-"""The first GPU that CUDA_VISIBLE_DEVICES shows."""
 
 
 class CudaDevice:
@@ -37,13 +35,18 @@ class CudaDevice:
 
     has_stream_threads = False
 
-    def __init__(self, fence: str = AUTO) -> None:
-        """`fence`: "timeline", "event" or "auto", the first of these that works. Raises DeviceError, ConfigError."""
-        self.torch_device = torch.device("cuda", ORDINAL)
-        self.driver = CudaDriver(ORDINAL)
+    def __init__(self, fence: str = AUTO, ordinal: int = 0) -> None:
+        """`fence`: "timeline", "event" or "auto", the first of these that works. Raises DeviceError, ConfigError.
+
+        `ordinal`: number of the GPU among those that CUDA_VISIBLE_DEVICES shows.
+        """
+        self.torch_device = torch.device("cuda", ordinal)
+        if ordinal:
+            torch.cuda.set_device(ordinal)
+        self.driver = CudaDriver(ordinal)
         self.kernels = CudaKernels(self.driver)
         self.side = SideStream(self.driver, self.kernels)
-        self.identity = f"GPU-{torch.cuda.get_device_properties(ORDINAL).uuid}"
+        self.identity = f"GPU-{torch.cuda.get_device_properties(ordinal).uuid}"
         self.fence_kind = self._fence_kind(fence)
         self._own: weakref.WeakValueDictionary[bytes, CudaMemory] = weakref.WeakValueDictionary()
         self._retired: list[object] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -82,7 +83,7 @@ class FusedDecoder(Decoder):
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Decoder.logits`, but for the dtype: the model's own, as the sampler's kernels read any."""
-        return self._bounded(linear(hidden, self.head))
+        return self._bounded(self._whole_logits(hidden, partial(linear, layer=self.head)))
 
 
 def run_layer(
@@ -108,6 +109,9 @@ def run_layer(
     x = attend.outputs.of(layer.index, x)
     if not len(x):
         return x, x
+    if layer.ranks is not None:
+        x, normed = add_rms_norm(x, layer.whole(linear(mixed, layer.output)), layer.mlp_norm.weight, layer.mlp_norm.eps)
+        return add_rms_norm(x, layer.whole(linear(_gated(normed, layer.gate_up), layer.down)), norm.weight, norm.eps)
     if has_few_rows(x):
         x, scaled = add_product(x, mixed, layer.output, layer.mlp_norm)
         return add_product(x, product(scaled, layer.gate_up, is_gated=True), layer.down, norm)
@@ -117,6 +121,13 @@ def run_layer(
     else:
         gated = swiglu(linear(normed, layer.gate_up))
     return _add_and_norm(x, gated, layer.down, norm)
+
+
+def _gated(x: torch.Tensor, layer: Linear) -> torch.Tensor:
+    """Computes `silu(gate) * up` of the halves of `layer(x)`: [N, size]."""
+    if has_few_rows(x):
+        return product(x, layer, is_gated=True)
+    return tiled_product(x, layer) if suits_tiles(x, layer, is_gated=True) else swiglu(linear(x, layer))
 
 
 def _add_and_norm(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,11 +12,14 @@ from slipstream.common.errors import ConfigError
 from slipstream.services.models.attention import JoinedBatch
 from slipstream.services.models.checkpoint import load_decoder
 from slipstream.services.models.config import ModelConfig, Rank
-from slipstream.services.models.decoder import RMSNorm
+from slipstream.services.models.decoder import Decoder, RMSNorm
+from slipstream.services.models.linear import Linear, dequantised
+from slipstream.services.models.ranks import Ranks
 from slipstream.services.models.sharding import sharded
 from slipstream.services.models.weight_files import WeightFiles
 from slipstream.services.worker.config import WorkerConfig
 from tests.harness.checkpoints import write_checkpoint
+from tests.harness.fp8_checkpoints import FP8_LAYOUTS, quantise
 from tests.harness.paged_model import CPU, PagedModel, random_tokens
 from tests.harness.threaded_ranks import ranked_model
 from tests.harness.transformers_checkpoints import VARIANTS, write_by_transformers
@@ -133,3 +137,47 @@ def test_experts_that_cannot_be_divided(tmp_path: Path) -> None:
 def test_settings_that_do_not_go_together(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         WorkerConfig(model=tmp_path, **settings)
+
+
+class Apart(Ranks):
+    """A rank that only loads."""
+
+    def _meet(self, store: Any) -> None:
+        assert store is None
+
+
+def weights_of(decoder: Decoder) -> dict[str, torch.Tensor]:
+    """By name, in float32."""
+    found = {}
+    for name, module in decoder.named_modules():
+        if isinstance(module, Linear) and module.weight is not None:
+            weight, scales = module.weight, module.scales
+            found[name] = weight.float() if scales is None else dequantised(weight, scales)
+    return found
+
+
+@pytest.mark.parametrize("layout", FP8_LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp8_weights_are_split_with_their_scales(tmp_path: Path, layout: str, dtype: torch.dtype) -> None:
+    """In bfloat16 they stay FP8."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    path = write_checkpoint(tmp_path / "it", has_tokenizer=False, intermediate_size=512, num_hidden_layers=1, **sizes)
+    quantise(path, layout)
+    load = partial(load_decoder, path, device=CPU, dtype=dtype)
+    monolith = weights_of(load())
+    parts = [weights_of(load(ranks=Apart(Rank(number, 2), None))) for number in range(2)]
+    if dtype == torch.bfloat16:
+        assert len(monolith) == 5
+        rows = {"qkv": (512, 256, 256), "gate_up": (512, 512)}
+        for name, whole in monolith.items():
+            if (sizes_of := rows.get(name.rpartition(".")[2])) is not None:
+                pairs = zip(*(part[name].split([size // 2 for size in sizes_of]) for part in parts), strict=True)
+                joined = torch.cat([half for pair in pairs for half in pair])
+            else:
+                joined = torch.cat([part[name] for part in parts], dim=0 if name == "head" else 1)
+            assert torch.equal(joined, whole), name
+    else:
+        prompt = random_tokens(20, seed=5)
+        with ranked_model(path, 2) as model:
+            found = model.prefill(prompt, chunk=20)
+        torch.testing.assert_close(found, PagedModel(path).prefill(prompt, chunk=20), atol=2e-3, rtol=1e-4)

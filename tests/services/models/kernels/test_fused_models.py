@@ -12,6 +12,7 @@ from slipstream.common.wire.step import FINAL_NORM
 from slipstream.services.models import decoder
 from slipstream.services.models.attention import ForwardBatch, JoinedBatch, RaggedRows
 from slipstream.services.models.checkpoint import load_decoder, load_head
+from slipstream.services.models.config import ALONE
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.head_config import DFLASH
 from slipstream.services.models.heads import DFlashHead, Eagle3Head, EagleHead
@@ -20,6 +21,7 @@ from slipstream.services.models.kernels.fused import FusedDecoder, make_fused_he
 from slipstream.services.models.kernels.paged_attention import paged_attention
 from slipstream.services.models.linear import Linear
 from slipstream.services.models.paged_kv import PagedKV
+from slipstream.services.models.ranks import Ranks
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.harness.eagle3_checkpoints import ALGORITHMS, BLOCKS, LAYOUTS, LLAMA_BLOCKS, MODULES, write_head
 from tests.harness.fp8_checkpoints import quantise
@@ -150,6 +152,43 @@ def test_a_fused_decoder_has_the_decoders_numbers(name: str, tmp_path: Path, dev
         assert_close(output.aux.cpu()[valid], expected.aux[valid])
         logits = fused.logits(output.hidden).cpu()
         assert_close(logits[valid], plain.logits(expected.hidden)[valid])
+
+
+class OneRank(Ranks):
+    """A rank that has all of a model."""
+
+    def __init__(self) -> None:
+        super().__init__(ALONE, None)
+        self.num_sums = 0
+
+    def _meet(self, store: Any) -> None:
+        assert store is None
+
+    def _all(self, part: torch.Tensor) -> list[torch.Tensor]:
+        self.num_sums += 1
+        return [part]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.usefixtures("products_of")
+@pytest.mark.parametrize("name", ["llama", "qwen2", "llama-fp8"])
+def test_a_rank_of_a_fused_decoder_adds_up_each_branch(name: str, tmp_path: Path, device: torch.device) -> None:
+    plain = load_decoder(write(tmp_path, name), device=CPU, dtype=torch.float32)
+    fused, ranks = FusedDecoder(plain.config, device=device, dtype=torch.float32), OneRank()
+    fused.load_state_dict(plain.state_dict())
+    fused.pack()
+    fused.join(ranks)
+    caches, num_layers = (cache_for(plain.config, CPU), cache_for(plain.config, device)), plain.config.num_layers
+    for batch, on_device in zip(batches(CPU), batches(device), strict=True):
+        expected, valid = plain.forward(batch, caches[0], aux_layers=(1,)), batch.is_valid
+        output, ranks.num_sums = fused.forward(on_device, caches[1], aux_layers=(1,)), 0
+        assert output.aux is not None
+        assert expected.aux is not None
+        assert_close(output.aux.cpu()[valid], expected.aux[valid])
+        assert_close(fused.logits(output.hidden).cpu()[valid], plain.logits(expected.hidden)[valid])
+        assert ranks.num_sums == 1, "of the logits"
+        fused.forward(on_device, caches[1])
+        assert ranks.num_sums == 1 + 1 + 2 * num_layers, "of the embedding, and of each branch"
 
 
 @pytest.mark.sampled(1)
