@@ -71,9 +71,7 @@ class Arrivals:
 async def ours(client: AsyncClient, seed: int, arrivals: Arrivals) -> None:
     """A stream of our own interface."""
     begun_at, has_begun = time.monotonic(), False
-    async with aclosing(
-        client.generate(PROMPT, seed=seed, temperature=1.0, ignore_eos=True, max_new_tokens=900)
-    ) as chunks:
+    async with aclosing(client.generate(PROMPT, **(OPTIONS | {"seed": seed}))) as chunks:
         async for chunk in chunks:
             arrivals.received.append(time.monotonic_ns())
             if not has_begun:
@@ -106,9 +104,7 @@ async def openai(port: int, seed: int, arrivals: Arrivals) -> None:
 
 async def probe(client: AsyncClient, arrivals: Arrivals) -> None:
     """One more stream of our own, which says when each step was published."""
-    async with aclosing(
-        client.generate(PROMPT, seed=0, temperature=1.0, ignore_eos=True, max_new_tokens=900)
-    ) as chunks:
+    async with aclosing(client.generate(PROMPT, **(OPTIONS | {"seed": 0}))) as chunks:
         async for chunk in chunks:
             arrivals.published.append(chunk.published_ns)
 

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
 
 import grpc
@@ -304,7 +305,7 @@ class OutputReader:
         self._job_id = ""
         self._offsets = dict(enumerate(offsets))
         self._finished: set[int] = set()
-        self._tokens: defaultdict[int, array[int]] | None = defaultdict(_no_tokens) if keeps_tokens else None
+        self._tokens: defaultdict[int, array[int]] | None = defaultdict(partial(array, "I")) if keeps_tokens else None
 
     @property
     def has_attempt(self) -> bool:
@@ -376,10 +377,6 @@ class OutputReader:
         """Raises ConnectionLostError when the stream ended before the job did."""
         if not self.is_over:
             raise ConnectionLostError("the stream ended before the job did")
-
-
-def _no_tokens() -> array[int]:
-    return array("I")
 
 
 def can_go_on_after(error: SlipstreamError) -> bool:

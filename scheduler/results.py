@@ -17,7 +17,7 @@ from slipstream.common.wire.step import FenceName
 from slipstream.scheduler.records import NO_LOGPROBS, StepOutcome, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     import torch
     from numpy.typing import NDArray
@@ -100,7 +100,7 @@ class ResultReader:
             unmasked=faults[1],
             unmatched=faults[2],
             stamps_before=tuple([tuple(interval.tolist()) for interval in stamps]),
-            logprobs=self._logprobs_of(step, num_tokens) if step.top_logprobs else NO_LOGPROBS,
+            logprobs=_token_logprobs(step, num_tokens, *self._logprobs[row]) if step.top_logprobs else NO_LOGPROBS,
         )
 
     def ended_ns(self, number: int) -> int:
@@ -112,9 +112,6 @@ class ResultReader:
     def published(self) -> int:
         """The last step that verify has published."""
         return self._publish.poll()
-
-    def _logprobs_of(self, step: Step, num_tokens: NDArray[np.int32]) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-        return _token_logprobs(step, num_tokens, *self._logprobs[step.number % self._ring])
 
     def _check_rows(
         self, step: Step, num_accepted: NDArray[np.uint32], lengths: NDArray[np.int64]

@@ -38,8 +38,6 @@ def give(server: GenerationServer, tokenizer: Any) -> None:
     server.model.tokenizer = tokenizer
 
 
-ROLE = "{{ messages[0].role }}"
-CONTRADICTION = {"add_generation_prompt": True, "continue_final_message": True}
 CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
     *((name, PLAIN, {}) for name in TEMPLATES),
     *((name, PLAIN, {"tools": [TOOL]}) for name in ("hermes", "llama3", "mistral", "named")),
