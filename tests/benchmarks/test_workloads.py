@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from array import array
 from dataclasses import replace
 from statistics import mean
@@ -28,6 +29,7 @@ from slipstream.cli.load_generator import (
     FAILED,
     LEFT,
     REJECTED,
+    Generator,
     GrpcServer,
     LoadRun,
     RequestRecord,
@@ -161,10 +163,16 @@ def arrivals() -> list[Arrival]:
     return [Arrival(number / 200, request("abc", 7, 0.8, number)) for number in range(NUM_REQUESTS)]
 
 
+async def opened(address: str, seconds: float, drain_s: float) -> LoadRun:
+    """A run of the arrivals as one of the generator's processes makes it, in this one."""
+    async with GrpcServer(address).connect() as client:
+        return await Generator(client, time.monotonic()).open_loop(arrivals(), seconds, drain_s)
+
+
 async def test_requests_do_not_wait_for_answers() -> None:
     async with generation_server() as server:
         server.loop.may_step.clear()
-        run = asyncio.ensure_future(open_loop(GrpcServer(server.address), arrivals(), 0.2, 60.0))
+        run = asyncio.ensure_future(opened(server.address, 0.2, 60.0))
         # Nothing is answered, and yet all of them come.
         await until(lambda: server.manager.num_jobs == NUM_REQUESTS)
         server.loop.may_step.set()
@@ -178,7 +186,7 @@ async def test_requests_do_not_wait_for_answers() -> None:
 async def test_rejections_say_when_to_come_again() -> None:
     async with generation_server(capacity=2, slots=1) as server:
         server.loop.may_step.clear()
-        run = asyncio.ensure_future(open_loop(GrpcServer(server.address), arrivals(), 0.2, 60.0))
+        run = asyncio.ensure_future(opened(server.address, 0.2, 60.0))
         await until(lambda: server.metric("requests_total", outcome="refused") == NUM_REQUESTS - 3)
         server.loop.may_step.set()
         report, records = (await run).report(0.0), (await run).records
@@ -190,7 +198,7 @@ async def test_rejections_say_when_to_come_again() -> None:
 async def test_requests_that_do_not_end_are_left() -> None:
     async with generation_server() as server:
         server.loop.may_step.clear()
-        run = await open_loop(GrpcServer(server.address), arrivals(), 0.1, 0.1)
+        run = await opened(server.address, 0.1, 0.1)
         assert [record.outcome for record in run.records] == [LEFT] * NUM_REQUESTS
         await server.manager.wait_idle()
 
