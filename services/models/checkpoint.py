@@ -30,7 +30,7 @@ from slipstream.services.models.head_config import (
 )
 from slipstream.services.models.heads import DraftHead, make_head
 from slipstream.services.models.linear import FP8, dequantised
-from slipstream.services.models.packed import mxfp4, unpacked
+from slipstream.services.models.packed import check_values, mxfp4, unpacked
 from slipstream.services.models.sharding import sharded, sharded_slots
 from slipstream.services.models.slots import (
     EMBEDDING_TENSOR,
@@ -96,6 +96,7 @@ def load_decoder(
         with weight_files(path, config) as files:
             slots = checked_decoder_slots(files, config)
             _check_unused_biases(files, slots, config)
+            check_values(files, slots)
             decoder = decoder_class(own, device=device, dtype=dtype)
             if own is not config:  # the vocabulary's padding, and biases that rank 0 adds
                 for parameter in decoder.parameters():
@@ -169,7 +170,8 @@ def _fill(module: nn.Module, slots: Slots, files: WeightFiles) -> None:
             _fill_stacked(module, slot, files, name)
         elif slot.packed is not None:
             place = _place(module.get_parameter(slot.parameter), slot)
-            _copy_finite(place, files, name, unpacked(slot.packed, files, name, *place.shape))
+            weight = unpacked(slot.packed, files, name, slot.num_rows, slot.num_columns, place.device)
+            _copy_finite(place, files, name, weight.worth())
         elif slot.fp8 is None:
             place = _place(module.get_parameter(slot.parameter), slot)
             _copy_finite(place, files, name, None if slot.is_whole else _read(files, name, slot))

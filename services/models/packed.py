@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -10,6 +10,7 @@ from slipstream.services.models.quantization import Packing
 
 if TYPE_CHECKING:
     from slipstream.services.models.quantization import PackedWeights
+    from slipstream.services.models.slots import Slots
     from slipstream.services.models.weight_files import WeightFiles
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -18,50 +19,60 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers of three bits; a fourth is their sign."""
 _SCALE_BIAS = 127
 """Exponent that is added to those of MXFP4's scales."""
+_MOST_EXPONENT = 254
+"""Greatest one with this added; the next means NaN."""
 
 
-def unpacked(layout: PackedWeights, files: WeightFiles, name: str, rows: int, columns: int) -> torch.Tensor:
-    """The weight of which a checkpoint has the numbers in the tensor `name`: [rows, columns] float32.
+class Quantised(NamedTuple):
+    """Numbers of a checkpoint: each is worth (value - zero point) * scale."""
 
-    Raises `CheckpointError` for scales that are not finite, and zero points and groups that there are not.
-    """
-    prefix, numbers = name.removesuffix(layout.name), files.read(name)
+    values: torch.Tensor
+    """[rows, columns], not negative."""
+    zeros: torch.Tensor
+    """[rows, groups]."""
+    scales: torch.Tensor
+    """[rows, groups] float32."""
+    groups: torch.Tensor
+    """[columns] int64: the group of each."""
+
+    def worth(self) -> torch.Tensor:
+        """[rows, columns] float32."""
+        return (self.values - self.zeros[:, self.groups]) * self.scales[:, self.groups]
+
+
+def unpacked(
+    layout: PackedWeights, files: WeightFiles, name: str, rows: int, columns: int, device: torch.device
+) -> Quantised:
+    """The weight, [rows, columns], of which a checkpoint has the numbers in the tensor `name`, on a device."""
+    prefix, numbers = name.removesuffix(layout.name), files.read(name).to(device)
     if layout.packing is Packing.COMPRESSED_TENSORS:
         return _compressed_tensors(layout, files, prefix, numbers, (rows, columns))
-    scales = _finite(files, f"{prefix}scales")
+    scales, zeros = (files.read(f"{prefix}{part}").to(device) for part in ("scales", "qzeros"))
     if layout.packing is Packing.AWQ:
-        zeros = _awq(files.read(f"{prefix}qzeros"))
-        values, groups = _awq(numbers), torch.arange(len(numbers)) // (len(numbers) // len(scales))
+        values, zeros = _awq(numbers), _awq(zeros)
+        groups = torch.arange(columns, device=device) // (columns // len(scales))
     else:
         values = _words(numbers.T, layout.num_bits).T
-        zeros = _words(files.read(f"{prefix}qzeros"), layout.num_bits) + layout.zero_offset
-        if int(zeros.max()) >= 1 << layout.num_bits:
-            most = (1 << layout.num_bits) - 1
-            raise files.error(f"{prefix}qzeros", f"got zero points of {int(zeros.max())}, supported: at most {most}")
-        groups = _groups(files, f"{prefix}{layout.order_name}", len(scales))
-    return ((values - zeros[groups]) * scales[groups]).T
+        zeros = _words(zeros, layout.num_bits) + layout.zero_offset
+        groups = files.read(f"{prefix}{layout.order_name}").long().to(device)
+    return Quantised(values.T, zeros.T, scales.float().T, groups)
 
 
 def _compressed_tensors(
     layout: PackedWeights, files: WeightFiles, prefix: str, numbers: torch.Tensor, size: tuple[int, int]
-) -> torch.Tensor:
-    (rows, columns), scales, shape = (
-        size,
-        _finite(files, f"{prefix}weight_scale"),
-        files.read(f"{prefix}weight_shape").tolist(),
-    )
-    if shape != [rows, columns]:
-        raise files.error(f"{prefix}weight_shape", f"got {shape}, supported: {[rows, columns]}")
+) -> Quantised:
+    (rows, columns), device = size, numbers.device
+    scales = files.read(f"{prefix}weight_scale").float().to(device)
     values, zeros = (
         _words(numbers, layout.num_bits)[:, :columns],
         torch.full_like(scales, 1 << (layout.num_bits - 1), dtype=torch.int32),
     )
     if layout.has_zero_points:
-        zeros = _words(files.read(f"{prefix}weight_zero_point").T, layout.num_bits).T[:rows]
-    groups = torch.arange(columns) // (columns // scales.shape[1])
+        zeros = _words(files.read(f"{prefix}weight_zero_point").to(device).T, layout.num_bits).T[:rows]
+    groups = torch.arange(columns, device=device) // (columns // scales.shape[1])
     if layout.has_order:
-        groups = _groups(files, f"{prefix}{layout.order_name}", scales.shape[1])
-    return (values - zeros[:, groups]) * scales[:, groups]
+        groups = files.read(f"{prefix}{layout.order_name}").long().to(device)
+    return Quantised(values, zeros, scales, groups)
 
 
 def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -73,7 +84,7 @@ def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def _words(words: torch.Tensor, num_bits: int) -> torch.Tensor:
     """The numbers of each row's words, lowest bits first: [rows, words] int32 to [rows, numbers] int32."""
-    shifts = torch.arange(0, 32, num_bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, num_bits, dtype=torch.int32, device=words.device)
     return (words[..., None] >> shifts & (1 << num_bits) - 1).flatten(1)
 
 
@@ -81,17 +92,41 @@ def _awq(words: torch.Tensor) -> torch.Tensor:
     return _words(words, 4).view(len(words), -1, len(_AWQ_PLACES))[..., list(_AWQ_PLACES)].flatten(1)
 
 
-def _finite(files: WeightFiles, name: str) -> torch.Tensor:
-    scales = files.read(name).float()
-    if not scales.isfinite().all():
+def check_values(files: WeightFiles, slots: Slots) -> None:
+    """Raises `CheckpointError` for scales that are not finite, and zero points, groups and sizes that there are not.
+
+    Reads what belongs to quantised numbers, and not these, before anything takes memory.
+    """
+    for name, slot in slots.items():
+        layout = slot.packed
+        if slot.fp8 is not None and slot.num_rows:
+            _check_scales(files, name)
+        elif layout is not None and slot.is_part:
+            if name.endswith("qzeros") and layout.packing is Packing.GPTQ:
+                most = (1 << layout.num_bits) - 1
+                greatest = int(_words(files.read(name), layout.num_bits).max()) + layout.zero_offset
+                if greatest > most:
+                    raise files.error(name, f"got zero points of {greatest}, supported: at most {most}")
+            elif name.endswith(layout.order_name):
+                _check_groups(files, name, layout.num_groups(slot.num_columns))
+            elif name.endswith("weight_shape"):
+                given, size = files.read(name).tolist(), [slot.num_rows, slot.num_columns]
+                if given != size:
+                    raise files.error(name, f"got {given}, supported: {size}")
+            elif layout.packing is Packing.MXFP4:
+                if int(files.read(name).max()) > _MOST_EXPONENT:
+                    raise files.error(name, f"got scales of NaN, supported: exponents up to {_MOST_EXPONENT}")
+            elif name.endswith(("scales", "weight_scale")):
+                _check_scales(files, name)
+
+
+def _check_scales(files: WeightFiles, name: str) -> None:
+    if not files.read(name).float().isfinite().all():
         raise files.error(name, "got scales that are NaN or infinite, supported: finite scales")
-    return scales
 
 
-def _groups(files: WeightFiles, name: str, num_groups: int) -> torch.Tensor:
-    """The group of each column: [columns] int64."""
-    groups = files.read(name).long()
+def _check_groups(files: WeightFiles, name: str, num_groups: int) -> None:
+    groups = files.read(name)
     if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
         given = f"{int(groups.min())} to {int(groups.max())}"
         raise files.error(name, f"got groups {given}, supported: 0 to {num_groups - 1}")
-    return groups

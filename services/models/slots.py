@@ -60,6 +60,8 @@ class Slot:
     """Set for a weight of FP8 numbers, and for its scales."""
     num_rows: int = 0
     """Rows that the tensor has FP8 scales for, or packed numbers; 0 if it has neither."""
+    num_columns: int = 0
+    """The same of a packed weight."""
     packed: PackedWeights | None = None
     """Set for a tensor of a packed weight; `is_part`: one that is read with the numbers."""
     is_part: bool = False
@@ -270,6 +272,7 @@ def _packed_slots(packed: PackedWeights, name: str, weight: Slot, size: tuple[in
             shape=(*before, *shape),
             dtypes=dtypes,
             num_rows=rows,
+            num_columns=columns,
             packed=packed,
             is_part=end != packed.name,
         )
