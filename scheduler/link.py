@@ -51,7 +51,7 @@ from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
     from concurrent.futures import Future
 
     from prometheus_client import CollectorRegistry
@@ -205,7 +205,7 @@ class WorkerLink:
     def describe(self) -> WorkerDescription:
         # Decoded on this thread, as other answers are: the links' thread has the other worker's, too.
         try:
-            answer = self._thread.call(self._describe())
+            answer = self._call(lambda stub: stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT_S))
         except ConnectionLostError as error:
             raise UnavailableError(f"no {self.role.value} service answers at {self.address}: {error}") from None
         description = description_from_pb(answer)
@@ -222,17 +222,19 @@ class WorkerLink:
         return measurements_from_pb(self._thread.call(self._attach(meant)))
 
     def attach_draft(self, region: DraftRegion) -> None:
-        self._thread.call(self._attach_draft(region))
+        self._call(lambda stub: stub.AttachDraft(region_to_pb(region), timeout=ATTACH_TIMEOUT_S))
 
     def attach_grammar(self, region: GrammarRegion) -> None:
-        self._thread.call(self._attach_grammar(region))
+        self._call(lambda stub: stub.AttachGrammar(grammar_region_to_pb(region), timeout=ATTACH_TIMEOUT_S))
 
     def prepare(self, grammar: str) -> None:
-        self._thread.call(self._prepare(grammar))
+        self._call(lambda stub: stub.Prepare(pb.PrepareRequest(grammar=grammar), timeout=CALL_TIMEOUT_S))
 
     def release_draft(self, epoch: int, attachment: int) -> None:
+        request = pb.ReleaseDraftRequest(epoch=epoch, attachment=attachment)
+        releasing = self._ask(lambda stub: stub.ReleaseDraft(request, timeout=CALL_TIMEOUT_S))
         # Verify that does not answer is found by its own steps.
-        asyncio.run_coroutine_threadsafe(self._release_draft(epoch, attachment), self._thread.loop)
+        asyncio.run_coroutine_threadsafe(releasing, self._thread.loop)
 
     def detach_draft(self, epoch: int, attachment: int) -> None:
         self._thread.call(self._detach_draft(epoch, attachment))
@@ -276,10 +278,13 @@ class WorkerLink:
             self._channel = grpc.aio.insecure_channel(self.address, options=SAME_HOST.options())
         return pb_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
 
-    async def _describe(self) -> pb.DescribeResponse:
-        stub = await self._connect()
-        answer: pb.DescribeResponse = await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT_S)
-        return answer
+    async def _ask(self, call: Callable[[pb_grpc.WorkerStub], Awaitable[Any]]) -> Any:
+        """Makes a call that has one answer."""
+        return await call(await self._connect())
+
+    def _call(self, call: Callable[[pb_grpc.WorkerStub], Awaitable[Any]]) -> Any:
+        """The same on any other thread, which it blocks. Raises as `LinkThread.call`."""
+        return self._thread.call(self._ask(call))
 
     async def _attach(self, attachment: Attachment) -> pb.AttachResponse:
         stub = await self._connect()
@@ -294,26 +299,10 @@ class WorkerLink:
         self._tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
         return answer
 
-    async def _attach_draft(self, region: DraftRegion) -> None:
-        stub = await self._connect()
-        await stub.AttachDraft(region_to_pb(region), timeout=ATTACH_TIMEOUT_S)
-
-    async def _attach_grammar(self, region: GrammarRegion) -> None:
-        stub = await self._connect()
-        await stub.AttachGrammar(grammar_region_to_pb(region), timeout=ATTACH_TIMEOUT_S)
-
-    async def _prepare(self, grammar: str) -> None:
-        stub = await self._connect()
-        await stub.Prepare(pb.PrepareRequest(grammar=grammar), timeout=CALL_TIMEOUT_S)
-
-    async def _release_draft(self, epoch: int, attachment: int) -> None:
-        stub = await self._connect()
-        await stub.ReleaseDraft(pb.ReleaseDraftRequest(epoch=epoch, attachment=attachment), timeout=CALL_TIMEOUT_S)
-
     async def _detach_draft(self, epoch: int, attachment: int) -> None:
         if self._channel is not None:
-            stub = await self._connect()
-            await stub.DetachDraft(pb.DetachDraftRequest(epoch=epoch, attachment=attachment), timeout=CALL_TIMEOUT_S)
+            request = pb.DetachDraftRequest(epoch=epoch, attachment=attachment)
+            await self._ask(lambda stub: stub.DetachDraft(request, timeout=CALL_TIMEOUT_S))
 
     async def _read_records(self, from_step: int) -> trace_pb2.ReadRecordsResponse | None:
         if self._channel is None:
