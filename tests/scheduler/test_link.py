@@ -41,10 +41,13 @@ from tests.harness.waiting import until
 from tests.harness.workers import LocalWorker, SharedArenas, attach, attachment_to, decode, describe
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
     from slipstream.common.rpc.serving import GrpcServer
+
+    Linked = Callable[..., AbstractAsyncContextManager[tuple["Served", WorkerLink]]]
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -97,6 +100,18 @@ def thread() -> Iterator[LinkThread]:
     assert not waiting
 
 
+@pytest.fixture
+def linked(tmp_path: Path, thread: LinkThread) -> Linked:
+    """Serves a draft, and yields it with a link to it. Options are those of `served`."""
+
+    @asynccontextmanager
+    async def make(**options: Any) -> AsyncIterator[tuple[Served, WorkerLink]]:
+        async with served(tmp_path, Role.DRAFT, **options) as draft:
+            yield draft, WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+
+    return make
+
+
 async def _tasks() -> list[Any]:
     return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
@@ -115,16 +130,14 @@ async def test_commands_go_out_and_the_worker_drains(
     has_socket: bool,
     interval_s: float,
     as_on_gpu: bool,
-    tmp_path: Path,
-    thread: LinkThread,
+    linked: Linked,
     arena: SharedArenas,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     by_socket: list[int] = []
     add = CommandSender.add
     monkeypatch.setattr(CommandSender, "add", lambda self, added: (by_socket.append(added.step), add(self, added))[1])
-    async with served(tmp_path, Role.DRAFT, has_socket=has_socket, as_on_gpu=as_on_gpu) as draft:
-        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+    async with linked(has_socket=has_socket, as_on_gpu=as_on_gpu) as (draft, link):
 
         def use() -> None:
             assert link.describe() == replace(draft.worker.describe(), pid=os.getpid())  # by the kernel's word
@@ -143,11 +156,10 @@ async def test_commands_go_out_and_the_worker_drains(
 
 
 async def test_a_process_that_was_started_since_the_last_description_is_not_attached(
-    tmp_path: Path, thread: LinkThread, arena: SharedArenas
+    linked: Linked, arena: SharedArenas
 ) -> None:
     """The memory would be given back under it, once the process that was described has ended."""
-    async with served(tmp_path, Role.DRAFT) as draft:
-        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+    async with linked() as (draft, link):
 
         def use() -> None:
             described = link.describe()
@@ -163,11 +175,10 @@ async def test_a_process_that_was_started_since_the_last_description_is_not_atta
 
 
 async def test_a_worker_whose_socket_cannot_be_reached_gets_commands_by_the_stream(
-    tmp_path: Path, thread: LinkThread, arena: SharedArenas
+    tmp_path: Path, linked: Linked, arena: SharedArenas
 ) -> None:
-    async with served(tmp_path, Role.DRAFT) as draft:
+    async with linked() as (_, link):
         (tmp_path / "draft.sock.commands").unlink()
-        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
 
         def use() -> None:
             link.attach(attachment_to(arena, 1))
@@ -179,13 +190,12 @@ async def test_a_worker_whose_socket_cannot_be_reached_gets_commands_by_the_stre
 
 
 async def test_a_worker_that_reads_no_commands_is_lost(
-    tmp_path: Path, thread: LinkThread, arena: SharedArenas, monkeypatch: pytest.MonkeyPatch
+    thread: LinkThread, linked: Linked, arena: SharedArenas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile it holds up neither the thread that sends nor that of the links."""
     monkeypatch.setattr(command_socket, "SEND_TIMEOUT_S", 0.5)
     monkeypatch.setattr(server, "serve_on_event_loop", lambda reader: reader.close)
-    async with served(tmp_path, Role.DRAFT) as draft:
-        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+    async with linked() as (_, link):
         await asyncio.to_thread(link.attach, attachment_to(arena, 1))
         chunk = PrefillChunk(slot=1, start=0, tokens=(2**31,) * 100_000, is_last=False)
 
@@ -208,12 +218,9 @@ async def test_a_worker_that_reads_no_commands_is_lost(
         await asyncio.to_thread(link.detach, drain=False)
 
 
-async def test_a_drain_that_takes_long_is_broken_off_by_another_detach(
-    tmp_path: Path, thread: LinkThread, arena: SharedArenas
-) -> None:
+async def test_a_drain_that_takes_long_is_broken_off_by_another_detach(linked: Linked, arena: SharedArenas) -> None:
     """As when verify is lost meanwhile: the next epoch does not wait for it."""
-    async with served(tmp_path, Role.DRAFT) as draft:
-        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+    async with linked() as (draft, link):
         await asyncio.to_thread(link.attach, attachment_to(arena, 1))
         go_on = threading.Event()
         draft.device_thread.submit(go_on.wait)
@@ -269,11 +276,10 @@ async def test_a_worker_that_speaks_no_grpc_is_named(tmp_path: Path, thread: Lin
         await asyncio.to_thread(link.detach, drain=False)
 
 
-async def test_what_a_worker_says_of_itself_does_not_act_on_a_terminal(tmp_path: Path, thread: LinkThread) -> None:
-    async with served(tmp_path, Role.DRAFT) as draft:
+async def test_what_a_worker_says_of_itself_does_not_act_on_a_terminal(linked: Linked) -> None:
+    async with linked() as (draft, link):
         engine = draft.worker.engine
         engine.description = replace(engine.description, model="a\n\x1b[31mb", algorithm="\r")
-        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
         description = await asyncio.to_thread(link.describe)
         assert (description.model, description.algorithm) == ("a\\n\\x1b[31mb", "\\r")
         await asyncio.to_thread(link.detach, drain=False)
@@ -287,11 +293,8 @@ async def test_a_worker_of_the_other_role_is_not_taken(tmp_path: Path, thread: L
         await asyncio.to_thread(link.detach, drain=False)
 
 
-async def test_what_the_worker_refuses_arrives_as_what_it_is(
-    tmp_path: Path, thread: LinkThread, arena: SharedArenas
-) -> None:
-    async with served(tmp_path, Role.DRAFT) as draft:
-        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+async def test_what_the_worker_refuses_arrives_as_what_it_is(linked: Linked, arena: SharedArenas) -> None:
+    async with linked() as (_, link):
         with pytest.raises(MismatchError, match="dtype: draft has 'float32', verify has 'float16'"):
             await asyncio.to_thread(link.attach, attachment_to(arena, peer=describe(Role.VERIFY, dtype="float16")))
         await asyncio.to_thread(link.attach, attachment_to(arena))
@@ -303,11 +306,8 @@ async def test_what_the_worker_refuses_arrives_as_what_it_is(
         await asyncio.to_thread(link.detach, drain=True)
 
 
-async def test_the_loss_of_the_worker_wakes_whoever_waits(
-    tmp_path: Path, thread: LinkThread, arena: SharedArenas
-) -> None:
-    async with served(tmp_path, Role.DRAFT) as draft:
-        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+async def test_the_loss_of_the_worker_wakes_whoever_waits(linked: Linked, arena: SharedArenas) -> None:
+    async with linked() as (draft, link):
         await asyncio.to_thread(link.attach, attachment_to(arena))
         waiting = asyncio.create_task(asyncio.to_thread(link.wait_for_acknowledgement, 1, 20.0))
         await draft.server.stop(0)
@@ -318,14 +318,13 @@ async def test_the_loss_of_the_worker_wakes_whoever_waits(
 
 @pytest.mark.parametrize("place", ["command_to_pb", "CommandSender.flush"])
 async def test_a_command_that_fails_on_its_way_loses_the_worker(
-    place: str, tmp_path: Path, thread: LinkThread, arena: SharedArenas, monkeypatch: pytest.MonkeyPatch
+    place: str, linked: Linked, arena: SharedArenas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("a mistake of ours")
 
     by_socket = place == "CommandSender.flush"
-    async with served(tmp_path, Role.DRAFT, has_socket=by_socket) as draft:
-        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+    async with linked(has_socket=by_socket) as (_, link):
         await asyncio.to_thread(link.attach, attachment_to(arena, 3))
         monkeypatch.setattr(f"slipstream.scheduler.link.{place}", fail)
         link.send(replace(decode(1, 1, epoch=3), wants_acknowledgement=True))
@@ -335,10 +334,9 @@ async def test_a_command_that_fails_on_its_way_loses_the_worker(
 
 
 async def test_a_worker_that_stops_while_it_attaches_is_unavailable_not_a_mistake(
-    tmp_path: Path, thread: LinkThread, arena: SharedArenas
+    linked: Linked, arena: SharedArenas
 ) -> None:
-    async with served(tmp_path, Role.DRAFT) as draft:
-        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+    async with linked() as (draft, link):
         busy = threading.Event()
         draft.device_thread.submit(busy.wait)
         attaching = asyncio.create_task(asyncio.to_thread(link.attach, attachment_to(arena)))
@@ -394,10 +392,9 @@ async def test_acknowledged_dispatch_sends_what_depends_on_a_step_after_its_ackn
 
 
 async def test_acknowledged_dispatch_gives_up_when_no_acknowledgement_comes(
-    tmp_path: Path, thread: LinkThread, arena: SharedArenas
+    linked: Linked, arena: SharedArenas
 ) -> None:
-    async with served(tmp_path, Role.DRAFT) as draft:
-        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+    async with linked() as (_, link):
         await asyncio.to_thread(link.attach, attachment_to(arena))
         dispatch = DispatchAcknowledged(link, EventLog(), 10.0, lambda: 0.02)
         late = replace(decode(2, 1), ops=FenceOps((FenceWait(FenceName.DRAFT_PROPOSED, 1),)))
@@ -454,16 +451,15 @@ async def test_a_worker_that_acknowledges_what_it_was_not_sent_is_lost(
     acks: tuple[int, ...],
     again: bool,
     wrong: str,
-    tmp_path: Path,
     thread: LinkThread,
+    linked: Linked,
     arena: SharedArenas,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each acknowledgement costs the thread of the links, which is the other worker's, too."""
     monkeypatch.setattr(Acknowledging, "acks", acks)
     monkeypatch.setattr(Acknowledging, "again", again)
-    async with served(tmp_path, Role.DRAFT, has_socket=False, kind=Acknowledging) as draft:
-        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+    async with linked(has_socket=False, kind=Acknowledging) as (_, link):
 
         def use() -> None:
             link.attach(attachment_to(arena, 1))
