@@ -104,7 +104,8 @@ async def test_tokens_do_not_depend_on_the_draft(
     assert greedy_tokens(target, [greedy.prompt], len(expected[0])) == [expected[0]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_rank_that_dies_or_hangs_ends_all_and_costs_no_token(processes: WorkerProcesses, number: int) -> None:
     """A hanging one takes the time until it is noticed."""
     expected = await undisturbed(processes, 3, 150)
