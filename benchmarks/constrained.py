@@ -37,6 +37,8 @@ NUM_MIXED = 8
 LEAST_STEPS = 80
 """In a repeat, which takes as many batches of requests as that needs."""
 WARM_UP_TOKENS = 16
+SUFFIX_CACHE_TOKENS = 131_072
+"""More than the modes put out in a repeat: the draft knows the outputs of the one before."""
 PROMPT_TOKENS, MAX_NEW_TOKENS = 128, 376
 GRAMMAR_TIMEOUT_MS = 5000
 """Far more than a step waits: a grammar worker that is found late would be measured as none."""
@@ -156,7 +158,7 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
     setup = Setup.named(plan.shape if plan.shape == BUNDLED else f"{plan.shape}-{NGRAM}")
     ports, rows, table = Ports(*free_ports(2)), list[Row](), Table(file, "shape")
     async with Stack(device=plan.device) as stack:
-        draft = draft_options(NGRAM_SUFFIX, target=setup.target)
+        draft = {**draft_options(NGRAM_SUFFIX, target=setup.target), "suffix_cache_tokens": SUFFIX_CACHE_TOKENS}
         grammar = words(listen=stack.socket("grammar"), metrics_port=ports.grammar)
         await asyncio.gather(
             stack.worker("verify", model=setup.target, load_format=setup.load_format, metrics_port=ports.verify),
