@@ -67,7 +67,8 @@ class Scores:
         """[len(tokens), vocab_size]: the scores after each of some more tokens."""
         with torch.inference_mode():
             found = self._model(torch.tensor([tokens]), past_key_values=self._known, use_cache=True)
-        self._known, logits = found.past_key_values, found.logits[0]
+        self._known = found.past_key_values
+        logits: torch.Tensor = found.logits[0]
         places = torch.arange(self._num_known, self._num_known + len(tokens)) + 1
         self._num_known += len(tokens)
         if not self._temperature:
@@ -82,9 +83,9 @@ class Generator:
         vocab_size = json.loads((target_dir() / "config.json").read_text())["vocab_size"]
         self.tokenizer: LLTokenizer = load_grammar_tokenizer(target_dir(), vocab_size, [EOS_ID])
         self._source = GrammarSource(self.tokenizer)
+        made: Any = AutoModelForCausalLM
         self._models = [
-            AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval()
-            for path in (target_dir, standalone_dir)
+            made.from_pretrained(path(), dtype=torch.float32).eval() for path in (target_dir, standalone_dir)
         ]
         self._plan = plan
 

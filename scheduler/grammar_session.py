@@ -165,8 +165,10 @@ class GrammarSession:
     def _work(self, epoch: Epoch | None) -> None:
         for worker in self._left():
             self._detach(worker, epoch)
-        if self._wanted:
-            self._prepare(*self._wanted.popleft())
+        with self._changed:
+            wanted = self._wanted.popleft() if self._wanted else None
+        if wanted is not None:
+            self._prepare(*wanted)
         if epoch is not None and self._until_try_s() == 0.0:
             self._try(epoch)
 

@@ -21,7 +21,7 @@ from slipstream.common.host import name_this_thread
 from slipstream.common.wire.events import EventLog, LogOp, StreamName
 from slipstream.common.wire.step import FenceName
 from slipstream.protos import worker_pb2 as pb
-from slipstream.services.grammar.matchers import KnownTokens, MaskFiller, SlotMatcher
+from slipstream.services.grammar.matchers import MaskFiller, SlotMatcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,13 +137,13 @@ class StepMasks:
                 self.slots[row.slot] = SlotMatcher(matcher)
         if (output := self.slots.get(row.slot)) is None:
             return None
-        end = output.take(KnownTokens(row.num_known, row.tokens))
+        end = output.take(row.num_known, row.tokens)
         output.steps = [step for step in output.steps if step > command.consumed]
         for step in output.steps:
             at = step % len(arrays.num_accepted)
             # Negative where there is no token: the sequence is over then, or will be taken in anew.
             num_tokens = min(max(int(arrays.num_accepted[at, row.slot]) + 1, 0), arrays.output_tokens.shape[2])
-            end = output.take(KnownTokens(end, arrays.output_tokens[at, row.slot, :num_tokens].tolist()))
+            end = output.take(end, arrays.output_tokens[at, row.slot, :num_tokens].tolist())
         output.steps.append(command.step)
         return output.matcher
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from slipstream.common.errors import CheckpointError, InvalidArgumentError, MismatchError
 from slipstream.common.grammars import load_grammar_tokenizer, new_matcher
@@ -63,13 +63,6 @@ class Grammars:
             return found.deep_copy()
 
 
-class KnownTokens(NamedTuple):
-    """The tokens of an output after its first `start`."""
-
-    start: int
-    tokens: Sequence[int]
-
-
 class SlotMatcher:
     """The output of the sequence that has a slot, in its grammar."""
 
@@ -80,12 +73,12 @@ class SlotMatcher:
         self._num_taken = 0
         """Tokens of the output that the matcher has."""
 
-    def take(self, output: KnownTokens) -> int:
-        """Takes in what is new of these tokens; returns where they end. A failure is the matcher's."""
-        end = output.start + len(output.tokens)
+    def take(self, start: int, tokens: Sequence[int]) -> int:
+        """Takes in what is new of the tokens after the first `start`; returns their end. A failure is the matcher's."""
+        end = start + len(tokens)
         if end > self._num_taken:
             # The rest of a sequence that is over may be any tokens: it then has no masks, and needs none.
-            self.matcher.consume_tokens(list(output.tokens[self._num_taken - end :]))
+            self.matcher.consume_tokens(list(tokens[self._num_taken - end :]))
             self._num_taken = end
         return end
 

@@ -97,3 +97,11 @@ async def test_outputs_keep_to_their_constraints_with_every_draft(
         for index, case in enumerate([case for case in group for _ in range(2)]):
             check(case, specs[index].grammar, PLAIN[number][index])
     assert await run(tmp_path, draft, specs) == PLAIN[number]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("number", range(len(GROUPS)))
+async def test_each_output_is_the_same_by_itself_with_every_draft(tmp_path: Path, number: int, draft: str) -> None:
+    specs = specs_of(GROUPS[number])
+    await run(tmp_path, draft, specs, num_alone=len(specs))
