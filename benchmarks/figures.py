@@ -302,6 +302,7 @@ SOURCES = {
     "growths": ("soak_cpu", "growths"),
     "probes": ("probes_cpu", "probes"),
     "kv_numbers": ("kv_numbers_cpu", None),
+    "forced_spans": ("forced_spans_cpu", None),
 }
 """Tables whose rows are those of a result: its file, unless the page names it, and the part that has the rows."""
 LOADS = {name_of(probe): (probe.__doc__ or "").rstrip(".") for probe in PROBES}

@@ -32,7 +32,7 @@ class DraftSkill:
     is_paged: bool = True
     """False if sequences come to it whole, though others have computed their beginnings."""
     context_tokens: int = 512
-    """Where a drafted token would be past this, all of the guesses are wrong."""
+    """A drafted token past this is wrong."""
     is_watched: bool = False
     """True if a wrong guess of a draft of quality 1 is a finding: no fault excuses it."""
 

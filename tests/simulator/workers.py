@@ -452,9 +452,9 @@ class SimulatedWorker(Process):
                 state = extend(_states_of(stash.hidden_states[row])[num_new - 1], new[-1:])
             else:
                 state = extend(epoch.tokens.state(slot, length), new[-1:])
-            guess = self._guess(state, command.most_draft_tokens or 1)
-            has_room = length + 1 + len(guess) <= self.skill.context_tokens
-            guesses.append(guess if has_room else [token + 1 for token in guess])
+            # Steps draft as many for each slot as for the one with the most.
+            guess, room = self._guess(state, command.most_draft_tokens or 1), self.skill.context_tokens - length - 1
+            guesses.append([token + (place >= room) for place, token in enumerate(guess)])
         region.propose(command.step, rows, torch.tensor(guesses))
 
     def _guess(self, state: int, count: int) -> list[int]:
