@@ -19,7 +19,7 @@ from slipstream.common.wire.server import (
     SwapOutcome,
     SwapTerms,
 )
-from slipstream.scheduler.config import MOST_DRAFT_TOKENS
+from slipstream.scheduler.config import draft_tokens_setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,8 @@ class SwapOptions(Settings):
         help="How it drafts; ngram has no model, none takes the draft away. With --address, only none.",
         unset=INFERRED,
     )
-    num_draft_tokens: int | None = setting(
-        None,
-        unit="K",
-        help="Most tokens drafted for a request in a step.",
-        unset="as many as the server was started with",
-        low=1,
-        high=MOST_DRAFT_TOKENS,
+    num_draft_tokens: int | None = draft_tokens_setting(
+        "Most tokens drafted for a request in a step.", unset="as many as the server was started with"
     )
     judge_steps: int = setting(
         DEFAULT_JUDGE_STEPS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
+from typing import Any
 
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.address import parse_address
@@ -36,6 +37,11 @@ _DAY_S = 86_400
 def parse_number_or_auto(word: str) -> int | None:
     """Reads `--num-draft-tokens` and `--max-batched-tokens`: None for "auto". Raises ValueError."""
     return None if word == AUTO else int(word)
+
+
+def draft_tokens_setting(help: str, *, unset: str) -> Any:
+    """A setting of a number of draft tokens; without one, what `unset` says."""
+    return setting(None, help=help, unit="K", low=1, high=MOST_DRAFT_TOKENS, unset=unset)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +90,8 @@ class ServingSettings(Settings, heading="Steps and memory"):
         parse=parse_number_or_auto,
         unset=AUTO,
     )
-    fixed_draft_tokens: int | None = setting(
-        None,
-        help="Measuring: draft K tokens for each request in each step, whatever it costs, in place of "
-        "--num-draft-tokens.",
-        unit="K",
-        low=1,
-        high=MOST_DRAFT_TOKENS,
+    fixed_draft_tokens: int | None = draft_tokens_setting(
+        "Measuring: draft K tokens for each request in each step, whatever it costs, in place of --num-draft-tokens.",
         unset="none",
     )
     no_prefix_cache: bool = setting(
@@ -159,12 +160,8 @@ class SchedulerConfig(ServingSettings, heading="Scheduler"):
         parse=parse_number_or_auto,
         unset=AUTO,
     )
-    swapped_draft_tokens: int | None = setting(
-        None,
-        help="Most tokens drafted for a request in a step, if a swap has chosen fewer than --num-draft-tokens.",
-        unit="K",
-        low=1,
-        high=MOST_DRAFT_TOKENS,
+    swapped_draft_tokens: int | None = draft_tokens_setting(
+        "Most tokens drafted for a request in a step, if a swap has chosen fewer than --num-draft-tokens.",
         unset="--num-draft-tokens",
     )
     grace_s: float = duration(30.0, help="After the first SIGTERM, running jobs may take this long.")
