@@ -20,6 +20,7 @@ from slipstream.benchmarks.runner import DevicePlan, Row, Table, benchmark, host
 from slipstream.benchmarks.stack import Served, Stack, free_ports
 from slipstream.benchmarks.streams import SEED, TEMPERATURE, stream_window
 from slipstream.cli.load_requests import request
+from slipstream.cli.mps import MpsMode
 from slipstream.common.errors import ConfigError
 from slipstream.common.settings import setting
 from slipstream.scheduler.config import SchedulerConfig, parse_number_or_auto
@@ -166,11 +167,17 @@ class Plan(DevicePlan):
     )
     plain: bool = setting(False, help="Without a draft, all shapes in turns.")
     alone: bool = setting(False, help="Only three processes, all shapes in turns.")
+    tensor_parallel_size: int = setting(
+        1, help="GPUs that the target lies on, with --plain or --alone.", unit="N", low=1, high=8
+    )
+    mps: str = setting(MpsMode.AUTO.value, help="Whether workers share the GPU under MPS.", choices=tuple(MpsMode))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.plain and self.alone:
             raise ConfigError("alone", True, "not with --plain, which has no draft")
+        if self.tensor_parallel_size > 1 and not (self.plain or self.alone):
+            raise ConfigError("tensor_parallel_size", self.tensor_parallel_size, "1 without --plain or --alone")
 
     @property
     def sizes(self) -> list[int]:
@@ -219,7 +226,9 @@ class DecodeBenchmark:
     @asynccontextmanager
     async def _processes(self, *, has_draft: bool) -> AsyncIterator[Served]:
         verify, draft = self._setup.accepting(self._plan.accept_by_position), self._setup.draft_options
-        async with Stack(device=self._plan.device) as stack:
+        verify |= {"tensor_parallel_size": self._plan.tensor_parallel_size}
+        mps = MpsMode(self._plan.mps) if self._plan.device == "cuda" else None
+        async with Stack(device=self._plan.device, mps=mps) as stack:
             if has_draft:
                 await asyncio.gather(stack.worker("verify", **verify), stack.worker("draft", **draft))
             else:
@@ -264,13 +273,15 @@ class DecodeBenchmark:
         # What a step finds, on average over the output.
         context_tokens = setup.prompt_tokens + setup.max_new_tokens / 2
         num_verified = 1 if mode == PLAIN else NUM_DRAFT_TOKENS + 1
-        num_bytes = self._bytes.draft_and_verify(context_tokens, batch, num_verified)
+        draft_bytes, verify_bytes = self._bytes.draft_and_verify(context_tokens, batch, num_verified)
+        num_bytes = draft_bytes, verify_bytes / self._plan.tensor_parallel_size
         draft_floor_ms, verify_floor_ms = (
             None if self._bandwidth is None else 1e3 * count / self._bandwidth for count in num_bytes
         )
         return {
             "shape": setup.name,
             "mode": mode,
+            "ranks": self._plan.tensor_parallel_size,
             "batch": batch,
             "repeat": repeat,
             "fixed_draft_tokens": self._plan.draft_tokens,

@@ -127,6 +127,8 @@ async def examine(
         for finding in await check_sharing_on_gpu():
             yield finding
         yield check_gpu()
+        if torch.cuda.device_count() > 1:
+            yield check_links()
 
 
 def check_shm(directory: Path = Path("/dev/shm")) -> Finding:
@@ -245,6 +247,17 @@ def check_gpu() -> Finding:
     if free * 10 < total:
         return note("GPU", detail, "end who else uses it, or see that the models fit")
     return ok("GPU", detail)
+
+
+def check_links() -> Finding:
+    """Checks whether GPUs map each other's memory, as ranks of a target need it."""
+    count = torch.cuda.device_count()
+    pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
+    missing = [f"{one} not {other}" for one, other in pairs if not torch.cuda.can_device_access_peer(one, other)]
+    if not missing:
+        return ok("GPU links", f"each of {count} GPUs maps the memory of the others")
+    remedy = "--tensor-parallel-size needs GPUs that do; CUDA_VISIBLE_DEVICES chooses them"
+    return note("GPU links", f"GPUs that map the memory of others: {', '.join(missing)}", remedy)
 
 
 def check_models(models: ModelChoice) -> Iterator[Finding]:

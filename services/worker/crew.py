@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
+import torch
+
 from slipstream.common.device.choose import CPU, cuda_obstacle
 from slipstream.common.errors import CheckpointError, ConfigError, OutOfMemoryError, UnavailableError
 from slipstream.common.settings import arguments
@@ -28,8 +30,6 @@ from slipstream.services.models.sharding import sharded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-
-    import torch
 
     from slipstream.common.errors import SlipstreamError
     from slipstream.common.rpc.service_options import LogSettings
@@ -126,15 +126,20 @@ def end_with_it(rank: int, reason: str) -> NoReturn:
 
 def join_ranks(rank: Rank, store: int, device: torch.device, channel: Channel | None = None) -> Ranks:
     """Makes a rank's collectives. `store`: see `Crew`; `channel`: rank 0's."""
-    assert device.type == "cpu", "a GPU is refused before"
-    return Ranks(rank, file_store(store, rank.size), channel)
+    meeting = file_store(store, rank.size)
+    if device.type == "cpu":
+        return Ranks(rank, meeting, channel)
+    # Imported here, as a build of PyTorch without CUDA lacks what it needs.
+    from slipstream.services.models.cuda_ranks import CudaRanks
+
+    return CudaRanks(rank, meeting, device, channel)
 
 
 def _check(config: WorkerConfig) -> None:
     number = config.tensor_parallel_size
     sharded(ModelConfig.from_directory(config.directory), Rank(0, number))
-    if config.device != CPU and cuda_obstacle() is None:
-        raise ConfigError("tensor_parallel_size", number, "1 on a GPU")
+    if config.device != CPU and cuda_obstacle() is None and (there := torch.cuda.device_count()) < number:
+        raise ConfigError("tensor_parallel_size", number, f"at most {there}, the GPUs that are visible here")
 
 
 @contextmanager

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 VARIANTS = {
     "gpu": ("compose.yaml", "compose.gpu.yaml"),
     "no-mps": ("compose.yaml", "compose.gpu.yaml", "compose.no-mps.yaml"),
+    "two-gpus": ("compose.yaml", "compose.gpu.yaml", "compose.two-gpus.yaml"),
     "cpu": ("compose.yaml", "compose.cpu.yaml"),
 }
 COMMANDS: dict[str, tuple[str, Callable[..., None]]] = {
@@ -257,8 +258,10 @@ def test_the_gpu_is_reserved_where_it_is_used(project: dict[str, Any], variant: 
         if variant == "cpu":
             assert "reservations" not in resources
             continue
-        (device,) = resources["reservations"]["devices"]
-        assert (device["driver"], device["device_ids"], device["capabilities"]) == ("nvidia", ["0"], ["gpu"])
+        devices, numbers = resources["reservations"]["devices"], "01" if variant == "two-gpus" else "0"
+        assert devices == [{"driver": "nvidia", "device_ids": [number], "capabilities": ["gpu"]} for number in numbers]
+    ranks = project["services"]["verify"].get("environment", {}).get("SLIPSTREAM_TENSOR_PARALLEL_SIZE")
+    assert ranks == ("2" if variant == "two-gpus" else None)
 
 
 def test_services_under_mps(project: dict[str, Any], variant: str) -> None:
@@ -268,7 +271,9 @@ def test_services_under_mps(project: dict[str, Any], variant: str) -> None:
     for name in ("anchor", *ON_THE_DEVICE):
         environment = services[name].get("environment", {})
         assert all(
-            f'"{variable}"' in source for variable in environment if not variable.endswith(("CACHE_DIR", "PATH"))
+            f'"{variable}"' in source
+            for variable in environment
+            if not variable.endswith(("CACHE_DIR", "PATH", "TENSOR_PARALLEL_SIZE"))
         )
         pipes[name] = environment.get("CUDA_MPS_PIPE_DIRECTORY")
     inside, outside = "/run/mps", mps.outside_mps(Path("/run/mps"))["CUDA_MPS_PIPE_DIRECTORY"]
@@ -277,7 +282,7 @@ def test_services_under_mps(project: dict[str, Any], variant: str) -> None:
     else:
         assert pipes == {"anchor": inside, "verify": inside, "draft": inside, "scheduler": outside}
     is_daemon = services["anchor"]["command"] == [mps.CONTROL, "-f"]
-    assert is_daemon is (variant == "gpu")
+    assert is_daemon is (variant in ("gpu", "two-gpus"))
 
 
 def test_compiled_kernels_outlive_a_container(project: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ from tests.harness.generation_server import text_of, tokens_of
 from tests.harness.kustomize import containers, one_of, render
 from tests.harness.pods import Pod
 
-OVERLAYS = ("cpu", "gpu", "openai", "inference-pool")
+OVERLAYS = ("cpu", "gpu", "two-gpus", "openai", "inference-pool")
 VERSION = "1.37"
 CUSTOM = {"PodMonitor", "InferencePool", "HTTPRoute"}
 """Kinds that Kubernetes itself does not have."""
@@ -142,7 +142,7 @@ def test_containers_start_what_there_is(overlay: str) -> None:
     """Each option exists, each service finds the other, and each port that is named is served."""
     by_name = {one["name"]: one for one in containers(one_of(rendered(overlay), "StatefulSet"))}
     assert set(by_name) - {"door", "mps"} == {"verify", "draft", "grammar", "scheduler", "gateway"}
-    assert ("mps" in by_name, "door" in by_name) == (overlay in ("gpu", "inference-pool"), overlay in OVERLAYS[2:])
+    assert ("mps" in by_name, "door" in by_name) == (_variant(overlay) == "gpu", overlay in OVERLAYS[3:])
     found = {name: options(one) for name, one in by_name.items() if name != "mps"}
     assert found["scheduler"]["verify"] == found["verify"]["listen"]
     assert found["scheduler"]["draft"] == found["draft"]["listen"]
@@ -208,11 +208,16 @@ def test_applied_again_the_manifests_leave_the_number_of_pods_alone(overlay: str
     assert "replicas" not in one_of(resources, target["kind"], target["name"])["spec"]
 
 
-def test_all_that_compute_have_the_pod_s_gpu() -> None:
-    resources = rendered("gpu")
+@pytest.mark.parametrize(("overlay", "count"), [("gpu", 1), ("two-gpus", 2)])
+def test_all_that_compute_have_the_pod_s_gpus(overlay: str, count: int) -> None:
+    resources = rendered(overlay)
     pod = one_of(resources, "StatefulSet")["spec"]["template"]["spec"]
     (claim,) = pod["resourceClaims"]
-    assert one_of(resources, "ResourceClaimTemplate", claim["resourceClaimTemplateName"])
+    template = one_of(resources, "ResourceClaimTemplate", claim["resourceClaimTemplateName"])
+    (asked,) = template["spec"]["spec"]["devices"]["requests"]
+    assert asked["exactly"].get("count", 1) == count
+    of_verify = {entry["name"]: entry["value"] for entry in pod["initContainers"][1]["env"]}
+    assert of_verify.get("SLIPSTREAM_TENSOR_PARALLEL_SIZE", "1") == str(count)
     assert [one["name"] for one in pod["initContainers"]] == ["mps", "verify", "draft", "grammar", "scheduler"]
     pipes = {}
     for one in (one for one in pod["initContainers"] if one["name"] != "grammar"):

@@ -14,7 +14,7 @@ Workers in this process
     hosted                   the same, for tests that play a hostile scheduler
     inline_device            a CPU device that captures and replays steps as a GPU does
     prompt_lookup            prompt lookup in plain Python, the reference
-    paged_model              a model with its KV pages, without a worker
+    paged_model              a model with its KV pages, without a worker; `threaded_ranks` lays it on several ranks
     recording_role           a role that records its commands and computes nothing
     simulated_run            the scheduler's batch and plan over simulated workers with a simulated clock
 
@@ -22,6 +22,7 @@ Processes
     worker_processes         draft and verify as processes, and a `WorkerSession` in this one
     running                  `slipstream` commands and `slipstream up` as a user runs them
     eagle3_serving           the bundled EAGLE-3 head behind `slipstream up`, on either device
+    cuda_sums                what each of two ranks on GPUs adds up
     other_process            a program on the same memory, told line by line; it runs `fence_user`, `arena_reader` or
                              `gpu_user`
     planted_faults           points at which processes that a test starts die, hang or stop, planted by `at_start`

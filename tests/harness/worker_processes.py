@@ -56,11 +56,11 @@ class WorkerProcesses:
         `programs`: Python's arguments for another program than a role's service. `environment`: of both, this process's
         if it is not given.
         """
-        self._programs = programs or {}
+        self.programs, self.models = dict(programs or {}), dict(models)
+        """Both as at the next start."""
         self._environment = {**(environment or os.environ), "OMP_NUM_THREADS": "1"}
         self._dummy_ms = dummy_ms
         self._folder = folder
-        self._models = models
         self._options = options
         self._running: dict[Role, subprocess.Popen[bytes]] = {}
 
@@ -77,7 +77,7 @@ class WorkerProcesses:
     def start(self, *roles: Role) -> None:
         """Starts them and returns before they are ready."""
         for role in roles:
-            address, model = ("--listen", self.address(role)), self._models.get(role)
+            address, model = ("--listen", self.address(role)), self.models.get(role)
             options = (
                 *address,
                 *(() if model is None else ("--model", str(model))),
@@ -85,7 +85,7 @@ class WorkerProcesses:
                 "WARNING",
                 *self._options,
             )
-            program = self._programs.get(role, ("-m", f"slipstream.services.{role.value}_main"))
+            program = self.programs.get(role, ("-m", f"slipstream.services.{role.value}_main"))
             command = (sys.executable, *program, *options)
             if self._dummy_ms is not None:
                 command = dummy_worker(role.value, self._dummy_ms, *options)

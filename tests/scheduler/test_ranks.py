@@ -41,21 +41,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(target: Path) -> dict[Role, Path]:
-    return {VERIFY: target}
-
-
-@pytest.fixture(scope="module")
-def programs() -> dict[Role, tuple[str, ...]]:
-    return {VERIFY: RANKS}
-
-
-@pytest.fixture(scope="module")
-def processes(
-    models: dict[Role, Path], programs: dict[Role, tuple[str, ...]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[WorkerProcesses]:
-    """A verify of two ranks. A test leaves it as it found it; its draft is in `models` and `programs`."""
-    with WorkerProcesses(tmp_path_factory.mktemp("sockets"), models, programs=programs) as made:
+def processes(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcesses]:
+    """A verify of two ranks. A test leaves it as it found it."""
+    with WorkerProcesses(tmp_path_factory.mktemp("sockets"), {VERIFY: target}, programs={VERIFY: RANKS}) as made:
         made.start(VERIFY)
         yield made
 
@@ -76,19 +64,14 @@ async def undisturbed(processes: WorkerProcesses, num_jobs: int, max_new_tokens:
     "algorithm", [NGRAM, *(pytest.param(name, marks=pytest.mark.slow) for name in (EAGLE3, STANDALONE))]
 )
 async def test_tokens_do_not_depend_on_the_draft(
-    processes: WorkerProcesses,
-    models: dict[Role, Path],
-    programs: dict[Role, tuple[str, ...]],
-    target: Path,
-    tmp_path: Path,
-    algorithm: str,
+    processes: WorkerProcesses, target: Path, tmp_path: Path, algorithm: str
 ) -> None:
     expected = await undisturbed(processes, 5, 24)
     options = ("--target", str(target)) if algorithm != STANDALONE else ()
-    programs[DRAFT] = ("-m", "slipstream.services.draft_main", "--algorithm", algorithm, *options)
+    processes.programs[DRAFT] = ("-m", "slipstream.services.draft_main", "--algorithm", algorithm, *options)
     if algorithm != NGRAM:
         make_draft = write_head(tmp_path / "draft", seed=SEED) if algorithm == EAGLE3 else None
-        models[DRAFT] = make_draft or write_guesser(tmp_path / "draft", target, seed=SEED)
+        processes.models[DRAFT] = make_draft or write_guesser(tmp_path / "draft", target, seed=SEED)
     processes.start(DRAFT)
     try:
         with running_session(processes, **settings()) as client:
@@ -99,7 +82,7 @@ async def test_tokens_do_not_depend_on_the_draft(
     finally:
         processes.send_signal(DRAFT, signal.SIGTERM)
         processes.wait(DRAFT)
-        models.pop(DRAFT, None)
+        processes.models.pop(DRAFT, None)
     greedy = make_jobs(1)[0].spec
     assert greedy_tokens(target, [greedy.prompt], len(expected[0])) == [expected[0]]
 

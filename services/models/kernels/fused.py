@@ -116,11 +116,7 @@ def run_layer(
         x, scaled = add_product(x, mixed, layer.output, layer.mlp_norm)
         return add_product(x, product(scaled, layer.gate_up, is_gated=True), layer.down, norm)
     x, normed = _add_and_norm(x, mixed, layer.output, layer.mlp_norm)
-    if suits_tiles(normed, layer.gate_up, is_gated=True):
-        gated = tiled_product(normed, layer.gate_up)
-    else:
-        gated = swiglu(linear(normed, layer.gate_up))
-    return _add_and_norm(x, gated, layer.down, norm)
+    return _add_and_norm(x, _gated(normed, layer.gate_up), layer.down, norm)
 
 
 def _gated(x: torch.Tensor, layer: Linear) -> torch.Tensor:
