@@ -171,7 +171,7 @@ def _fill(module: nn.Module, slots: Slots, files: WeightFiles) -> None:
         elif slot.packed is not None:
             place = _place(module.get_parameter(slot.parameter), slot)
             weight = unpacked(slot.packed, files, name, slot.num_rows, slot.num_columns, place.device)
-            _copy_finite(place, files, name, weight.worth())
+            _copy_finite(place, files, name, weight.taken(slot).worth())
         elif slot.fp8 is None:
             place = _place(module.get_parameter(slot.parameter), slot)
             _copy_finite(place, files, name, None if slot.is_whole else _read(files, name, slot))

@@ -10,7 +10,7 @@ from slipstream.services.models.quantization import Packing
 
 if TYPE_CHECKING:
     from slipstream.services.models.quantization import PackedWeights
-    from slipstream.services.models.slots import Slots
+    from slipstream.services.models.slots import Slot, Slots
     from slipstream.services.models.weight_files import WeightFiles
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -38,6 +38,19 @@ class Quantised(NamedTuple):
     def worth(self) -> torch.Tensor:
         """[rows, columns] float32."""
         return (self.values - self.zeros[:, self.groups]) * self.scales[:, self.groups]
+
+    def taken(self, slot: Slot) -> Quantised:
+        """Selects what a rank takes."""
+        values, zeros, scales, groups = self
+        if slot.columns is not None:
+            values, groups = values[:, slice(*slot.columns)], groups[slice(*slot.columns)]
+            first, last = int(groups.min()), int(groups.max())
+            zeros, scales, groups = zeros[:, first : last + 1], scales[:, first : last + 1], groups - first
+        if slot.rows is not None:
+            values, zeros, scales = (
+                torch.cat([part[slice(*some)] for some in slot.rows]) for part in (values, zeros, scales)
+            )
+        return Quantised(values, zeros, scales, groups)
 
 
 def unpacked(

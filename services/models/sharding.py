@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import ConfigError
 from slipstream.services.models.families import HeadNorms
-from slipstream.services.models.quantization import BLOCK, Scaling
+from slipstream.services.models.quantization import BLOCK, Packing, Scaling
 
 if TYPE_CHECKING:
     from slipstream.services.models.config import ModelConfig, Rank
@@ -37,8 +37,8 @@ def sharded(config: ModelConfig, rank: Rank) -> ModelConfig:
     count = rank.size
     if count == 1:
         return config
-    if config.packed is not None:
-        raise ConfigError(SIZE, count, "1 with packed weights")
+    if config.packed is not None and config.packed.packing is Packing.MXFP4:
+        raise ConfigError(SIZE, count, "1 with weights in MXFP4")
     experts = config.experts
     divided = {"num_attention_heads": config.num_heads}
     if experts is None or not all(experts.layers):

@@ -20,6 +20,7 @@ from slipstream.services.models.weight_files import WeightFiles
 from slipstream.services.worker.config import WorkerConfig
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.fp8_checkpoints import FP8_LAYOUTS, quantise
+from tests.harness.packed_checkpoints import LAYOUTS, pack, pack_experts
 from tests.harness.paged_model import CPU, PagedModel, random_tokens
 from tests.harness.threaded_ranks import ranked_model
 from tests.harness.transformers_checkpoints import VARIANTS, write_by_transformers
@@ -181,3 +182,23 @@ def test_fp8_weights_are_split_with_their_scales(tmp_path: Path, layout: str, dt
         with ranked_model(path, 2) as model:
             found = model.prefill(prompt, chunk=20)
         torch.testing.assert_close(found, PagedModel(path).prefill(prompt, chunk=20), atol=2e-3, rtol=1e-4)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_weights_are_split(tmp_path: Path, layout: str) -> None:
+    """Groups of columns may lie on both ranks."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "intermediate_size": 160}
+    path = write_checkpoint(tmp_path / "it", has_tokenizer=False, **sizes)  # type: ignore[arg-type]
+    pack(path, layout)
+    prompt = random_tokens(20, seed=5)
+    with ranked_model(path, 2) as model:
+        found = model.prefill(prompt, chunk=20)
+    torch.testing.assert_close(found, PagedModel(path).prefill(prompt, chunk=20), atol=2e-3, rtol=1e-4)
+
+
+def test_experts_in_mxfp4_are_not_split(tmp_path: Path) -> None:
+    path = write_by_transformers(tmp_path / "it", "gpt-oss", has_tokenizer=False)
+    pack_experts(path)
+    with pytest.raises(ConfigError, match="tensor_parallel_size: got 2, accepted: 1 with weights in MXFP4"):
+        sharded(ModelConfig.from_directory(path), Rank(0, 2))
