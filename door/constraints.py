@@ -1,6 +1,7 @@
 """Constraints of outputs, from the fields of OpenAI's and vLLM's requests and from the choice of tools.
 
-Calls of tools, and an output after thoughts, are structural tags of the gateway: marks of the model's form around JSON.
+Calls of tools, and an output after thoughts, are structural tags of the gateway: marks of the model's form around JSON,
+or around values where the form has no JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Constraint:
         """Returns the constraint as a part of an output. Raises ApiError for a structural tag, which is a whole."""
         match self.field:
             case "json_object":
-                return {"type": "json_schema", "json_schema": _ANY_OBJECT}
+                return _by_schema(_ANY_OBJECT)
             case "choice":
                 return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in self.value]}
             case "structural_tag":
@@ -162,33 +163,86 @@ def _no_call(forms: Forms) -> Format:
     return {"type": "regex", "pattern": r"([^{](?s:.*))?"} if forms.tools == "llama3_json" else _ANY_TEXT
 
 
-_TRIGGERS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}
+_TRIGGERS = {"hermes": "<tool_call>", "qwen3_coder": "<tool_call>", "mistral": "[TOOL_CALLS]"}
 """Forms in which text may be before a call, and the mark by which one begins."""
 _CALLS = {
     "hermes": ('<tool_call>\n{{"name": {}, "arguments": ', "}\n</tool_call>", "\n"),
     "llama3_json": ('{{"name": {}, "parameters": ', "}", "; "),
     "mistral": ('{{"name": {}, "arguments": ', "}", ", "),
     "harmony": ("<|channel|>commentary to=functions.{} <|constrain|>json<|message|>", "", ""),
+    "qwen3_coder": ("<tool_call>\n<function={}>\n", "</function>\n</tool_call>", "\n"),
 }
 """By form: the text before the arguments of a call, the text after them, and the text between two calls."""
 
 
 def _tags(tools: Sequence[Mapping[str, Any]], forms: Forms, *, is_strict: bool) -> list[Format]:
     """A tag for each function; its schema counts if it is strict, or all are by `is_strict`."""
-    if forms.tools not in _CALLS:
-        raise refused("tool_choice", "a call that keeps to a schema", f"auto, none: calls in {forms.tools} are no JSON")
     begin, end, _ = _CALLS[forms.tools]
-    return [
-        _tag(
-            begin.format(tool["name"] if forms.tools == "harmony" else json.dumps(tool["name"], ensure_ascii=False)),
-            {
-                "type": "json_schema",
-                "json_schema": ((is_strict or tool.get("strict")) and tool.get("parameters")) or _ANY_OBJECT,
-            },
-            end,
+    found = []
+    for tool in tools:
+        name, schema = tool["name"], ((is_strict or tool.get("strict")) and tool.get("parameters")) or _ANY_OBJECT
+        if forms.tools == "qwen3_coder":
+            found.append(_tag(begin.format(name), _parameters(schema), end))
+        else:
+            named = begin.format(name if forms.tools == "harmony" else json.dumps(name, ensure_ascii=False))
+            found.append(_tag(named, _by_schema(schema), end))
+    return found
+
+
+_OF_OBJECT = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+_OF_TEXT = {"type", "enum", "const"}
+_ANNOTATIONS = {"$schema", "$id", "title", "description", "default", "examples"}
+
+
+def _parameters(schema: Any) -> Format:
+    """The arguments of a call as parameters by name: texts as they are, other values in JSON. Raises ApiError."""
+    properties = _checked(schema, _OF_OBJECT, "parameters").get("properties")
+    if properties is None:
+        any_name = {"type": "regex", "pattern": r"[^>\s]+"}
+        one = _tag("<parameter=", _sequence(any_name, _value(_ANY_TEXT)), "")
+        return {"type": "tags_with_separator", "tags": [one], "separator": ""}
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    found = [_NOTHING]
+    for name, given in _object(properties, "parameters.properties").items():
+        path = f"parameters.properties.{name}"
+        value = _by_schema({**_object(given, path), **shared})
+        if given.get("type", "string") == "string":
+            texts = _checked(given, _OF_TEXT, path).get("enum", [given["const"]] if "const" in given else None)
+            value = _ANY_TEXT if texts is None else _one_of(texts, path)
+        one = _sequence({"type": "const_string", "value": f"<parameter={name}"}, _value(value))
+        found.append(one if name in schema.get("required", ()) else _or(_NOTHING, one))
+    return _sequence(*found)
+
+
+def _value(content: Format) -> Format:
+    """The value of a parameter, after its name. A text ends at the first mark of its end."""
+    if content["type"] == "json_schema":
+        content = _sequence(content, {"type": "const_string", "value": "\n"})
+    return _sequence(_tag(">\n", content, "</parameter>"), {"type": "const_string", "value": "\n"})
+
+
+def _one_of(texts: Any, path: str) -> Format:
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise refused(f"tools.{path}", texts, "texts, or a type")
+    return _or(*({"type": "const_string", "value": f"{text}\n"} for text in texts))
+
+
+def _checked(schema: Any, known: set[str], path: str) -> dict[str, Any]:
+    for keyword in sorted(_object(schema, path).keys() - known - _ANNOTATIONS):
+        raise refused(
+            f"tools.{path}.{keyword}", schema[keyword], "none, as arguments of this model's calls are no JSON"
         )
-        for tool in tools
-    ]
+    return dict(schema)
+
+
+def _object(value: Any, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise refused(f"tools.{path}", value, "an object")
+    return value
+
+
+def _by_schema(schema: Any) -> Format:
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def _calls(request: Any, tools: Sequence[Mapping[str, Any]], forms: Forms, *, is_strict: bool) -> Format:

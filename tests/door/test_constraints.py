@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
+from jsonschema import validate
 
 from slipstream.common.grammars import load_grammar_tokenizer, new_matcher
+from slipstream.door.parsers import Arguments, Forms, make_parser
 from tests.harness.doors import RunningDoor, running_door
 from tests.harness.example_states import STATE, VOCAB_SIZE
 from tests.harness.generation_server import generation_server
@@ -33,7 +35,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA, "strict": True}}
-CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "maxProperties": 0}}}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
 BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
 PLACE, ARGUMENTS = '{"city": "Paris"}', '{"city": "Rome"}'
 
@@ -143,8 +145,19 @@ CALLS = {
     "llama3_json": ('{"name": "get_weather", "parameters": %s}', "; "),
     "mistral": ('[TOOL_CALLS] [{"name": "get_weather", "arguments": %s}]', None),
     "harmony": ("<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>%s", None),
+    "qwen3_coder": ("<tool_call>\n<function=get_weather>\n%s</function>\n</tool_call>", "\n"),
 }
 """A call of each form, and what is between two."""
+
+
+def call_of(tools: str, arguments: str) -> str:
+    """A call of `get_weather`."""
+    if tools == "qwen3_coder":
+        values = json.loads(arguments).items()
+        arguments = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values)
+    return CALLS[tools][0] % arguments
+
+
 THOUGHTS = {
     "": "",
     "think": "<think>Hm {</think>\n\n",
@@ -158,14 +171,14 @@ THOUGHTS = {
 async def test_a_call_can_be_asked_for(tmp_path: Path, tools: str) -> None:
     reasoning = "harmony" if tools == "harmony" else ""
     before = THOUGHTS[reasoning]
-    call, between = CALLS[tools]
-    good, bad = call % ARGUMENTS, call % '{"town": "Rome"}'
+    between = CALLS[tools][1]
+    good, bad = call_of(tools, ARGUMENTS), call_of(tools, '{"town": "Rome"}')
     async with serving(tmp_path, tools, reasoning) as served:
         named: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
         for choice in ("required", named):
             accepts = await served.chat(tools=[WEATHER, CLOCK], tool_choice=choice)
             assert (accepts(before + good), accepts(before + bad), accepts("Sure.")) == (True, False, False)
-            assert accepts((call % "{}").replace("get_weather", "clock")) == (choice == "required")
+            assert accepts(call_of(tools, "{}").replace("get_weather", "clock")) == (choice == "required")
             if between:
                 assert accepts(good + between + good) == (choice == "required")
         one = await served.chat(tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
@@ -177,19 +190,18 @@ async def test_a_call_can_be_asked_for(tmp_path: Path, tools: str) -> None:
 async def test_a_strict_tool_is_called_with_arguments_of_its_schema_or_not_at_all(tmp_path: Path, tools: str) -> None:
     reasoning = "harmony" if tools == "harmony" else ""
     text = "<|channel|>final<|message|>Sure {}." if tools == "harmony" else "Sure {}."
-    call, _ = CALLS[tools]
-    good, bad = call % ARGUMENTS, call % '{"town": "Rome"}'
+    good, bad = call_of(tools, ARGUMENTS), call_of(tools, '{"town": "Rome"}')
     async with serving(tmp_path, tools, reasoning) as served:
         for choice in ({}, {"tool_choice": "auto"}):
             accepts = await served.chat(tools=[WEATHER, CLOCK], **choice)
             assert (accepts(good), accepts(bad), accepts(text)) == (True, False, True)
             # A function that is not strict gets any object.
-            assert accepts((call % '{"zone": 1}').replace("get_weather", "clock"))
+            assert accepts(call_of(tools, '{"zone": 1}').replace("get_weather", "clock"))
         if tools != "llama3_json":
             either = await served.chat(tools=[CLOCK], response_format=BY_SCHEMA)
             said = text.replace("Sure {}.", PLACE)
             assert (either(said), either(text)) == (True, False)
-            assert either((call % '{"zone": 1}').replace("get_weather", "clock"))
+            assert either(call_of(tools, '{"zone": 1}').replace("get_weather", "clock"))
         messages = [{"role": "user", "content": "Hello"}]
         for fields in ({"tools": [CLOCK]}, {"tools": [WEATHER], "tool_choice": "none"}):
             assert await served.grammar("/v1/chat/completions", messages=messages, **fields) == ""
@@ -265,12 +277,62 @@ async def test_what_cannot_be_honoured_is_refused_in_openai_s_form(tmp_path: Pat
         assert (caught.value.param, "minContains: the keyword" in caught.value.message) == ("tools", True)
 
 
-async def test_a_form_whose_arguments_are_no_json_has_no_strict_calls(tmp_path: Path) -> None:
+TYPED: dict[str, Any] = {
+    "text": {"type": "string", "description": "Any."},
+    "unit": {"type": "string", "enum": ["C", "F"]},
+    "count": {"type": "integer", "$ref": "#/$defs/count"},
+    "place": {"type": ["object", "null"], "properties": {"x": {"type": "number"}}, "required": ["x"]},
+}
+
+
+def typed_tool(properties: Any = TYPED, **more: Any) -> dict[str, Any]:
+    """A strict function `f`."""
+    schema = {"type": "object", "properties": properties, "required": ["text", "count"], **more}
+    schema["$defs"] = {"count": {"type": "integer", "minimum": 3}}
+    return {"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}
+
+
+def typed_call(**values: str) -> str:
+    """A call of it."""
+    inner = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    return f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
+
+
+async def test_arguments_that_are_no_json_keep_to_their_schema(tmp_path: Path) -> None:
+    values = {"text": "if a < b:\n\tc</parameter", "unit": "F", "count": "12", "place": '{"x": 1.5}'}
     async with serving(tmp_path, "qwen3_coder") as served:
-        messages = [{"role": "user", "content": "a"}]
-        for fields in ({"tools": [WEATHER]}, {"tools": [CLOCK], "tool_choice": "required"}):
-            answer = await served.door.post("/v1/chat/completions", messages=messages, **fields)
-            assert (answer.status_code, "qwen3_coder are no JSON" in answer.json()["error"]["message"]) == (400, True)
+        accepts = await served.chat(tools=[typed_tool()], tool_choice="required")
+        for left_out in ([], ["unit"], ["unit", "place"]):
+            call = typed_call(**{name: value for name, value in values.items() if name not in left_out})
+            assert accepts(call), left_out
+            validate(json.loads(arguments_of(call)), typed_tool()["function"]["parameters"])
+        for name in ("text", "count"):
+            assert not accepts(typed_call(**{other: value for other, value in values.items() if other != name}))
+        for name, value in {"text": "a</parameter>b", "unit": "K", "count": "2", "place": "{}"}.items():
+            assert not accepts(typed_call(**{**values, name: value})), name
+
+
+def arguments_of(call: str) -> str:
+    """The arguments that a client gets."""
+    parser = make_parser(Forms("qwen3_coder", ""), [typed_tool()], {})
+    assert parser is not None
+    return "".join(part.text for part in [*parser.push(call), *parser.finish()] if isinstance(part, Arguments))
+
+
+async def test_parameters_that_are_no_json_and_cannot_be_constrained_are_named(tmp_path: Path) -> None:
+    async with serving(tmp_path, "qwen3_coder") as served:
+        for tool, param in (
+            (typed_tool({"a": {"type": "string", "pattern": "b"}}), "tools.parameters.properties.a.pattern"),
+            (typed_tool({"a": {"enum": [1, "b"]}}), "tools.parameters.properties.a"),
+            (typed_tool({"a": {"anyOf": [{"type": "integer"}]}}), "tools.parameters.properties.a.anyOf"),
+            (typed_tool({"a": 1}), "tools.parameters.properties.a"),
+            (typed_tool([]), "tools.parameters.properties"),
+            (typed_tool(minProperties=1), "tools.parameters.minProperties"),
+        ):
+            answer = await served.door.post(
+                "/v1/chat/completions", messages=[{"role": "user", "content": "a"}], tools=[tool]
+            )
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.json()
 
 
 async def test_a_schema_is_refused_where_it_cannot_be_told_from_a_call(tmp_path: Path) -> None:
