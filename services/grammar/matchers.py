@@ -89,24 +89,26 @@ class MaskFiller:
     def __init__(self, masks: NDArray[np.int32], executor: LLExecutor) -> None:
         """`masks`: [slots, K + 1, words]. `executor`: spreads slots over threads."""
         self._masks = masks
+        self._address = masks.ctypes.data
         self._executor = executor
+
+    def clear(self, slot: int) -> None:
+        """Lets all tokens stand in a slot that another output has from now on."""
+        self._masks[slot] = -1
 
     def fill(self, rows: Sequence[tuple[int, LLMatcher, list[int]]]) -> set[int]:
         """Fills the masks of slots, each with its output's matcher and its draft tokens; returns those that failed.
 
-        Where a draft token may not stand, all tokens may after it: it is not accepted.
+        Where a draft token may not stand, it is not accepted: after it, any earlier masks of the slot may remain.
         """
         # A matcher that was rolled back, as after draft tokens, may later allow what does not fit; a copy costs 2 us.
         rows = [(slot, matcher.deep_copy() if drafts else matcher, drafts) for slot, matcher, drafts in rows]
         width, words = self._masks.shape[1:]
-        for slot, _, drafts in rows:
-            self._masks[slot, : len(drafts) + 1] = -1
         size = self._masks.shape[0] * width
         drafted = [(matcher, slot * width, drafts) for slot, matcher, drafts in rows if drafts]
         plain = [(matcher, slot * width) for slot, matcher, drafts in rows if not drafts]
-        address = self._masks.ctypes.data
         if drafted:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, address, 4 * words, size)
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, self._address, 4 * words, size)
         if plain:
-            self._executor.unsafe_compute_mask_ptr(plain, address, 4 * words, size)
+            self._executor.unsafe_compute_mask_ptr(plain, self._address, 4 * words, size)
         return {slot for slot, matcher, _ in rows if matcher.is_error()}

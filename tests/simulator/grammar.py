@@ -55,6 +55,9 @@ class _Filler:
     def __init__(self, masks: NDArray[np.int32]) -> None:
         self._masks = masks
 
+    def clear(self, slot: int) -> None:
+        """A row is written whole."""
+
     def fill(self, rows: Sequence[tuple[int, _Matcher, list[int]]]) -> set[int]:
         for slot, matcher, drafts in rows:
             state = matcher.state
