@@ -29,8 +29,9 @@ from slipstream.services.models.head_config import (
     check_target,
 )
 from slipstream.services.models.heads import DraftHead, make_head
-from slipstream.services.models.linear import FP8, dequantised
+from slipstream.services.models.linear import FP8, Linear, dequantised
 from slipstream.services.models.packed import check_values, mxfp4, unpacked
+from slipstream.services.models.packed_ints import PackedInts
 from slipstream.services.models.sharding import sharded, sharded_slots
 from slipstream.services.models.slots import (
     EMBEDDING_TENSOR,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from slipstream.services.models.quantization import PackedWeights
     from slipstream.services.models.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -97,8 +99,10 @@ def load_decoder(
             slots = checked_decoder_slots(files, config)
             _check_unused_biases(files, slots, config)
             check_values(files, slots)
+            if own.packed is not None:
+                own = replace(own, packed=replace(own.packed, plain=_plain_weights(files, slots)))
             decoder = decoder_class(own, device=device, dtype=dtype)
-            if own is not config:  # the vocabulary's padding, and biases that rank 0 adds
+            if own.rank.size > 1:  # the vocabulary's padding, and biases that rank 0 adds
                 for parameter in decoder.parameters():
                     parameter.zero_()
             _fill(decoder, sharded_slots(slots, config, own.rank), files)
@@ -169,9 +173,7 @@ def _fill(module: nn.Module, slots: Slots, files: WeightFiles) -> None:
         elif slot.is_stacked:
             _fill_stacked(module, slot, files, name)
         elif slot.packed is not None:
-            place = _place(module.get_parameter(slot.parameter), slot)
-            weight = unpacked(slot.packed, files, name, slot.num_rows, slot.num_columns, place.device)
-            _copy_finite(place, files, name, weight.taken(slot).worth())
+            _fill_packed(module, slot, slot.packed, files, name)
         elif slot.fp8 is None:
             place = _place(module.get_parameter(slot.parameter), slot)
             _copy_finite(place, files, name, None if slot.is_whole else _read(files, name, slot))
@@ -229,6 +231,34 @@ def _fill_stacked(module: nn.Module, slot: Slot, files: WeightFiles, name: str) 
         for part, rows in enumerate(place.chunk(num_parts)):
             taken = _taken(slot, own[part::num_parts])
             _copy_finite(rows[: len(taken)], files, name, taken)
+
+
+def _fill_packed(module: nn.Module, slot: Slot, layout: PackedWeights, files: WeightFiles, name: str) -> None:
+    """Copies packed numbers where the module keeps them, else what they are worth; raises as `_copy_finite`."""
+    linear = module.get_submodule(slot.parameter.removesuffix(".weight")) if slot.expert is None else None
+    if isinstance(linear, Linear) and linear.ints is not None:
+        ints = linear.ints
+        ints.fill(slot.start, unpacked(layout, files, name, slot.num_rows, slot.num_columns, ints.bits.device))
+    else:
+        place = _place(module.get_parameter(slot.parameter), slot)
+        weight = unpacked(layout, files, name, slot.num_rows, slot.num_columns, place.device)
+        _copy_finite(place, files, name, weight.taken(slot).worth())
+
+
+def _plain_weights(files: WeightFiles, slots: Slots) -> frozenset[str]:
+    """Returns `PackedWeights.plain`."""
+    plain, order_of = set[str](), dict[str, torch.Tensor]()
+    for name, slot in slots.items():
+        layout = slot.packed
+        if slot.parameter.endswith(".weight") and layout is None:
+            plain.add(slot.parameter)
+        elif layout is not None and layout.has_order and name.endswith(layout.order_name):
+            groups = files.read(name)
+            first, size = order_of.setdefault(slot.parameter, groups), layout.group_size or len(groups)
+            has_whole_groups = torch.equal(groups.sort().values, torch.arange(len(groups), dtype=groups.dtype) // size)
+            if not has_whole_groups or not torch.equal(groups, first):
+                plain.add(slot.parameter)
+    return frozenset(plain)
 
 
 def _fill_fp8(module: nn.Module, slot: Slot, files: WeightFiles, name: str) -> None:
@@ -302,6 +332,8 @@ def fill_with_noise(module: nn.Module) -> None:
     progress = _Progress(module, sum(parameter.numel() for parameter in module.parameters()))
     with torch.no_grad():
         for name, parameter in module.named_parameters():
+            if ".ints." in name:
+                continue
             if name.endswith("bias"):
                 parameter.zero_()
             elif parameter.dim() >= 2 and not name.endswith("scales"):
@@ -310,6 +342,9 @@ def fill_with_noise(module: nn.Module) -> None:
             else:
                 parameter.fill_(1.0)
             progress.add(parameter.numel())
+        for part in module.modules():
+            if isinstance(part, PackedInts):
+                part.fill_with_noise(generator)
 
 
 def _check_unused_biases(files: WeightFiles, slots: Slots, config: ModelConfig) -> None:

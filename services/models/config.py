@@ -464,8 +464,8 @@ class ModelConfig:
         return self._block if self.fp8 is not None and self.fp8.scaling is Scaling.BLOCK else 1
 
     @property
-    def has_whole_fp8_blocks(self) -> bool:
-        """True if rows and columns of all FP8 weights are multiples of BLOCK."""
+    def has_whole_blocks(self) -> bool:
+        """True if rows and columns of all quantised weights are multiples of BLOCK."""
         return self._block == BLOCK
 
     @property

@@ -16,6 +16,7 @@ from slipstream.services.models.attention import Attention, Rotation, TorchAtten
 from slipstream.services.models.experts import Experts, sigmoid
 from slipstream.services.models.families import Activation, HeadNorms
 from slipstream.services.models.linear import FP8, Linear, empty_parameter, keeps_fp8, pack_linears
+from slipstream.services.models.packed_ints import PackedInts, keeps_ints
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,13 +108,18 @@ class DecoderLayer(nn.Module):
 
         # Layers of other kinds are computed by PyTorch's products, which know no packed FP8 weights, and rows that get
         # another order would part from their scales.
-        has_kernels = config.has_whole_fp8_blocks and config.has_llama_layers
+        has_kernels = config.has_whole_blocks and config.has_llama_layers
         is_kept = keeps_fp8(device, dtype, has_whole_blocks=has_kernels) and not config.rope.reorders(config.head_dim)
         fp8 = config.fp8 if is_kept else None
+        has_ints = keeps_ints(config.packed, device) and config.rank.size == 1
+        packed = config.packed if is_kept and has_kernels and has_ints else None
 
-        def linear(in_features: int, out_features: int, has_bias: bool) -> Linear:
-            weight = empty_parameter(out_features, in_features, device=device, dtype=dtype if fp8 is None else FP8)
+        def linear(name: str, in_features: int, out_features: int, has_bias: bool) -> Linear:
             bias = empty_parameter(out_features, device=device, dtype=dtype) if has_bias else None
+            if packed is not None and f"layers.{index}.{name}.weight" not in packed.plain:
+                ints = PackedInts(packed, out_features, in_features, device=device, dtype=dtype)
+                return Linear(None, bias, ints=ints)
+            weight = empty_parameter(out_features, in_features, device=device, dtype=dtype if fp8 is None else FP8)
             if fp8 is None:
                 return Linear(weight, bias)
             num_scales = out_features // config.rows_per_scale, fp8.shape(out_features, in_features)[-1]
@@ -126,7 +132,7 @@ class DecoderLayer(nn.Module):
             return norm(hidden) if name in config.norms else cast("RMSNorm", nn.Identity())
 
         self.attention_norm = norm_of_branch("attention_norm")
-        self.qkv = linear(input_size or hidden, config.q_size + 2 * config.kv_size, config.has_qkv_bias)
+        self.qkv = linear("qkv", input_size or hidden, config.q_size + 2 * config.kv_size, config.has_qkv_bias)
         self._are_heads_normed_together = config.head_norms is HeadNorms.ALL
         sizes = {HeadNorms.EACH: (config.head_dim, config.head_dim), HeadNorms.ALL: self._rotated_sizes}
         query_size, key_size = sizes.get(config.head_norms, (0, 0))
@@ -134,13 +140,13 @@ class DecoderLayer(nn.Module):
         self.query_norm = make_head_norm(config, query_size, device=device, dtype=dtype) if query_size else None
         self.key_norm = make_head_norm(config, key_size, device=device, dtype=dtype) if key_size else None
         self.sinks = empty_parameter(config.num_heads, device=device, dtype=torch.float32) if config.has_sinks else None
-        self.output = linear(config.q_size, hidden, config.has_output_bias)
+        self.output = linear("output", config.q_size, hidden, config.has_output_bias)
         self.attention_post_norm = norm_of_branch("attention_post_norm")
         self.mlp_norm = norm_of_branch("mlp_norm")
         self._has_mlp = mlp_size > 0
         none = cast("Linear", nn.Identity())
-        self.gate_up = linear(hidden, 2 * mlp_size, config.has_mlp_bias) if mlp_size else none
-        self.down = linear(mlp_size, hidden, config.has_mlp_bias) if mlp_size else none
+        self.gate_up = linear("gate_up", hidden, 2 * mlp_size, config.has_mlp_bias) if mlp_size else none
+        self.down = linear("down", mlp_size, hidden, config.has_mlp_bias) if mlp_size else none
         self.experts = None if experts is None else Experts(experts, hidden, device=device, dtype=dtype)
         has_gate = experts is not None and experts.mixture.has_shared_gate
         self.shared_gate = Linear(empty_parameter(1, hidden, device=device, dtype=dtype)) if has_gate else None

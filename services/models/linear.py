@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from slipstream.services.models.packed_ints import CHUNK
 from slipstream.services.models.quantization import BLOCK
+
+if TYPE_CHECKING:
+    from slipstream.services.models.packed_ints import PackedInts
 
 FP8 = torch.float8_e4m3fn
 _PACKED_FOR_TOKENS = 8
@@ -23,15 +28,22 @@ class Linear(nn.Module):
     """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None = None, scales: nn.Parameter | None = None
+        self,
+        weight: nn.Parameter | None,
+        bias: nn.Parameter | None = None,
+        scales: nn.Parameter | None = None,
+        ints: PackedInts | None = None,
     ) -> None:
         """`weight`: [out_features, in_features], which may be another module's. `bias`: [out_features].
+
+        `ints`: the weight, where it is packed: only the kernels multiply it.
 
         `scales`: of an FP8 weight, see `dequantised`. `forward` then makes the weight anew; the kernels, which need
         `pack_fp8` before, do not.
         """
         super().__init__()
         self.weight: nn.Parameter | None = weight
+        self.ints: PackedInts | None = ints
         self.bias = bias
         self.scales = scales
         self.packed_fp8: PackedFp8 | None = None
@@ -67,6 +79,8 @@ class Linear(nn.Module):
 
     def pack_fp8(self, dtype: torch.dtype) -> None:
         """Rearranges an FP8 weight for the kernels and rows of `dtype`; `forward` cannot be called any more."""
+        if self.ints is not None:
+            self.ints.complete()
         if self.weight is not None and self.scales is not None:
             self.packed_fp8, self.weight = PackedFp8.of(self.weight, dtype), None
 
@@ -119,15 +133,13 @@ def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn
 def keeps_fp8(device: torch.device, dtype: torch.dtype, *, has_whole_blocks: bool) -> bool:
     """True if a model that computes in `dtype` keeps FP8 weights as they are, else it has them in `dtype`.
 
+    Packed integers are kept where FP8 weights are, but for a CPU.
+
     The kernels turn them into bfloat16, with instructions that GPUs have from compute capability 9 on.
     `has_whole_blocks`: rows and columns of all weights are multiples of BLOCK, as the kernels need them.
     """
     has_kernels = device.type != "cuda" or (has_whole_blocks and torch.cuda.get_device_capability(device) >= (9, 0))
     return dtype == torch.bfloat16 and has_kernels
-
-
-CHUNK = 64
-"""Rows of a weight that are packed together."""
 
 
 @dataclass(frozen=True, slots=True)

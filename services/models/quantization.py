@@ -87,6 +87,13 @@ class PackedWeights:
     """Added to zero points as they are stored."""
     has_order: bool = False
     """A tensor says which group each column belongs to."""
+    plain: frozenset[str] = frozenset()
+    """Parameters that kernels cannot read packed, as parts of them are plain, or have their columns in other orders."""
+
+    @property
+    def is_of_ints(self) -> bool:
+        """True if the numbers are integers with scales and zero points."""
+        return self.packing is not Packing.MXFP4
 
     @property
     def name(self) -> str:

@@ -95,8 +95,9 @@ def first_line(error: BaseException) -> str:
 def needed_for_work(config: ModelConfig, dtype: torch.dtype) -> DeviceMemory:
     """Memory that a model's steps will take, by token in the forward and by sampled token, with what padding takes."""
     qkv, gate_up = config.q_size + 2 * config.kv_size, 2 * config.intermediate_size
-    # A prompt's product makes an FP8 weight in the dtype that is computed in (`fp8_linear`).
-    made = 0 if config.fp8 is None else max(qkv, gate_up) * config.hidden_size * dtype.itemsize
+    # A prompt's product makes a quantised weight in the dtype that is computed in (`fp8_linear`).
+    is_quantised = config.fp8 is not None or config.packed is not None
+    made = max(qkv, gate_up) * config.hidden_size * dtype.itemsize if is_quantised else 0
     per_token = (4 * config.hidden_size + 2 * qkv + config.mlp_numbers_per_token) * dtype.itemsize
     per_choice = config.vocab_size * _LOGIT_BYTES
     padding = MOST_PADDING * (per_token + config.vocab_size * dtype.itemsize)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from slipstream.services.models import linear, quantization
+from slipstream.services.models import packed_ints, quantization
 from slipstream.services.models.kernels.launching import fetch, overlapping, wait_for_previous
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BLOCK: tl.constexpr = tl.constexpr(quantization.BLOCK)
 """Columns of a weight that share a scale, and that are multiplied at a time."""
-CHUNK: tl.constexpr = tl.constexpr(linear.CHUNK)
+CHUNK: tl.constexpr = tl.constexpr(packed_ints.CHUNK)
 _LINE: tl.constexpr = tl.constexpr(128)
 """Bytes in a line of the cache."""
 
@@ -54,18 +54,18 @@ def from_fp8(bits: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _offsets(i: tl.tensor, BEHIND: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+def offsets_of(i: tl.tensor, BEHIND: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
     """Where a program's rows `i` of ROWS are, from its first on; if BEHIND, the second half is BEHIND rows further."""
     half: tl.constexpr = ROWS if BEHIND == 0 else ROWS // 2
     return i % half + i // half * BEHIND
 
 
 @triton.jit
-def _chunks(
+def chunks_at(
     weight: tl.tensor, first: tl.tensor, SIZE: tl.constexpr, BEHIND: tl.constexpr, ROWS: tl.constexpr
 ) -> tl.tensor:
     """Where the chunks of a program's ROWS of a weight begin, which are those from `first` on."""
-    row = first + _offsets(tl.arange(0, ROWS // CHUNK) * CHUNK, BEHIND, ROWS)
+    row = first + offsets_of(tl.arange(0, ROWS // CHUNK) * CHUNK, BEHIND, ROWS)
     return weight + (row // CHUNK).to(tl.int64) * (CHUNK * SIZE)
 
 
@@ -85,12 +85,12 @@ def fetch_fp8(
 ) -> None:  # fmt: skip
     """Prefetches the first BLOCKS blocks, a power of two, of what `fp8_sums` will read."""
     line = tl.arange(0, BLOCKS * CHUNK * BLOCK // _LINE) * _LINE
-    begin = tl.program_id(1) * _per_slice(SIZE, SLICES) * (CHUNK * BLOCK)
-    fetch(_chunks(weight, first, SIZE, BEHIND, ROWS)[:, None] + begin + line[None, :])
+    begin = tl.program_id(1) * per_slice(SIZE, SLICES) * (CHUNK * BLOCK)
+    fetch(chunks_at(weight, first, SIZE, BEHIND, ROWS)[:, None] + begin + line[None, :])
 
 
 @triton.jit
-def _per_slice(SIZE: tl.constexpr, SLICES: tl.constexpr) -> tl.constexpr:
+def per_slice(SIZE: tl.constexpr, SLICES: tl.constexpr) -> tl.constexpr:
     """Blocks of a slice, at most."""
     return (SIZE // BLOCK + SLICES - 1) // SLICES
 
@@ -107,16 +107,16 @@ def fp8_sums(
 
     The weight's rows begin at `first`; if BEHIND, the second half of them is BEHIND rows further.
     """
-    begin = tl.program_id(1) * _per_slice(SIZE, SLICES)
-    end = tl.minimum(begin + _per_slice(SIZE, SLICES), SIZE // BLOCK)
+    begin = tl.program_id(1) * per_slice(SIZE, SLICES)
+    end = tl.minimum(begin + per_slice(SIZE, SLICES), SIZE // BLOCK)
     m = tl.arange(0, BLOCK_M)
     x_at = x + m.to(tl.int64)[:, None] * SIZE + tl.arange(0, BLOCK)[None, :]
     x_mask = (m < num_rows)[:, None]
-    w_at = _chunks(weight, first, SIZE, BEHIND, ROWS)
+    w_at = chunks_at(weight, first, SIZE, BEHIND, ROWS)
     if GROUP >= ROWS and BEHIND == 0:
         s_at = scales + first // GROUP * K_BLOCKS
     else:
-        s_at = scales + ((first + _offsets(tl.arange(0, ROWS), BEHIND, ROWS)) // GROUP * K_BLOCKS)[:, None]
+        s_at = scales + ((first + offsets_of(tl.arange(0, ROWS), BEHIND, ROWS)) // GROUP * K_BLOCKS)[:, None]
     total = tl.zeros((ROWS, BLOCK_M), tl.float32)
     for block in tl.range(begin, end, num_stages=STAGES):
         tile = tl.trans(tl.load(x_at + block * BLOCK, mask=x_mask, other=0.0))
@@ -181,7 +181,9 @@ def dequantise_kernel(
     """Multiplies a block of a chunk with its scales. Grid: (rows / CHUNK, SIZE / BLOCK)."""
     first, block = tl.program_id(0) * CHUNK, tl.program_id(1)
     row = first + tl.arange(0, CHUNK)
-    numbers = _numbers(_chunks(weight, first, SIZE, 0, CHUNK) + block * (CHUNK * BLOCK), output.dtype.element_ty, CHUNK)
+    numbers = _numbers(
+        chunks_at(weight, first, SIZE, 0, CHUNK) + block * (CHUNK * BLOCK), output.dtype.element_ty, CHUNK
+    )
     scale = tl.load(scales + row // GROUP * K_BLOCKS + (block if K_BLOCKS > 1 else 0))
     at = output + row.to(tl.int64)[:, None] * SIZE + (block * BLOCK + tl.arange(0, BLOCK))[None, :]
     wait_for_previous(OVERLAPS)

@@ -19,6 +19,7 @@ from slipstream.services.models.kernels.products import (
     add_product,
     has_few_rows,
     linear,
+    most_rows_of,
     product,
     suits_tiles,
     tiled_product,
@@ -42,15 +43,17 @@ class FusedDecoder(Decoder):
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(config, device=device, dtype=dtype)
         self._stack = cast("list[DecoderLayer]", list(self.layers))
+        self._most_rows: int | None = None
         for layer in self._stack:
             if layer.experts is not None:
                 layer.experts.by_kernels = run_experts
 
     def pack(self) -> None:
         super().pack()
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack_fp8(self.embedding.dtype)
+        linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
+        for each in linears:
+            each.pack_fp8(self.embedding.dtype)
+        self._most_rows = most_rows_of(*linears)
 
     def enable_batch_invariance(self) -> None:
         self.is_batch_invariant = True
@@ -69,7 +72,7 @@ class FusedDecoder(Decoder):
         for layer, rotation, norm in zip(self._stack, self._by_layer(rotations), following, strict=True):
             if layer.index in aux_layers:
                 stream[layer.index] = x
-            x, normed = run_layer(layer, x, normed, rotation, attend, norm)
+            x, normed = run_layer(layer, x, normed, rotation, attend, norm, self._most_rows)
         stream[self.config.num_layers] = x
         return rms_norm(x, self.norm.weight, self.norm.eps) if isinstance(normed, Scaled) else normed, stream
 
@@ -93,10 +96,12 @@ def run_layer(
     rotation: Rotating,
     attend: Attention[Rotating],
     norm: RMSNorm,
+    most_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | Scaled]:
     """Runs a layer. `x`: [N, hidden_size]. `norm`: the next one.
 
     `attention_input`: [N, input_size], normed; for `ContextAttention` after the context's rows, and no `Scaled`.
+    `most_rows`: see `has_few_rows`, the same for all layers.
 
     Returns x with both branches added, and its norm as the input of the next layer: of the last layer, of what is read,
     which may be more rows than went in: padding makes them a size whose kernels are loaded.
@@ -112,7 +117,7 @@ def run_layer(
     if layer.ranks is not None:
         x, normed = add_rms_norm(x, layer.whole(linear(mixed, layer.output)), layer.mlp_norm.weight, layer.mlp_norm.eps)
         return add_rms_norm(x, layer.whole(linear(_gated(normed, layer.gate_up), layer.down)), norm.weight, norm.eps)
-    if has_few_rows(x):
+    if has_few_rows(x, most_rows):
         x, scaled = add_product(x, mixed, layer.output, layer.mlp_norm)
         return add_product(x, product(scaled, layer.gate_up, is_gated=True), layer.down, norm)
     x, normed = _add_and_norm(x, mixed, layer.output, layer.mlp_norm)
@@ -129,7 +134,7 @@ def _gated(x: torch.Tensor, layer: Linear) -> torch.Tensor:
 def _add_and_norm(
     residual: torch.Tensor, x: torch.Tensor, layer: Linear, norm: RMSNorm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes `residual + layer(x)`, [N, hidden_size], N above `MOST_ROWS`, and its norm."""
+    """Computes `residual + layer(x)`, [N, hidden_size], above `most_rows_of`, and its norm."""
     if suits_tiles(x, layer):
         summed = tiled_product(x, layer, residual)
         return summed, rms_norm(summed, norm.weight, norm.eps)

@@ -23,6 +23,7 @@ from slipstream.services.models.kernels.fp8 import (
     halves,
     leave,
 )
+from slipstream.services.models.kernels.ints import fetch_ints, int_linear, int_sums
 from slipstream.services.models.kernels.launching import (
     fetch,
     is_hopper,
@@ -46,7 +47,8 @@ def product_kernel(
     x: tl.tensor,  # [num_rows, SIZE]; rows times a norm's weight if IS_SCALED
     squares: tl.tensor,  # [PARTS, num_rows] float32: parts of the sums of the rows' squares, read if IS_SCALED
     weight: tl.tensor,  # [COLUMNS, SIZE]; [2 * COLUMNS, SIZE] if IS_GATED: gates, then what they are multiplied with
-    scales: tl.tensor,  # of an FP8 weight, see `fp8_sums`; read if K_BLOCKS
+    scales: tl.tensor,  # of an FP8 weight, see `fp8_sums`, or of a `PackedInts`; read if K_BLOCKS
+    zeros: tl.tensor,  # of a `PackedInts`, read if HAS_ZEROS
     parts: tl.tensor,  # see `leave`; written and read if SLICES > 1
     arrivals: tl.tensor,  # the same
     bias: tl.tensor,  # [COLUMNS], or twice as many if IS_GATED; read if HAS_BIAS
@@ -56,7 +58,8 @@ def product_kernel(
     scaled: tl.tensor,  # [num_rows, COLUMNS], written if SCALES: output times that weight
     squares_after: tl.tensor,  # [programs, num_rows] float32, written if SCALES: sums over each program's columns
     num_rows: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    K_BLOCKS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    K_BLOCKS: tl.constexpr, GROUP: tl.constexpr, NUM_BITS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr, BLOCK_P: tl.constexpr, FETCHED: tl.constexpr, STAGES: tl.constexpr, IS_SCALED: tl.constexpr,
     IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SCALES: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -67,7 +70,7 @@ def product_kernel(
     its columns: so the kernel that adds to the rows multiplies them by the next norm's weight and writes parts of their
     sums, and the next product divides by the root. A weight never changes: its first tile and FETCHED of its columns
     are prefetched while the kernels before still run, so that memory does not idle between two products. Several SLICES
-    of SIZE are only for FP8 weights.
+    of SIZE are only for FP8 weights and `PackedInts`, which have K_BLOCKS; only the latter have NUM_BITS.
     """
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -76,9 +79,13 @@ def product_kernel(
     n_mask = n < COLUMNS
     weight_rows: tl.constexpr = 2 * BLOCK_N if IS_GATED else BLOCK_N
     behind: tl.constexpr = COLUMNS if IS_GATED else 0
+    row = tl.program_id(0) * BLOCK_N
     if K_BLOCKS > 0:
         if OVERLAPS and FETCHED > 0:
-            fetch_fp8(weight, tl.program_id(0) * BLOCK_N, SIZE, behind, weight_rows, SLICES, FETCHED // BLOCK)
+            if NUM_BITS > 0:
+                fetch_ints(weight, row, SIZE, behind, weight_rows, SLICES, FETCHED // BLOCK, NUM_BITS)
+            else:
+                fetch_fp8(weight, row, SIZE, behind, weight_rows, SLICES, FETCHED // BLOCK)
     else:
         first_mask = n_mask[:, None] & (k < SIZE)[None, :]
         w_at = weight + n.to(tl.int64)[:, None] * SIZE + k[None, :]
@@ -99,10 +106,16 @@ def product_kernel(
         square_parts = tl.load(squares + p[:, None] * num_rows + m[None, :], mask=part_mask, other=0.0)
         scale = tl.rsqrt(tl.sum(square_parts, axis=0) / SIZE + eps)[:, None]
     if K_BLOCKS > 0:
-        sums = fp8_sums(
-            x, weight, scales, tl.program_id(0) * BLOCK_N, num_rows,
-            SIZE, behind, K_BLOCKS, GROUP, BLOCK_M, weight_rows, SLICES, STAGES,
-        )  # fmt: skip
+        if NUM_BITS > 0:
+            sums = int_sums(
+                x, weight, scales, zeros, row, num_rows,
+                SIZE, behind, K_BLOCKS, behind + COLUMNS, NUM_BITS, HAS_ZEROS, BLOCK_M, weight_rows, SLICES, STAGES,
+            )  # fmt: skip
+        else:
+            sums = fp8_sums(
+                x, weight, scales, row, num_rows,
+                SIZE, behind, K_BLOCKS, GROUP, BLOCK_M, weight_rows, SLICES, STAGES,
+            )  # fmt: skip
         if SLICES > 1:
             is_last = leave(sums, parts, arrivals, num_rows, BLOCK_M, weight_rows, SLICES)
             if not is_last:
@@ -154,10 +167,14 @@ def product_kernel(
 
 MOST_ROWS = 64
 """cuBLAS is faster for more rows."""
+MOST_QUANTISED_ROWS = 128
+"""The same of a quantised weight, which cuBLAS needs in the rows' dtype."""
 _DTYPES = (torch.bfloat16,)
 """Float32 stays with cuBLAS, which is as exact as the CPU; in float16 a row times a norm's weight may overflow."""
 _LEAST_SHARED_MEMORY = 200 << 10
 """Bytes that a program with the largest tiles takes."""
+_LONG_ROW = 8192
+"""Columns from which on a program has more to do, or more programs share a row."""
 _MULTIPROCESSORS = 132
 """Multiprocessors of the GPU on which the tiles were measured; the same tiles everywhere keep results the same."""
 
@@ -173,9 +190,19 @@ class Scaled:
     eps: float
 
 
-def has_few_rows(x: torch.Tensor) -> bool:
-    """True if `product` is the fastest way for [N, size]."""
-    return 0 < len(x) <= MOST_ROWS and x.dtype in _DTYPES and _has_room_for_tiles(x.device)
+def has_few_rows(x: torch.Tensor, most_rows: int | None = None) -> bool:
+    """True if `product` is the fastest way for [N, size]. `most_rows`: of the layers, see `most_rows_of`."""
+    most = MOST_ROWS if most_rows is None else most_rows
+    return 0 < len(x) <= most and x.dtype in _DTYPES and _has_room_for_tiles(x.device)
+
+
+def most_rows_of(*layers: Linear) -> int:
+    """Rows that `product` takes of all these layers."""
+    return MOST_QUANTISED_ROWS if all(map(_is_quantised, layers)) else MOST_ROWS
+
+
+def _is_quantised(layer: Linear) -> bool:
+    return layer.packed_fp8 is not None or layer.ints is not None
 
 
 @cache
@@ -188,9 +215,11 @@ def _has_room_for_tiles(device: torch.device) -> bool:
 
 def linear(x: torch.Tensor, layer: Linear) -> torch.Tensor:
     """Computes `layer(x)` of [..., size] in the fastest way."""
-    rows = x.reshape(-1, x.shape[-1])
-    if has_few_rows(rows):
+    rows, most = x.reshape(-1, x.shape[-1]), most_rows_of(layer)
+    if has_few_rows(rows, most):
         result = product(rows.contiguous(), layer)
+    elif layer.ints is not None:
+        result = int_linear(rows, layer.ints, layer.bias)
     elif layer.packed_fp8 is not None:
         result = fp8_linear(rows, layer)
     else:
@@ -201,7 +230,7 @@ def linear(x: torch.Tensor, layer: Linear) -> torch.Tensor:
 def product(x: torch.Tensor | Scaled, layer: Linear, *, is_gated: bool = False) -> torch.Tensor:
     """Computes `layer(x)`, or `silu(gate) * up` of its halves: [N, size], contiguous, to [N, columns].
 
-    N is 1 to `MOST_ROWS`. Sums are float32 and rounded once, at the end.
+    N is 1 to `most_rows_of` the layer. Sums are float32 and rounded once, at the end.
     """
     return _launch(x, layer, is_gated=is_gated)[0]
 
@@ -222,17 +251,23 @@ def _launch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, squares, eps = (x.x, x.squares, x.eps) if isinstance(x, Scaled) else (x, x, 0.0)
     (num_rows, size), parts = rows.shape, len(squares) if isinstance(x, Scaled) else 1
-    assert 0 < num_rows <= MOST_ROWS, f"{num_rows} rows, and a program takes {MOST_ROWS}"
+    assert 0 < num_rows <= most_rows_of(layer), f"{num_rows} rows, and a program takes {most_rows_of(layer)}"
     assert rows.is_contiguous(), "a kernel reads rows side by side"
     assert residual is None or residual.is_contiguous(), "a kernel reads rows side by side"
-    if layer.scales is None:
+    weight, scales, zeros, arrivals = rows, rows, rows, rows
+    if layer.ints is not None:
+        ints, rows = layer.ints, layer.ints.ordered(rows)
+        weight, scales, arrivals, num_outputs = ints.bits, ints.scales, ints.arrivals, ints.num_rows
+        zeros = rows if ints.zeros is None else ints.zeros
+    elif layer.scales is None:
         assert layer.weight is not None, "a weight is only given up where it is packed"
-        weight, scales, arrivals, num_outputs = layer.weight.data, rows, rows, len(layer.weight)
+        weight, num_outputs = layer.weight.data, len(layer.weight)
     else:
         packed, scales = fp8_operands(layer)
         weight, arrivals, num_outputs = packed.bits, packed.arrivals, packed.num_rows
     columns = num_outputs // (2 if is_gated else 1)
-    tile = (_tile if layer.scales is None else _fp8_tile)(num_rows, columns, size, is_gated=is_gated)
+    tile_of = _int_tile if layer.ints is not None else _tile if layer.scales is None else _fp8_tile
+    tile = tile_of(num_rows, columns, size, is_gated=is_gated)
     num_programs, sums = -(-columns // tile.block_n), rows
     if tile.slices > 1:
         sums = rows.new_empty(tile.slices, tile.block_m, num_outputs, dtype=torch.float32)
@@ -243,9 +278,9 @@ def _launch(
     added, has_residual = (rows, False) if residual is None else (residual, True)
     norm_weight, scales_output = (rows, False) if norm is None else (norm.weight, True)
     product_kernel[num_programs, tile.slices](
-        rows, squares, weight, scales, sums, arrivals, bias, added, norm_weight,
+        rows, squares, weight, scales, zeros, sums, arrivals, bias, added, norm_weight,
         output, scaled, squares_after, num_rows, eps,
-        SIZE=size, COLUMNS=columns, PARTS=parts, BLOCK_P=power_of_two(parts), **fp8_layout(layer),
+        SIZE=size, COLUMNS=columns, PARTS=parts, BLOCK_P=power_of_two(parts), **_layout(layer),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         SLICES=tile.slices, FETCHED=tile.fetched, STAGES=tile.stages,
         IS_SCALED=isinstance(x, Scaled), IS_GATED=is_gated,
@@ -255,6 +290,14 @@ def _launch(
     return output, scaled, squares_after
 
 
+def _layout(layer: Linear) -> dict[str, int]:
+    """Returns how a quantised weight and its scales lie, as the kernel is told."""
+    ints = layer.ints
+    if ints is None:
+        return {**fp8_layout(layer), "NUM_BITS": 0, "HAS_ZEROS": False}
+    return {"K_BLOCKS": len(ints.scales), "GROUP": 1, "NUM_BITS": ints.num_bits, "HAS_ZEROS": ints.zeros is not None}
+
+
 @dataclass(frozen=True, slots=True)
 class _Tile:
     block_m: int
@@ -262,9 +305,9 @@ class _Tile:
     block_k: int
     stages: int
     fetched: int = 0
-    """Columns of the weight that are prefetched; of an FP8 weight, of each slice."""
+    """Columns of the weight that are prefetched; of a quantised weight, of each slice."""
     slices: int = 1
-    """Programs that share the columns of an FP8 weight."""
+    """Programs that share the columns of a quantised weight."""
     num_warps: int = 4
     most_registers: int | None = None
     """Registers of a thread."""
@@ -294,16 +337,32 @@ def _fp8_tile(num_rows: int, columns: int, size: int, *, is_gated: bool) -> _Til
             16: _Tile(16, 64, 128, 3, 256, slices=2),
             32: _Tile(32, 64, 128, 4, 256, num_warps=8),
             64: _Tile(64, 64, 128, 3, 256, num_warps=8, most_registers=128),
+            128: _Tile(128, 64, 128, 3, 256, num_warps=8),
         }[block_m]
     else:
         num_programs = columns // CHUNK.value
         tile = {
-            16: _Tile(16, 64, 128, 4 if size >= 8192 else 3, 256, slices=6 * _MULTIPROCESSORS // num_programs),
+            16: _Tile(16, 64, 128, 4 if size >= _LONG_ROW else 3, 256, slices=6 * _MULTIPROCESSORS // num_programs),
             32: _Tile(32, 64, 128, 4, 256, slices=3 * _MULTIPROCESSORS // num_programs),
             64: _Tile(64, 64, 128, 3, 256, slices=3 * _MULTIPROCESSORS // num_programs, most_registers=168),
+            128: _Tile(128, 64, 128, 2, 256, slices=2 * _MULTIPROCESSORS // num_programs),
         }[block_m]
         if block_m == 16:
             tile = replace(tile, slices=power_of_two(tile.slices + 1) // 2)
+    return _with_whole_slices(tile, size)
+
+
+def _int_tile(num_rows: int, columns: int, size: int, *, is_gated: bool) -> _Tile:
+    """The same for `PackedInts`, measured product by product: more slices, and their numbers are powers of two."""
+    tile = replace(_fp8_tile(num_rows, columns, size, is_gated=is_gated), stages=3)
+    if not is_gated:
+        per_multiprocessor = 6 if tile.block_m == 16 else 3
+        slices = power_of_two(per_multiprocessor * _MULTIPROCESSORS * CHUNK.value // columns + 1) // 2
+        tile = replace(tile, slices=2 * slices if size >= _LONG_ROW else slices)
+    return _with_whole_slices(tile, size)
+
+
+def _with_whole_slices(tile: _Tile, size: int) -> _Tile:
     blocks = size // BLOCK.value
     blocks_per_slice = -(-blocks // max(1, tile.slices))
     slices = -(-blocks // blocks_per_slice)
@@ -362,7 +421,9 @@ def suits_tiles(x: torch.Tensor, layer: Linear, *, is_gated: bool = False) -> bo
     All tiles are of one size, and the last ones run beside idle multiprocessors. Where these are many, cuBLAS has
     others. Float32 stays with cuBLAS, which is as exact as the CPU.
     """
-    if not is_hopper(x.device) or x.dtype not in _TILED_DTYPES or layer.scales is not None or layer.bias is not None:
+    if not is_hopper(x.device) or x.dtype not in _TILED_DTYPES or layer.bias is not None:
+        return False
+    if layer.scales is not None or layer.ints is not None:
         return False
     num_columns, num_at_once = _num_columns(layer, is_gated=is_gated), num_multiprocessors(x.device)
     num_tiles = _num_tiles(len(x), num_columns, is_gated=is_gated)

@@ -13,6 +13,9 @@ from slipstream.services.models.checkpoint import load_decoder
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.head_config import MtpConfig
+from slipstream.services.models.packed import Quantised
+from slipstream.services.models.packed_ints import PackedInts
+from slipstream.services.models.quantization import PackedWeights, Packing
 from tests.harness.checkpoints import LLAMA, refusal, write_checkpoint, write_json, write_weights
 from tests.harness.packed_checkpoints import LAYOUTS, awq, gptq, pack, pack_experts, packed
 from tests.harness.paged_model import CPU, PagedModel, random_tokens
@@ -227,6 +230,16 @@ class TestTensors:
         write_weights(path, weights)
         monkeypatch.setattr(Decoder, "__init__", lambda *_, **__: pytest.fail("a decoder is made"))
         assert f"tensor {name}_scales: got scales of NaN, supported: exponents up to 254" in refusal(path)
+
+
+def test_scales_that_float16_would_round_are_float32() -> None:
+    layout = PackedWeights(packing=Packing.GPTQ, group_size=128)
+    ints = PackedInts(layout, 128, 256, device=CPU, dtype=torch.bfloat16)
+    numbers = torch.zeros(128, 256, dtype=torch.int64)
+    zeros, groups = torch.zeros(128, 2, dtype=torch.int64), torch.arange(256) // 128
+    ints.fill(0, Quantised(numbers, zeros, torch.full((128, 2), 1e-9), groups))
+    assert ints.scales.dtype == torch.float32
+    assert torch.equal(ints.scales, torch.full((2, 128), 1e-9))
 
 
 def test_memory_is_that_of_plain_weights(tmp_path: Path) -> None:

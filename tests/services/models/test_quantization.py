@@ -103,7 +103,7 @@ def test_kernels_take_whole_blocks_alone(tmp_path: Path) -> None:
         path = tmp_path / str(has_whole_blocks)
         path.mkdir()
         write_json(path / "config.json", LLAMA | sizes | {"quantization_config": FP8_LAYOUTS["channel"]})
-        assert ModelConfig.from_directory(path).has_whole_fp8_blocks is has_whole_blocks
+        assert ModelConfig.from_directory(path).has_whole_blocks is has_whole_blocks
     assert not keeps_fp8(torch.device("cuda"), torch.bfloat16, has_whole_blocks=False)
 
 

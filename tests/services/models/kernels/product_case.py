@@ -1,4 +1,4 @@
-"""Random products of one device and dtype, with plain or FP8 weights, and their exact values."""
+"""Random products of one device and dtype, with plain or quantised weights, and their exact values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import nn
 from slipstream.services.models.decoder import RMSNorm
 from slipstream.services.models.kernels.products import add_product, product
 from slipstream.services.models.linear import FP8, Linear, dequantised
-from slipstream.services.models.quantization import BLOCK
+from slipstream.services.models.packed import Quantised
+from slipstream.services.models.packed_ints import PackedInts
+from slipstream.services.models.quantization import BLOCK, PackedWeights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,12 +45,16 @@ class Case:
         """Random numbers around zero."""
         return (scale * torch.randn(*shape, generator=self._generator)).to(self._device, self._dtype)
 
-    def layer(self, size: int, columns: int, rows_per_scale: int | None = None, *, has_bias: bool = False) -> Linear:
+    def layer(
+        self, size: int, columns: int, rows_per_scale: int | PackedWeights | None = None, *, has_bias: bool = False
+    ) -> Linear:
         """Its outputs are of the size of its inputs.
 
         `rows_per_scale`: of FP8 weights; BY_ROW for scales that have no columns. None: the weight is of the dtype.
         """
         bias = nn.Parameter(self.some(columns), requires_grad=False) if has_bias else None
+        if isinstance(rows_per_scale, PackedWeights):
+            return self._of_ints(rows_per_scale, size, columns, bias)
         if rows_per_scale is None:
             weight = self.some(columns, size, scale=size**-0.5)
             layer = Linear(nn.Parameter(weight, requires_grad=False), bias)
@@ -63,15 +69,37 @@ class Case:
         layer.pack_fp8(self._dtype)
         return layer
 
+    def _of_ints(self, layout: PackedWeights, size: int, columns: int, bias: nn.Parameter | None) -> Linear:
+        """Filled by two parts, with scales of three significant digits."""
+        most, num_groups = 1 << layout.num_bits, layout.num_groups(size)
+        values = torch.randint(0, most, (columns, size), generator=self._generator)
+        zeros = torch.full((columns, num_groups), most // 2)
+        if layout.has_zero_points:
+            zeros = torch.randint(0, most, zeros.shape, generator=self._generator)
+        scales = (1 + torch.rand(columns, num_groups, generator=self._generator)) * 2 * size**-0.5 / most
+        groups = torch.arange(size) // (size // num_groups)
+        if layout.has_order:
+            groups = groups[torch.randperm(size, generator=self._generator)]
+        scales = scales.half().float()
+        ints = PackedInts(layout, columns, size, device=self._device, dtype=self._dtype)
+        for start in (0, columns // 2):
+            rows = slice(start, start + columns // 2)
+            part = (values[rows], zeros[rows], scales[rows], groups)
+            ints.fill(start, Quantised(*(tensor.to(self._device) for tensor in part)))
+        layer = Linear(None, bias, ints=ints)
+        layer.pack_fp8(self._dtype)
+        self._worth[layer] = Quantised(values, zeros, scales.double(), groups).worth().to(self._device)
+        return layer
+
     def exact(self, x: torch.Tensor, layer: Linear) -> torch.Tensor:
         """`layer(x)` in float64."""
         bias = layer.bias.to(torch.float64) if layer.bias is not None else None
         return F.linear(x.to(torch.float64), self._worth[layer], bias)
 
     def check_sum_norm_and_product(
-        self, num_rows: int, size: int, columns: int, behind: int, group: int | None, *, is_gated: bool
+        self, num_rows: int, size: int, columns: int, behind: int, group: int | PackedWeights | None, *, is_gated: bool
     ) -> None:
-        """A product that is added, its norm, and a product of that with `behind` columns. `group`: rows per scale."""
+        """A product that is added, its norm, and a product of that with `behind` columns. `group`: see `layer`."""
         x, residual = self.some(num_rows, size), self.some(num_rows, columns)
         norm = RMSNorm(nn.Parameter(1 + self.some(columns, scale=0.2), requires_grad=False), EPS)
         first = self.layer(size, columns, group, has_bias=is_gated)

@@ -21,6 +21,7 @@ TESTS = {
     ("products",): ("products",),
     ("grouped",): ("grouped",),
     ("fp8",): ("fp8",),
+    ("ints",): ("ints",),
     ("masks",): ("masks",),
     ("sampling",): ("sampling", "token_scores"),
     ("suffix_ring",): ("fused_suffix_cache",),

@@ -9,8 +9,9 @@ import triton.language as tl
 
 from slipstream.services.models.kernels import products
 from slipstream.services.models.kernels.fp8 import fp8_linear, from_fp8
-from slipstream.services.models.kernels.products import MOST_ROWS, linear, product
-from slipstream.services.models.linear import CHUNK, FP8, PackedFp8
+from slipstream.services.models.kernels.products import MOST_QUANTISED_ROWS, linear, product
+from slipstream.services.models.linear import FP8, PackedFp8
+from slipstream.services.models.packed_ints import CHUNK
 from slipstream.services.models.quantization import BLOCK
 from tests.services.models.kernels.product_case import BY_ROW, FP8_ROUNDING, Case
 
@@ -51,6 +52,7 @@ def test_every_number_is_exact(device: torch.device, dtype: torch.dtype) -> None
         (16, 1152, 256, 128, BLOCK),
         (17, 128, 256, 64, BY_ROW),
         (64, 256, 128, 128, BLOCK),
+        (128, 256, 128, 128, BLOCK),
     ],
 )
 def test_a_sum_its_norm_and_the_product_behind_it(
@@ -73,7 +75,7 @@ def test_the_way_is_chosen_by_the_number_of_rows(device: torch.device, monkeypat
     monkeypatch.setattr(products, "_DTYPES", (torch.float32,))
     case = Case(device, torch.float32, FP8_ROUNDING)
     layer = case.layer(256, 128, BLOCK, has_bias=True)
-    for num_rows in (0, 3, MOST_ROWS + 1):
+    for num_rows in (0, 3, MOST_QUANTISED_ROWS, MOST_QUANTISED_ROWS + 1):
         x = case.some(num_rows, 256)
         case.close(linear(x[:, None], layer)[:, 0], case.exact(x, layer))
 

@@ -20,11 +20,14 @@ from slipstream.services.models.kernels import products
 from slipstream.services.models.kernels.fused import FusedDecoder, make_fused_head
 from slipstream.services.models.kernels.paged_attention import paged_attention
 from slipstream.services.models.linear import Linear
+from slipstream.services.models.packed_ints import keeps_ints
 from slipstream.services.models.paged_kv import PagedKV
 from slipstream.services.models.ranks import Ranks
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.harness.eagle3_checkpoints import ALGORITHMS, BLOCKS, LAYOUTS, LLAMA_BLOCKS, MODULES, write_head
 from tests.harness.fp8_checkpoints import quantise
+from tests.harness.packed_checkpoints import LAYOUTS as PACKED_LAYOUTS
+from tests.harness.packed_checkpoints import pack
 from tests.harness.transformers_checkpoints import write_by_transformers
 
 if TYPE_CHECKING:
@@ -126,7 +129,8 @@ def products_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(products, name, (torch.float32,))
     monkeypatch.setattr(decoder, "keeps_fp8", lambda device, dtype, **_: True)
     if request.param != "few rows":
-        monkeypatch.setattr(products, "MOST_ROWS", 0)
+        for name in ("MOST_ROWS", "MOST_QUANTISED_ROWS"):
+            monkeypatch.setattr(products, name, 0)
     monkeypatch.setattr(products, "is_hopper", lambda device: request.param == "tiles")
     monkeypatch.setattr(products, "num_multiprocessors", lambda device: 1)
 
@@ -152,6 +156,28 @@ def test_a_fused_decoder_has_the_decoders_numbers(name: str, tmp_path: Path, dev
         assert_close(output.aux.cpu()[valid], expected.aux[valid])
         logits = fused.logits(output.hidden).cpu()
         assert_close(logits[valid], plain.logits(expected.hidden)[valid])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.usefixtures("products_of")
+@pytest.mark.parametrize("layout", PACKED_LAYOUTS)
+def test_a_fused_decoder_keeps_packed_weights(
+    layout: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_checkpoint(tmp_path, seed=1, **MODELS["llama-fp8"], num_key_value_heads=2, attention_bias=True)
+    pack(path, layout, is_left=("layers.0.self_attn.k_proj",))
+    plain = load_decoder(path, device=CPU, dtype=torch.float32)
+    monkeypatch.setattr(decoder, "keeps_ints", lambda layout, _: keeps_ints(layout, torch.device("meta")))
+    fused = load_decoder(path, device=device, dtype=torch.float32, decoder_class=FusedDecoder)
+    kept = {name.removesuffix(".bits") for name, _ in fused.named_parameters() if name.endswith(".ints.bits")}
+    # Weights of several projections have random orders here, each its own, and one projection is left plain.
+    names = {"output", "down"} if "order" in layout else {"qkv", "output", "gate_up", "down"}
+    expected_names = {f"layers.{layer}.{name}.ints" for layer in range(plain.config.num_layers) for name in names}
+    assert kept == (set() if "16" in layout else expected_names - {"layers.0.qkv.ints"})
+    caches = cache_for(plain.config, CPU), cache_for(plain.config, device)
+    for batch, on_device in zip(batches(CPU), batches(device), strict=True):
+        expected = plain.forward(batch, caches[0]).hidden[batch.is_valid]
+        assert_close(fused.forward(on_device, caches[1]).hidden.cpu()[batch.is_valid], expected)
 
 
 class OneRank(Ranks):
