@@ -12,11 +12,12 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
 MAX_LINES, MIN_LINES = 600, 60
 PRODUCT = ("services", "scheduler", "gateway", "common", "cli", "client", "door")
@@ -69,14 +70,17 @@ class Import(NamedTuple):
     """With a name after `from ... import` appended; empty for a relative import."""
 
 
-def imports_in(text: str) -> Iterator[Import]:
-    """Yields every import of a module, wherever it stands."""
+@cache
+def imports_in(text: str) -> list[Import]:
+    """Returns every import of a module, wherever it stands."""
+    found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (Import(node.lineno, alias.name) for alias in node.names)
+            found += [Import(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             prefix = "" if node.level else f"{node.module}."
-            yield from (Import(node.lineno, prefix and prefix + alias.name) for alias in node.names)
+            found += [Import(node.lineno, prefix and prefix + alias.name) for alias in node.names]
+    return found
 
 
 def direction_offences(path: str, text: str) -> list[str]:
