@@ -13,7 +13,7 @@ from slipstream.scheduler.pages import PageLists, PrefixCache
 from slipstream.scheduler.prompts import Prompts
 from slipstream.scheduler.records import NO_DRAFT, NO_LIMIT, NO_SLOT, NO_SLOTS, Prefix, Step, StepSlots, most_tokens
 from slipstream.scheduler.results import Outbox
-from slipstream.scheduler.sizes import MOST_WITHOUT, SMALL_STEPS, BatchCounts, BatchSizes
+from slipstream.scheduler.sizes import FEW_STEPS, MOST_WITHOUT, BatchCounts, BatchSizes
 from slipstream.scheduler.slots import CommittedTokens, SlotAccounts, SlotAllocator
 
 if TYPE_CHECKING:
@@ -103,10 +103,17 @@ class Batch:
         self._num_without = 0
         """Steps that drafted none since fewer prompts waited than make them do so."""
 
-    def bound_shared_steps(self, num_tokens: int, doubling_context: int | None = None) -> None:
+    def bound_shared_steps(
+        self, num_tokens: int, doubling_context: int | None = None, *, large_tokens: int | None = None
+    ) -> None:
         """Sets the tokens of a step that takes in prompts while sequences decode; see `BatchSizes`."""
-        shared_chunk_tokens = min(num_tokens, self.sizes.chunk_tokens)
-        self.sizes = replace(self.sizes, shared_chunk_tokens=shared_chunk_tokens, doubling_context=doubling_context)
+        most = self.sizes.chunk_tokens
+        self.sizes = replace(
+            self.sizes,
+            shared_chunk_tokens=min(num_tokens, most),
+            large_chunk_tokens=None if large_tokens is None else min(large_tokens, most),
+            doubling_context=doubling_context,
+        )
 
     @property
     def num_running(self) -> int:
@@ -185,13 +192,15 @@ class Batch:
             return self._numbered(decoding)
         self._is_decodes_turn = True
         room = self.sizes.room_in_small_step(num_decoded)
-        if self._prompts.exceed(SMALL_STEPS * room):
+        if self._prompts.exceed(FEW_STEPS * room):
             num_waiting = len(self._prompts.sequences)
             skips_drafting = mixes and self.sizes.skips_drafting(decoding.most_draft_tokens, num_rows, num_waiting)
             if skips_drafting and self._num_without < MOST_WITHOUT:
                 decoding, num_decoded = decoding.with_draft_tokens(np.zeros_like(decoding.most_more)), num_rows
                 self._num_without += 1
             room = self.sizes.room_for_prompts(num_decoded)
+            if self._prompts.exceed(FEW_STEPS * room):
+                room = self.sizes.room_in_large_step(num_decoded)
         else:
             self._num_without = 0
         prompts = self._prompts.take(room, self.sizes.doubling_context if num_decoded else None)

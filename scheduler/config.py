@@ -35,7 +35,7 @@ _DAY_S = 86_400
 
 
 def parse_number_or_auto(word: str) -> int | None:
-    """Reads `--num-draft-tokens` and `--max-batched-tokens`: None for "auto". Raises ValueError."""
+    """Reads a number of tokens, or milliseconds: None for "auto". Raises ValueError."""
     return None if word == AUTO else int(word)
 
 
@@ -87,6 +87,17 @@ class ServingSettings(Settings, heading="Steps and memory"):
         low=1,
         high=2**16,
         accepted="1 to 65536, or auto",
+        parse=parse_number_or_auto,
+        unset=AUTO,
+    )
+    itl_target_ms: int | None = setting(
+        None,
+        help="Longest time between two tokens of a request, about, while prompts are taken in. auto: 50 ms on a GPU, "
+        "and twice that while a crowd of prompts waits; on a CPU as long again as a step that decodes.",
+        unit="MS|auto",
+        low=1,
+        high=60_000,
+        accepted="1 to 60000, or auto",
         parse=parse_number_or_auto,
         unset=AUTO,
     )
@@ -189,6 +200,8 @@ class SchedulerConfig(ServingSettings, heading="Scheduler"):
             parse_address(self.grammar, field="grammar")
         if self.fixed_draft_tokens is not None and self.num_draft_tokens is not None:
             raise ConfigError("fixed_draft_tokens", self.fixed_draft_tokens, "none with --num-draft-tokens")
+        if self.itl_target_ms is not None and self.max_batched_tokens is not None:
+            raise ConfigError("itl_target_ms", self.itl_target_ms, "auto with --max-batched-tokens or --deterministic")
         if (self.swapped_draft_tokens or 0) > (most := self.draft_tokens(RowTokens.RAGGED)):
             raise ConfigError("swapped_draft_tokens", self.swapped_draft_tokens, f"1 to {most}")
         if self.device == "cpu" and self.fence != "auto":

@@ -22,6 +22,7 @@ from slipstream.scheduler.observer import DecodeRecord, StepObserver, StepTimes,
 from slipstream.scheduler.page_log import PageLog
 from slipstream.scheduler.result_poller import CPU_LEAD_S, GPU_LEAD_S
 from slipstream.scheduler.results import ResultReader
+from slipstream.scheduler.sizes import LARGE_PAUSES
 from slipstream.scheduler.speculation import Speculation
 
 if TYPE_CHECKING:
@@ -179,12 +180,17 @@ class Epoch:
             context_tokens=self.sizes.context_tokens,
             expected_draft=self._expected_draft(),
             measures_step_tokens=self._config.max_batched_tokens is None and not self._config.debug,
+            longest_pause_ns=10**6 * (self._config.itl_target_ms or 0),
             chooses_draft_tokens=self.choice is not None,
             is_debug=self._config.debug,
         )
         measured = self.link.attach(self._attachment) or Measurements()
         if (step_tokens := measured.step_tokens) is not None:
-            self.batch.bound_shared_steps(step_tokens.num_tokens, step_tokens.doubling_context)
+            is_bounded = self._config.itl_target_ms is not None or not self.verify.memory.total
+            large_tokens = None if is_bounded else LARGE_PAUSES * step_tokens.num_tokens
+            self.batch.bound_shared_steps(
+                step_tokens.num_tokens, step_tokens.doubling_context, large_tokens=large_tokens
+            )
         if self.choice is not None:
             self.choice.costs.begin(measured.costs)
         # All processes that need the memory have mapped it by now, but for grammar workers.

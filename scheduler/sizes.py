@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 LEAST_PROMPTS = 4
 """One in so many tokens of a step is for prompts, however many sequences decode."""
-SMALL_STEPS, LEAST_SMALL = 3, 1024
-"""If SMALL_STEPS small steps take in all prompts that wait, steps are small: they have half of the tokens, at least
-LEAST_SMALL. With fewer a token takes longer on a GPU."""
+FEW_STEPS, LEAST_SMALL = 3, 1024
+"""If FEW_STEPS small steps take in all prompts that wait, steps are small: they have half of the tokens, at least
+LEAST_SMALL. With fewer a token takes longer on a GPU. If FEW_STEPS steps of the measured size do not, steps may be
+large."""
 MANY_GUESSES, FEW_WAITING, MOST_WITHOUT = 32, 8, 32
 """While more wait than that, steps of more than LEAST_SMALL tokens draft none if draft tokens would be one in
 MANY_GUESSES of these or more, and two prompts wait at least, and more than one for FEW_WAITING sequences that decode.
@@ -45,6 +46,8 @@ class BatchSizes:
     has_prefix_cache: bool = True
     shared_chunk_tokens: int | None = None
     """Token budget of a step that also decodes, measured by verify. None: same as `chunk_tokens`."""
+    large_chunk_tokens: int | None = None
+    """The budget while a crowd of prompts waits. None: same as of other steps that also decode."""
     doubling_context: int | None = None
     """Context length from which a prompt token costs two tokens of such a budget, measured by verify. None: never."""
     row_tokens: RowTokens = RowTokens.WHOLE
@@ -86,6 +89,12 @@ class BatchSizes:
         if not num_decoded or not self.mixes:
             return self.room_for_prompts(num_decoded)
         return self._room(max(self.mixed_tokens // 2, min(self.mixed_tokens, LEAST_SMALL)), num_decoded)
+
+    def room_in_large_step(self, num_decoded: int) -> int:
+        """The same in a large step, for a crowd of prompts: first tokens are sooner, and other tokens later."""
+        if not num_decoded or self.large_chunk_tokens is None:
+            return self.room_for_prompts(num_decoded)
+        return self._room(self.large_chunk_tokens, num_decoded)
 
     def skips_drafting(self, num_draft_tokens: int, num_decoding: int, num_waiting: int) -> bool:
         """Whether a step drafts none while more prompts wait than small steps take in."""
@@ -133,6 +142,11 @@ HOST_STEP_TOKENS = 512
 Buffers and memory are for such a step. While sequences decode, verify's measurement holds (`Attachment`)."""
 GPU_STEP_TOKENS = 2048
 """The same on a GPU: about as many as keep it busy."""
+LARGE_STEP_TOKENS, LARGE_STEP_PAGES = 8192, 0.95
+"""The same on a GPU with memory for more, which then still has this part of the KV pages: a crowd's prompts take fewer
+steps. Not where all steps have one size, to which each is padded."""
+LARGE_PAUSES = 2
+"""Tokens of a large step, as a multiple of those that keep the pause of sequences that decode."""
 MOST_DRAFT_PART = 4
 """Memory is planned without a draft beside which there are fewer KV pages than a part of this many of them."""
 _LESS = "Less is needed with a smaller context_tokens, slots, max_batched_tokens or kv_memory_mib"
@@ -177,8 +191,17 @@ class EpochSizes:
         """
         if config.max_batched_tokens is None and workers.verify.memory.total:
             with suppress(OutOfMemoryError):  # smaller steps take less
-                return cls._decide(config, workers, GPU_STEP_TOKENS)
+                sizes = cls._decide(config, workers, GPU_STEP_TOKENS)
+                return sizes if workers.verify.row_tokens is RowTokens.WHOLE else sizes._enlarged(config, workers)
         return cls._decide(config, workers, config.max_batched_tokens or HOST_STEP_TOKENS)
+
+    def _enlarged(self, config: SchedulerConfig, workers: Workers) -> EpochSizes:
+        """The sizes with large steps; these sizes where they would take too many pages."""
+        with suppress(OutOfMemoryError):
+            large = self._decide(config, workers, LARGE_STEP_TOKENS)
+            if large.batch.num_pages >= LARGE_STEP_PAGES * self.batch.num_pages:
+                return large
+        return self
 
     def check_share(self, without: EpochSizes) -> None:
         """Raises OutOfMemoryError if a draft, by its own word, leaves too few of the pages that it finds."""

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST, MOST = 32, 2048
-"""Tokens of a step that `measure_step_tokens` may answer."""
+"""Tokens of a step that `measure_step_tokens` may answer; the most count only where no pause is asked for."""
 PAUSE_S = 0.05
 """Longest pause of the sequences that decode on a GPU, in seconds."""
 FAR_TOKENS = 4096
@@ -338,11 +338,14 @@ def fused_layers(num_layers: int) -> tuple[int, ...]:
 
 def measure_step_tokens(model: LanguageModel, state: EpochState) -> StepTokens:
     """Stream work: returns the tokens of a step. Waits for the device. Nothing must run yet."""
-    is_cpu = model.device.type == "cpu"
+    is_cpu, most = model.device.type == "cpu", state.attachment.shape.chunk_tokens
     _put(state, SlotUpdate(slot=_MEASURED_SLOT, generation=0, limit_tokens=state.attachment.context_tokens))
-    most_s = shortest_seconds(partial(_decode, model), model.device) if is_cpu else PAUSE_S
+    most_s = state.attachment.longest_pause_ns / 1e9
+    if not most_s:
+        most = min(MOST, most)
+        most_s = shortest_seconds(partial(_decode, model), model.device) if is_cpu else PAUSE_S
     found, found_s, size = LEAST, 0.0, LEAST
-    while size <= min(MOST, state.attachment.shape.chunk_tokens):
+    while size <= most:
         seconds = shortest_seconds(partial(_prefill, model, state, size), model.device)
         if size > LEAST and seconds > most_s:
             break

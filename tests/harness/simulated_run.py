@@ -147,7 +147,7 @@ class Device:
 
     def _prefill(self, step: Step) -> list[list[int]]:
         num_decoded = len(step.decoded.slots) + sum(step.num_draft_tokens)
-        assert 0 < step.num_prompt_tokens <= self.sizes.room_for_prompts(num_decoded)
+        assert 0 < step.num_prompt_tokens <= self.sizes.room_in_large_step(num_decoded)
         slots = [chunk.slot for chunk in step.chunks]
         assert self.sizes.mixes or not step.decoded.slots
         assert not set(slots) & set(step.decoded.slots)

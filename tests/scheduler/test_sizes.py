@@ -99,10 +99,30 @@ def test_a_gpu_without_memory_for_large_chunks_takes_small_ones() -> None:
         return EpochSizes.decide(config, Workers(verify=verify, draft=None)).batch.chunk_tokens
 
     # 4 MiB of KV and a little for one request, and a 16th for each token of a step.
-    assert chunk_tokens(128 + 5) == 2048
+    assert chunk_tokens(512 + 10) == chunk_tokens(128 + 5) == 2048
     assert chunk_tokens(128) == 512
     with pytest.raises(OutOfMemoryError, match="36 MiB are needed and 32 MiB"):
         chunk_tokens(32)
+
+
+@pytest.mark.parametrize(
+    ("about", "free_mib", "expected"),
+    [
+        ({}, 900, 8192),
+        ({}, 60, 2048),
+        ({"takes_even_steps": False}, 900, 2048),
+    ],
+)
+def test_chunks_are_larger_still_where_that_takes_few_pages(
+    about: dict[str, bool], free_mib: int, expected: int
+) -> None:
+    """Tokens of a step take 1 KiB each; verify whose steps have one size pads each step to it."""
+    config = replace(CONFIG, max_batched_tokens=None, kv_memory_mib=None, memory_reserve_mib=0, slots=1000)
+    memory = DeviceMemory(total=free_mib * MIB, free=free_mib * MIB, work_per_token=1024)
+    even = {"takes_even_steps": True, "max_context_tokens": 2**14, "memory": memory}
+    verify = replace(VERIFY, **{**even, **about})
+    batch = EpochSizes.decide(config, Workers(verify=verify, draft=None)).batch
+    assert batch.chunk_tokens == expected
 
 
 def test_hidden_states_must_be_as_wide_as_draft_reads_them() -> None:

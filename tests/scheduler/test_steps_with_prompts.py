@@ -68,6 +68,8 @@ def test_a_few_prompts_come_in_by_small_steps_and_many_by_large_ones() -> None:
     assert [count for _, count in _steps_beside_a_stream(sizes, 900, 800, 700, 700)] == [2045, 1015, 40]
     assert sizes.room_in_small_step(0) == sizes.room_for_prompts(0) == 2048
     assert replace(sizes, chunk_tokens=8192).room_in_small_step(3) == 4093
+    beyond = replace(sizes, chunk_tokens=8192, shared_chunk_tokens=2048, large_chunk_tokens=4096)
+    assert [count for _, count in _steps_beside_a_stream(beyond, 6400, 800)] == [4093, 2042, 1018, 47]
     for few in (replace(sizes, chunk_tokens=512), replace(sizes, mixes=False)):
         assert few.room_in_small_step(3) == few.room_for_prompts(3)
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     ("device", "chunk_tokens", "prompt_ms", "expected"),
     [
         pytest.param("cuda", 2048, lambda tokens: 4 + tokens / 50, 2048, id="an 8B model on an H200"),
+        pytest.param("cuda", 8192, lambda tokens: 4 + tokens / 400, 2048, id="a faster GPU"),
         pytest.param("cuda", 2048, lambda tokens: 4 + tokens / 40, 1024, id="a slower GPU"),
         pytest.param("cuda", 512, lambda tokens: 1.0, 512, id="no room for larger steps"),
         pytest.param("cuda", 2048, lambda tokens: 1000.0, 32, id="never fewer"),
@@ -67,6 +68,15 @@ def test_the_context_behind_which_a_step_takes_twice_as_long(
     assert found == StepTokens(32, expected)
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize(("pause_ms", "expected"), [(200, 8192), (25, 1024), (1, 32)])
+def test_a_pause_that_was_asked_for_bounds_a_step_by_itself(
+    device: str, pause_ms: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = _measured(monkeypatch, device, 8192, lambda tokens, _: 4 + tokens / 50, pause_ms=pause_ms)
+    assert found.num_tokens == expected
+
+
 def _measured(
     monkeypatch: pytest.MonkeyPatch,
     device: str,
@@ -74,8 +84,9 @@ def _measured(
     prompt_ms: Callable[[int, int], float],
     *,
     context_tokens: int = 4096,
+    pause_ms: int = 0,
 ) -> StepTokens:
-    """Measures with a decode step of 4 ms. `prompt_ms`: of a forward over so many tokens behind a context."""
+    """Measures with a decode step of 4 ms. `prompt_ms`: of a forward over so many tokens after a context."""
     clock = SimpleNamespace(ms=0.0)
 
     def take(ms: float) -> None:
@@ -90,7 +101,11 @@ def _measured(
     monkeypatch.setattr(engine, "_prefill", prefill)
     monkeypatch.setattr(graphs, "time", SimpleNamespace(monotonic=lambda: clock.ms / 1000))
     model: Any = SimpleNamespace(device=torch.device(device))
-    attachment = SimpleNamespace(context_tokens=context_tokens, shape=SimpleNamespace(chunk_tokens=chunk_tokens))
+    attachment = SimpleNamespace(
+        context_tokens=context_tokens,
+        longest_pause_ns=pause_ms * 10**6,
+        shape=SimpleNamespace(chunk_tokens=chunk_tokens),
+    )
     state: Any = SimpleNamespace(attachment=attachment)
     return engine.measure_step_tokens(model, state)
 
