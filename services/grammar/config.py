@@ -13,7 +13,7 @@ class GrammarConfig(Settings, heading="Masks"):
     """Checked when it is built; the command line takes its options from here."""
 
     mask_threads: int | None = setting(
-        None, help="Threads that fill masks.", unit="N", low=1, high=1024, unset="four of five cores, at most 32"
+        None, help="Threads that fill masks.", unit="N", low=1, high=1024, unset="a quarter of the cores, at most 4"
     )
     access_log_dir: Path | None = setting(
         None, help="Debugging: log accesses to shared memory there, for the happens-before checker.", unit="DIR"

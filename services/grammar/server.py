@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 MAX_RECEIVE_BYTES = 64 * 2**20
 """Most bytes of a command: it may have many sequences with their outputs."""
 STOP_GRACE_S = 0.2
+MOST_THREADS = 4
+"""Threads that fill masks: to wake one takes as long as a sequence's masks do, so that more of them take longer."""
 
 
 async def run_grammar_worker(config: GrammarConfig, listener: Listener, metrics_port: int, metrics_host: str) -> int:
@@ -54,7 +56,8 @@ async def run_grammar_worker(config: GrammarConfig, listener: Listener, metrics_
         make_log_directory(config.access_log_dir)
         log = open_event_log(config.access_log_dir, StreamName.GRAMMAR, os.getpid())
         held.callback(log.close)
-        servicer = GrammarServicer(LLExecutor(config.mask_threads), registry, port, log)
+        num_threads = config.mask_threads or max(1, min(len(os.sched_getaffinity(0)) // 4, MOST_THREADS))
+        servicer = GrammarServicer(LLExecutor(num_threads), registry, port, log)
         held.callback(servicer.close)
         server = GrpcServer(listener, metrics=RpcMetrics(registry), max_receive_bytes=MAX_RECEIVE_BYTES)
         server.add_service("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, servicer)
