@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slipstream.benchmarks import constrained
 from slipstream.benchmarks.charts import PEER, peer_results, throughput
 from slipstream.benchmarks.door import OPENAI, OURS
 from slipstream.benchmarks.models import DRAFT_TITLES, EAGLE3, MODES, NONE, ONE, PLAIN, SHAPES, THREE
@@ -190,6 +191,21 @@ def _decode(shape: str) -> str:
     found = decode_medians(load("decode_h200"), shape)
     repeats = f"Repeats of each mode, in turns: {found[0]['repeats']}."
     return f"{repeats}\n\n{table_of('decode', found)}\n\n{table_of('decode ratios', found)}"
+
+
+def _constrained() -> str:
+    """Steps of requests with a JSON schema, beside steps without."""
+    measured = load("constrained_h200")
+    of_free = {(row["batch"], row["mode"]): f"{row['ratio']:.3f}" for row in constrained.ratios(measured)}
+    titles = {constrained.FREE: "none", constrained.ALL: "all", constrained.SOME: str(constrained.NUM_MIXED)}
+    rows = []
+    for (batch, mode), found in grouped(measured, "batch", "mode").items():
+        step_ms, ratio = _median(row["step_ms"] for row in found), of_free.get((batch, mode), "")
+        times = [f"{median_of(found, name):.3f}" if ratio else "" for name in ("mask_ms", "wait_ms")]
+        length = _median(row["mean_accept_length"] for row in found)
+        rows.append(" | ".join((str(batch), titles[mode], str(len(found)), step_ms, ratio, *times, length)))
+    header = "at once | with a schema | repeats | step, ms | / none | masks, ms | wait for them, ms | accept length"
+    return markdown_table(header, rows)
 
 
 def _experts() -> str:
@@ -380,6 +396,7 @@ TABLES: dict[str, Callable[..., str]] = {
             _overlap,
             _door,
             _decode,
+            _constrained,
             _experts,
             _fp8,
             _accept_length,

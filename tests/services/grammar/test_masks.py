@@ -49,3 +49,15 @@ def test_masks_do_not_depend_on_the_draft_tokens_of_earlier_steps() -> None:
             new = [*drafts[: draw.randrange(K)], int(draw.choice(found[found != EOS_ID]))][: draw.randrange(1, K)]
             taken = matcher.try_consume_tokens(new)
             tokens += new[:taken]
+
+
+def test_places_after_a_draft_token_that_may_not_stand_have_masks() -> None:
+    """Any: logits of which nothing is left would be a fault of the model's."""
+    masks = np.zeros((2, K + 1, bundled_tokenizer().vocab_size // 32), np.int32)
+    filler, matcher = MaskFiller(masks, LLExecutor(1)), new_matcher(bundled_tokenizer(), GRAMMARS["grammar: balanced"])
+    filler.clear(1)
+    (wrong,) = bundled_tokenizer().tokenize_str("x")
+    assert not filler.fill([(1, matcher, [wrong] * K)])
+    assert wrong not in allowed(masks[1, 0])
+    assert masks[1].any(axis=1).all()
+    assert not masks[0].any()
