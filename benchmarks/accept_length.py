@@ -7,9 +7,10 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from slipstream.benchmarks.models import EAGLE, EAGLE3, MTP, NGRAM, NGRAM_SUFFIX, NUM_DRAFT_TOKENS, STANDALONE
+from slipstream.benchmarks.models import DFLASH, EAGLE, EAGLE3, MTP, NGRAM, NGRAM_SUFFIX, NUM_DRAFT_TOKENS, STANDALONE
 from slipstream.benchmarks.runner import DevicePlan, Names, Row, Scenario, Table, benchmark, host, run
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.streams import accept_length, answers
@@ -41,13 +42,17 @@ DRAFTS = (
     (STANDALONE, NUM_DRAFT_TOKENS),
     (EAGLE3, NUM_DRAFT_TOKENS),
     (EAGLE3, 3),
+    (EAGLE3, 7),
     (EAGLE, NUM_DRAFT_TOKENS),
     (MTP, NUM_DRAFT_TOKENS),
     (MTP, 3),
+    (MTP, 7),
+    (DFLASH, NUM_DRAFT_TOKENS),
+    (DFLASH, 7),
     (NGRAM, NUM_DRAFT_TOKENS),
     (NGRAM_SUFFIX, NUM_DRAFT_TOKENS),
 )
-"""Algorithms, each with K. There are three modules for multi-token prediction."""
+"""Algorithms, each with K. There are three modules for multi-token prediction, and a block has seven draft tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +107,14 @@ async def _sample(client: AsyncClient, about: Row) -> Row:
         found += await answers(client, [Request(text, options) for text in texts], CONCURRENCY)
     seconds = time.monotonic() - begun
     outputs = [answer.token_ids for answer in found]
-    num_tokens = sum(map(len, outputs))
+    num_tokens, places = sum(map(len, outputs)), [answer.accepted_per_position for answer in found]
     return {
         "num_prompts": len(found),
         "num_verify_steps": sum(answer.num_verify_steps for answer in found),
         "total_draft_tokens": sum(answer.num_draft_tokens for answer in found),
         "total_accepted_tokens": sum(answer.num_accepted_tokens for answer in found),
         "mean_accept_length": accept_length(found),
+        "accepted_per_position": [sum(counts) for counts in zip_longest(*places, fillvalue=0)],
         "repeated_share": sum(len(output) * repeated_share(output) for output in outputs) / num_tokens,
         "tokens_per_second": num_tokens / seconds,  # of all requests, 8 at a time
     }

@@ -272,6 +272,20 @@ def _drafters() -> str:
     return markdown_table(header, rows)
 
 
+def _by_position() -> str:
+    """The share of steps in which a draft token is accepted, by its position."""
+    found = [row for row in load("accept_length_cpu") if row["workload"] == "held-out" and row["temperature"]]
+    groups = grouped([row for row in found if "accepted_per_position" in row], *DRAFT)
+    most, lines = max(count for _, count in groups), []
+    for (algorithm, num_draft_tokens), rows in groups.items():
+        steps = sum(row["num_verify_steps"] for row in rows)
+        counts = map(sum, zip(*(row["accepted_per_position"] for row in rows), strict=True))
+        shares = [f"{count / steps:.2f}" for count in counts]
+        cells = [DRAFT_TITLES[algorithm], str(num_draft_tokens), *shares, *[""] * (most - len(shares))]
+        lines.append(" | ".join(cells))
+    return markdown_table(" | ".join(["draft", "K", *map(str, range(1, most + 1))]), lines)
+
+
 def _drafter_steps() -> str:
     """Step times of the 8B shape by drafter."""
     groups = grouped([row for name in ("plain_h200", "decode_h200") for row in load(name)], "mode", "shape")
@@ -401,6 +415,7 @@ TABLES: dict[str, Callable[..., str]] = {
             _fp8,
             _accept_length,
             _drafters,
+            _by_position,
             _drafter_steps,
             _load,
             _outages,

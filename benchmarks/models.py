@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from slipstream.bundled import eagle3_dir, eagle_dir, mtp_dir, standalone_dir, target_dir
+from slipstream.bundled import dflash_dir, eagle3_dir, eagle_dir, mtp_dir, standalone_dir, target_dir
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +28,7 @@ STANDALONE_AUTO, EAGLE3_AUTO = "standalone_auto", "eagle3_auto"
 """Drafts that rest where plain decoding is faster."""
 NGRAM_SUFFIX = "ngram_suffix"
 """Prompt lookup that also searches recent outputs of other requests."""
-ALGORITHMS = (NONE, STANDALONE, EAGLE3, EAGLE, MTP, NGRAM)
+ALGORITHMS = (NONE, STANDALONE, EAGLE3, EAGLE, MTP, DFLASH, NGRAM)
 DRAFT_TITLES = {
     NONE: "none",
     STANDALONE: "standalone",
@@ -37,6 +37,7 @@ DRAFT_TITLES = {
     EAGLE3_AUTO: "EAGLE-3, auto",
     EAGLE: "EAGLE",
     MTP: "MTP modules",
+    DFLASH: "DFlash",
     NGRAM: "n-grams",
     NGRAM_SUFFIX: "n-grams, and outputs",
 }
@@ -62,6 +63,7 @@ _DRAFTS: Mapping[str, tuple[Path | None, Mapping[str, Any]]] = {
     EAGLE3: (eagle3_dir(), {}),
     EAGLE: (eagle_dir(), {}),
     MTP: (mtp_dir(), {}),
+    DFLASH: (dflash_dir(), {}),
     NGRAM: (None, _LOOKUP),
     NGRAM_SUFFIX: (None, {**_LOOKUP, "algorithm": NGRAM, "suffix_cache_tokens": 65_536}),
 }

@@ -206,6 +206,7 @@ class Answer:
     num_verify_steps: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    accepted_per_position: tuple[int, ...] = ()
 
 
 async def answers(client: AsyncClient, requests: Sequence[Request], at_once: int) -> list[Answer]:
@@ -219,7 +220,7 @@ async def answers(client: AsyncClient, requests: Sequence[Request], at_once: int
         tokens, usage = tuple(token for chunk in chunks for token in chunk.token_ids), chunks[-1].usage
         assert usage is not None, "the last message has it"
         counts = usage.num_verify_steps, usage.total_draft_tokens, usage.total_accepted_tokens
-        return Answer(tokens, str(chunks[-1].finish_reason), *counts)
+        return Answer(tokens, str(chunks[-1].finish_reason), *counts, tuple(usage.accepted_per_position))
 
     return await asyncio.gather(*map(answer, requests))
 

@@ -46,6 +46,11 @@ def mtp_dir() -> Path:
     return _HERE / "mtp"
 
 
+def dflash_dir() -> Path:
+    """Folder of the DFlash drafter; embedding, output and tokenizer are the target's."""
+    return _HERE / "dflash"
+
+
 def prompts() -> list[Prompt]:
     """The 64 held-out prompts, 48 to 96 tokens each."""
     lines = (_HERE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()

@@ -96,7 +96,7 @@ class ModelOptions(Settings, heading="Models"):
             if self.target is not None:
                 raise ConfigError("draft", None, f"a draft model for {target}; or give --algorithm ngram or none")
             drafts = {STANDALONE: bundled.standalone_dir, EAGLE3: bundled.eagle3_dir}
-            drafts |= {EAGLE: bundled.eagle_dir, MTP: bundled.mtp_dir}
+            drafts |= {EAGLE: bundled.eagle_dir, MTP: bundled.mtp_dir, DFLASH: bundled.dflash_dir}
             if algorithm not in drafts:
                 raise ConfigError("draft", None, f"a draft model: none of algorithm {algorithm} is bundled")
             draft = drafts[algorithm]()

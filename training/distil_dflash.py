@@ -89,7 +89,7 @@ def main(
     num_layers: Annotated[int, typer.Option(help="Layers of the drafter.")] = 4,
     block_size: Annotated[int, typer.Option(help="Tokens of a block, the first one included.")] = 8,
     overlap_weight: Annotated[float, typer.Option(help="Weight of 1 - overlap beside KL.")] = 1.0,
-    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
+    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     seed: Annotated[int, typer.Option(help="Of weights, order and places.")] = 0,
     device: Annotated[str, typer.Option(help="PyTorch device.")] = "cuda",
 ) -> None:

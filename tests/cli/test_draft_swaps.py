@@ -31,7 +31,7 @@ from slipstream.common.errors import (
 )
 from slipstream.common.wire.server import DraftFigures, DraftSwap, SwapOutcome, SwapTerms
 from slipstream.protos import scheduler_pb2_grpc
-from slipstream.services.models.head_config import EAGLE3
+from slipstream.services.models.head_config import DFLASH, EAGLE3
 from slipstream.services.worker.config import STANDALONE
 from tests.harness.grpc_server import running_server
 from tests.harness.waiting import until
@@ -279,7 +279,8 @@ def test_options_that_contradict_each_other_are_refused_by_name(field: str, give
 
 
 @pytest.mark.parametrize(
-    ("draft", "algorithm"), [(bundled.eagle3_dir(), EAGLE3), (bundled.standalone_dir(), STANDALONE)]
+    ("draft", "algorithm"),
+    [(bundled.eagle3_dir(), EAGLE3), (bundled.dflash_dir(), DFLASH), (bundled.standalone_dir(), STANDALONE)],
 )
 async def test_the_algorithm_is_that_of_the_draft(draft: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []

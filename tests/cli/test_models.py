@@ -16,7 +16,7 @@ from slipstream.cli import models as models_module
 from slipstream.cli.doctor import Verdict, check_models
 from slipstream.cli.models import ModelChoice, ModelOptions, check_device
 from slipstream.common.errors import CheckpointError, ConfigError
-from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP
+from slipstream.services.models.head_config import DFLASH, EAGLE, EAGLE3, MTP
 from slipstream.services.worker.config import STANDALONE
 from tests.harness.checkpoints import write_checkpoint, write_json, write_weights
 from tests.harness.eagle3_checkpoints import ALGORITHMS, BLOCKS, LAYOUTS, SPECULATORS, write_head
@@ -35,6 +35,7 @@ DRAFTS = {
     EAGLE3: bundled.eagle3_dir(),
     EAGLE: bundled.eagle_dir(),
     MTP: bundled.mtp_dir(),
+    DFLASH: bundled.dflash_dir(),
 }
 
 
@@ -153,7 +154,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def _bundled_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("target", "standalone", "eagle3", "eagle", "mtp"):
+    for name in ("target", "standalone", "eagle3", "eagle", "mtp", "dflash"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").touch()
         monkeypatch.setattr(bundled, f"{name}_dir", lambda name=name: tmp_path / name)
@@ -167,7 +168,7 @@ def test_without_options_the_bundled_pair() -> None:
         bundled.standalone_dir(),
         "standalone",
     )
-    for algorithm in ("eagle3", "eagle", "mtp"):
+    for algorithm in ("eagle3", "eagle", "mtp", "dflash"):
         head = choose(algorithm=algorithm)
         assert (head.draft, head.algorithm) == (bundled.target_dir().with_name(algorithm), algorithm)
     none = choose(algorithm="none")

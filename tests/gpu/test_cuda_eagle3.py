@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("algorithm", ["eagle3", "eagle", "mtp"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "eagle", "mtp", "dflash"])
 def test_tokens_are_those_of_plain_decoding(tmp_path_factory: pytest.TempPathFactory, algorithm: str) -> None:
     """Greedy and at T = 0.8, in float32. `tests/scheduler/test_eagle3_processes.py` is the same on a CPU."""
     folder: Path = tmp_path_factory.mktemp(algorithm)  # a short name: the path of a socket has 107 bytes at most

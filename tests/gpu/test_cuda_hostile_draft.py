@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 from transformers import AutoTokenizer
 
-from slipstream.bundled import eagle3_dir, mtp_dir, prompts, standalone_dir, target_dir
+from slipstream.bundled import dflash_dir, eagle3_dir, mtp_dir, prompts, standalone_dir, target_dir
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.wire.step import Role
-from slipstream.services.models.head_config import EAGLE3, MTP
+from slipstream.services.models.head_config import DFLASH, EAGLE3, MTP
 from slipstream.services.worker.config import STANDALONE
 from tests.harness.counted_jobs import Job
 from tests.harness.hostile_draft import hostile_program
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.cuda.device import CudaDevice
 
-DRAFTS = {STANDALONE: standalone_dir(), EAGLE3: eagle3_dir(), MTP: mtp_dir()}
+DRAFTS = {STANDALONE: standalone_dir(), EAGLE3: eagle3_dir(), MTP: mtp_dir(), DFLASH: dflash_dir()}
 NUM_JOBS = 8
 MAX_NEW_TOKENS = 200
 NUM_WRITES = 2000

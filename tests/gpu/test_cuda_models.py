@@ -9,13 +9,13 @@ import torch
 from transformers import AutoTokenizer
 
 from slipstream.benchmarks.near_ties import Scores
-from slipstream.bundled import eagle3_dir, mtp_dir, prompts, standalone_dir, target_dir
+from slipstream.bundled import dflash_dir, eagle3_dir, mtp_dir, prompts, standalone_dir, target_dir
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.wire.step import EVEN_DRAFT_TOKENS
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.factory import make_draft, make_verify
-from slipstream.services.models.head_config import EAGLE3, MTP
+from slipstream.services.models.head_config import DFLASH, EAGLE3, MTP
 from slipstream.services.worker.config import NGRAM, STANDALONE, WorkerConfig
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
     from slipstream.common.wire.step import StepCommand
 
-MODELS = {STANDALONE: standalone_dir(), EAGLE3: eagle3_dir(), MTP: mtp_dir()}
-DRAFTS = ("none", STANDALONE, EAGLE3, MTP, NGRAM)
+MODELS = {STANDALONE: standalone_dir(), EAGLE3: eagle3_dir(), MTP: mtp_dir(), DFLASH: dflash_dir()}
+DRAFTS = ("none", STANDALONE, EAGLE3, MTP, DFLASH, NGRAM)
 SAMPLINGS = (
     SamplingParams(),
     SamplingParams(temperature=0.8, seed=1),

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
+from slipstream.bundled import dflash_dir, eagle3_dir, standalone_dir, target_dir
 from slipstream.common.wire.step import Role
 from tests.harness.waiting import is_listening, until
 from tests.harness.worker_processes import WorkerProcesses
@@ -25,6 +25,7 @@ _DRAFT = ("-m", "slipstream.services.draft_main")
 OWN_DRAFTERS = {
     "standalone": (*_DRAFT, "--model", str(standalone_dir())),
     "eagle3": (*_DRAFT, "--algorithm", "eagle3", "--model", str(eagle3_dir()), "--target", str(target_dir())),
+    "dflash": (*_DRAFT, "--algorithm", "dflash", "--model", str(dflash_dir()), "--target", str(target_dir())),
     "ngram": (*_DRAFT, "--algorithm", "ngram", "--target", str(target_dir())),
 }
 """Python's arguments for the draft service, by algorithm."""

@@ -13,7 +13,7 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.grammars import new_matcher
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.services.factory import make_draft, make_verify
-from slipstream.services.worker.config import EAGLE3, MTP, NGRAM, WorkerConfig
+from slipstream.services.worker.config import DFLASH, EAGLE3, MTP, NGRAM, WorkerConfig
 from tests.harness.constraint_corpus import EOS_ID, Case, bundled_tokenizer, cases
 from tests.harness.local_grammar import LocalGrammar
 from tests.harness.scheduler_server import Gateway, served_scheduler
@@ -34,6 +34,7 @@ DRAFTS = {
     "standalone": WorkerConfig(model=bundled.standalone_dir()),
     "eagle3": WorkerConfig(model=bundled.eagle3_dir(), algorithm=EAGLE3, **TARGET),
     "mtp": WorkerConfig(model=bundled.mtp_dir(), algorithm=MTP, **TARGET),
+    "dflash": WorkerConfig(model=bundled.dflash_dir(), algorithm=DFLASH, **TARGET),
     "ngram": WorkerConfig(algorithm=NGRAM, **TARGET),
 }
 SIZES: dict[str, Any] = {"context_tokens": 96, "slots": 16, "page_tokens": 16, "grammar": "unix:/none"}

@@ -27,7 +27,7 @@ from slipstream.common.wire.sequence import MAX_GRAMMAR_CHARACTERS, SamplingPara
 from slipstream.common.wire.step import FenceName, StepCommand
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker import epoch as worker_epoch
-from slipstream.services.worker.config import EAGLE3, MTP, NGRAM, WorkerConfig
+from slipstream.services.worker.config import DFLASH, EAGLE3, MTP, NGRAM, WorkerConfig
 from slipstream.services.worker.fused_masks import FusedMasks
 from slipstream.services.worker.future_map import FutureMap, Region
 from slipstream.services.worker.masks import GrammarMasks
@@ -112,6 +112,7 @@ DRAFTS = {
     "standalone": WorkerConfig(model=bundled.standalone_dir()),
     "eagle3": WorkerConfig(model=bundled.eagle3_dir(), target=bundled.target_dir(), algorithm=EAGLE3),
     "mtp": WorkerConfig(model=bundled.mtp_dir(), target=bundled.target_dir(), algorithm=MTP),
+    "dflash": WorkerConfig(model=bundled.dflash_dir(), target=bundled.target_dir(), algorithm=DFLASH),
     "ngram": WorkerConfig(target=bundled.target_dir(), algorithm=NGRAM),
 }
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["eagle3", "eagle", "mtp"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "eagle", "mtp", "dflash"])
 def test_tokens_are_those_of_plain_decoding(tmp_path_factory: pytest.TempPathFactory, algorithm: str) -> None:
     """Greedy and at T = 0.8, in float32."""
     folder: Path = tmp_path_factory.mktemp(algorithm)
