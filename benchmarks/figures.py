@@ -220,6 +220,15 @@ def _experts() -> str:
     return table_of("experts", rows)
 
 
+def _chosen() -> str:
+    """Medians of steps whose draft tokens are chosen, and of those with a fixed number."""
+    names, rows = ("tokens_per_second", "mean_accept_length", "step_ms"), []
+    for (batch, fixed), found in grouped(load("draft_choice_h200"), "batch", "fixed_draft_tokens").items():
+        row = {name: median_of(found, name) for name in names}
+        rows.append({"batch": batch, "draft_tokens": fixed or "auto", **row})
+    return table_of("chosen", sorted(rows, key=lambda row: row["batch"]))
+
+
 def _door() -> str:
     """Medians of OpenAI's interface and of our own, measured in turns."""
     groups = grouped(load("door_cpu"), "batch", "interface")
@@ -412,6 +421,7 @@ TABLES: dict[str, Callable[..., str]] = {
             _decode,
             _constrained,
             _experts,
+            _chosen,
             _fp8,
             _accept_length,
             _drafters,
