@@ -342,6 +342,7 @@ SOURCES = {
     "probes": ("probes_cpu", "probes"),
     "kv_numbers": ("kv_numbers_cpu", None),
     "forced_spans": ("forced_spans_cpu", None),
+    "blocks": ("decode_dflash_h200", None),
 }
 """Tables whose rows are those of a result: its file, unless the page names it, and the part that has the rows."""
 LOADS = {name_of(probe): (probe.__doc__ or "").rstrip(".") for probe in PROBES}
