@@ -35,6 +35,8 @@ ENVIRONMENT = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     # Rank 0 captures a graph before the others do: no rank may wait for another one while it captures.
     "NCCL_GRAPH_REGISTER": "0",
+    # Else it listens at an address that other hosts reach.
+    "NCCL_SOCKET_IFNAME": "lo",
 }
 SHARED_BYTES = 2**25
 """The largest part that is added up through symmetric memory."""
