@@ -83,8 +83,9 @@ async def test_tokens_do_not_depend_on_the_draft(
         processes.send_signal(DRAFT, signal.SIGTERM)
         processes.wait(DRAFT)
         processes.models.pop(DRAFT, None)
-    greedy = make_jobs(1)[0].spec
-    assert greedy_tokens(target, [greedy.prompt], len(expected[0])) == [expected[0]]
+    if algorithm == EAGLE3:
+        greedy = make_jobs(1)[0].spec
+        assert greedy_tokens(target, [greedy.prompt], len(expected[0])) == [expected[0]]
 
 
 @pytest.mark.slow
