@@ -485,6 +485,9 @@ def hostile_constraints() -> dict[str, dict[str, Any]]:
         },
         "deep nesting": {"json_schema": '{"items": ' * 9000 + "true" + "}" * 9000},
         "nested groups": {"regex": "(" * 50_000 + "a" + ")" * 50_000},
+        "rules in a ring": {
+            "grammar": "start: r0\n" + "\n".join(f'r{n}: "a" (r{(n + 1) % 6000} | "b")' for n in range(6000))
+        },
         "numbers that never match": {"json_schema": json.dumps({"type": "integer", "multipleOf": 9_999_991})},
     }
 
