@@ -15,12 +15,12 @@ from slipstream.common.errors import OutOfMemoryError
 from slipstream.common.host import host_bytes
 from slipstream.services import factory
 from slipstream.services.models.config import ModelConfig
-from slipstream.services.models.head_config import Eagle3Config
+from slipstream.services.models.head_config import HEADS
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.graphs import forward_size
 from slipstream.services.worker.memory import WORK_BYTES, is_out_of_memory, needed_for_work
 from tests.harness.checkpoints import write_checkpoint
-from tests.harness.eagle3_checkpoints import write_head
+from tests.harness.eagle3_checkpoints import ALGORITHMS, AUTHORS, BLOCKS, write_head
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,13 +79,14 @@ def test_shared_weights_without_room_name_their_option(tmp_path: Path, monkeypat
         factory.make_verify(config, HostDevice(), 0)
 
 
-def test_a_head_counts_the_states_that_it_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "num_forwards"), [(AUTHORS, 1), (BLOCKS, 2)])
+def test_a_head_counts_the_states_that_it_reads(tmp_path: Path, layout: str, num_forwards: int) -> None:
+    """And a block drafter its blocks, which come beside the step's tokens."""
     target = write_checkpoint(tmp_path / "target")
-    head = write_head(tmp_path / "head")
-    device = HostDevice()
-    found = factory.describe_draft(WorkerConfig(model=head, algorithm="eagle3", target=target), device, 0)
-    without = needed_for_work(Eagle3Config.from_directory(head).layer, torch.float32)
-    assert found.memory.work_per_token - without.work_per_token == 2 * 4 * found.hidden_width > 0
+    head, algorithm = write_head(tmp_path / "head", layout=layout), ALGORITHMS[layout]
+    found = factory.describe_draft(WorkerConfig(model=head, algorithm=algorithm, target=target), HostDevice(), 0)
+    without = needed_for_work(HEADS[algorithm].config(head).layer, torch.float32)
+    assert found.memory.work_per_token - num_forwards * without.work_per_token == 2 * 4 * found.hidden_width > 0
     assert found.memory.work_per_choice - without.work_per_choice == 2 * 4 * found.hidden_width
 
 
