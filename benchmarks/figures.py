@@ -244,12 +244,23 @@ def _door() -> str:
 
 
 def _fp8() -> str:
-    steps = {key: median_of(rows, "step_ms") for key, rows in grouped(load("plain_h200"), "batch", "shape").items()}
+    return table_of("fp8", _beside_bfloat16("plain_h200", ("fp8",)))
+
+
+def _packed() -> str:
+    return table_of("packed", _beside_bfloat16("packed_h200", ("fp8", "w4")))
+
+
+def _beside_bfloat16(name: str, kinds: tuple[str, ...]) -> list[dict[str, float]]:
+    """Steps of each batch with weights in bfloat16, and of some kinds: `KIND_ms`, and `KIND_speedup`."""
+    steps = {key: median_of(rows, "step_ms") for key, rows in grouped(load(name), "batch", "shape").items()}
     rows = []
     for (batch, shape), ms in steps.items():
-        if fp8_ms := steps.get((batch, f"{shape}-fp8")):
-            rows.append({"batch": batch, "ms": ms, "fp8_ms": fp8_ms, "speedup": ms / fp8_ms})
-    return table_of("fp8", rows)
+        others = {kind: steps.get((batch, f"{shape}-{kind}"), 0.0) for kind in kinds}
+        if all(others.values()):
+            row = {"batch": batch, "ms": ms} | {f"{kind}_ms": other for kind, other in others.items()}
+            rows.append(row | {f"{kind}_speedup": ms / other for kind, other in others.items()})
+    return rows
 
 
 WORKLOAD = ("workload", "temperature", "max_new_tokens")
@@ -424,6 +435,7 @@ TABLES: dict[str, Callable[..., str]] = {
             _experts,
             _chosen,
             _fp8,
+            _packed,
             _accept_length,
             _drafters,
             _by_position,

@@ -353,9 +353,10 @@ def _fp8_tile(num_rows: int, columns: int, size: int, *, is_gated: bool) -> _Til
 
 
 def _int_tile(num_rows: int, columns: int, size: int, *, is_gated: bool) -> _Tile:
-    """The same for `PackedInts`, measured product by product: more slices, and their numbers are powers of two."""
-    tile = replace(_fp8_tile(num_rows, columns, size, is_gated=is_gated), stages=3)
-    if not is_gated:
+    """The same for `PackedInts`, measured product by product: few stages, and numbers of slices are powers of two."""
+    tile = _fp8_tile(num_rows, columns, size, is_gated=is_gated)
+    tile = replace(tile, stages=tile.stages + 1 if tile.block_m > MOST_ROWS else 3)
+    if not is_gated and tile.block_m <= MOST_ROWS:
         per_multiprocessor = 6 if tile.block_m == 16 else 3
         slices = power_of_two(per_multiprocessor * _MULTIPROCESSORS * CHUNK.value // columns + 1) // 2
         tile = replace(tile, slices=2 * slices if size >= _LONG_ROW else slices)
