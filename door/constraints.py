@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.door.errors import refused
 from slipstream.door.parsers import thinks
+from slipstream.door.tools import resolved, types_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -206,8 +207,9 @@ def _parameters(schema: Any) -> Format:
     for name, given in _object(properties, "parameters.properties").items():
         path = f"parameters.properties.{name}"
         value = _by_schema({**_object(given, path), **shared})
-        if given.get("type", "string") == "string":
-            texts = _checked(given, _OF_TEXT, path).get("enum", [given["const"]] if "const" in given else None)
+        if types_of(given, schema) <= {"string"}:
+            text = _checked(resolved(given, schema), _OF_TEXT, path)
+            texts = text.get("enum", [text["const"]] if "const" in text else None)
             value = _ANY_TEXT if texts is None else _one_of(texts, path)
         one = _sequence({"type": "const_string", "value": f"<parameter={name}"}, _value(value))
         found.append(one if name in schema.get("required", ()) else _or(_NOTHING, one))

@@ -263,22 +263,56 @@ def _qwen3_coder(text: str, functions: Functions) -> list[tuple[str, str]]:
         properties = parameters.get("properties") if isinstance(parameters, dict) else None
         schemas = properties if isinstance(properties, dict) else {}
         given = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
-        arguments = {key: _typed(value, schemas.get(key)) for key, value in given}
+        arguments = {key: _typed(value, types_of(schemas.get(key), parameters)) for key, value in given}
         calls.append((name, _in_json(arguments)))
     if not calls:
         raise ValueError("no call")
     return calls
 
 
-def _typed(value: str, schema: Any) -> Any:
-    """A value in the type of its schema; the text itself where it has none, or is none of that type."""
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind in (None, "string"):
+_TYPES: dict[str, Any] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "object": dict,
+    "array": list,
+}
+
+
+def resolved(schema: Any, whole: Any) -> Any:
+    """A schema, or the part of the whole one that it refers to."""
+    reference = schema.get("$ref") if isinstance(schema, dict) else None
+    if not isinstance(reference, str):
+        return schema
+    for name in reference.removeprefix("#/").split("/"):
+        whole = whole.get(name) if isinstance(whole, dict) else None
+    return whole
+
+
+def types_of(schema: Any, whole: Any, depth: int = 4) -> set[str]:
+    """The types that a schema names, in its alternatives and in what it refers to; none if any value may stand."""
+    schema = resolved(schema, whole)
+    if not isinstance(schema, dict) or not depth:
+        return set()
+    named = schema.get("type", [])
+    found = {named} if isinstance(named, str) else {name for name in named if isinstance(name, str)}
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        for one in schema[keyword] if isinstance(schema.get(keyword), list) else ():
+            found |= types_of(one, whole, depth - 1)
+    return found
+
+
+def _typed(value: str, types: set[str]) -> Any:
+    """A value in one of its types; the text itself where it has none, or is of no such type."""
+    if types <= {"string"}:
         return value
     try:
-        return json.loads(value)
+        found = json.loads(value)
     except ValueError:
         return {"true": True, "false": False, "none": None}.get(value.strip().lower(), value)
+    is_text = "string" in types and not isinstance(found, tuple(_TYPES[name] for name in types if name in _TYPES))
+    return value if is_text and found is not None else found
 
 
 _HEAD = r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'

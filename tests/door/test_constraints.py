@@ -282,13 +282,19 @@ TYPED: dict[str, Any] = {
     "unit": {"type": "string", "enum": ["C", "F"]},
     "count": {"type": "integer", "$ref": "#/$defs/count"},
     "place": {"type": ["object", "null"], "properties": {"x": {"type": "number"}}, "required": ["x"]},
+    "kind": {"$ref": "#/$defs/kind"},
+    "name": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+    "more": {"anyOf": [{"$ref": "#/$defs/count"}, {"type": "boolean"}]},
 }
 
 
 def typed_tool(properties: Any = TYPED, **more: Any) -> dict[str, Any]:
     """A strict function `f`."""
     schema = {"type": "object", "properties": properties, "required": ["text", "count"], **more}
-    schema["$defs"] = {"count": {"type": "integer", "minimum": 3}}
+    schema["$defs"] = {
+        "count": {"type": "integer", "minimum": 3},
+        "kind": {"type": "string", "title": "Kind", "enum": ["a", "b"]},
+    }
     return {"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}
 
 
@@ -299,16 +305,33 @@ def typed_call(**values: str) -> str:
 
 
 async def test_arguments_that_are_no_json_keep_to_their_schema(tmp_path: Path) -> None:
-    values = {"text": "if a < b:\n\tc</parameter", "unit": "F", "count": "12", "place": '{"x": 1.5}'}
+    values = {
+        "text": "if a < b:\n\tc</parameter",
+        "unit": "F",
+        "count": "12",
+        "place": '{"x": 1.5}',
+        "kind": "b",
+        "name": '"12"',
+        "more": "true",
+    }
     async with serving(tmp_path, "qwen3_coder") as served:
         accepts = await served.chat(tools=[typed_tool()], tool_choice="required")
-        for left_out in ([], ["unit"], ["unit", "place"]):
+        for left_out in ([], ["unit"], ["unit", "place", "name"]):
             call = typed_call(**{name: value for name, value in values.items() if name not in left_out})
             assert accepts(call), left_out
             validate(json.loads(arguments_of(call)), typed_tool()["function"]["parameters"])
         for name in ("text", "count"):
             assert not accepts(typed_call(**{other: value for other, value in values.items() if other != name}))
-        for name, value in {"text": "a</parameter>b", "unit": "K", "count": "2", "place": "{}"}.items():
+        wrong = {
+            "text": "a</parameter>b",
+            "unit": "K",
+            "count": "2",
+            "place": "{}",
+            "kind": "c",
+            "name": "12",
+            "more": "2",
+        }
+        for name, value in wrong.items():
             assert not accepts(typed_call(**{**values, name: value})), name
 
 
@@ -324,7 +347,7 @@ async def test_parameters_that_are_no_json_and_cannot_be_constrained_are_named(t
         for tool, param in (
             (typed_tool({"a": {"type": "string", "pattern": "b"}}), "tools.parameters.properties.a.pattern"),
             (typed_tool({"a": {"enum": [1, "b"]}}), "tools.parameters.properties.a"),
-            (typed_tool({"a": {"anyOf": [{"type": "integer"}]}}), "tools.parameters.properties.a.anyOf"),
+            (typed_tool({"a": {"anyOf": [{"type": "string"}]}}), "tools.parameters.properties.a.anyOf"),
             (typed_tool({"a": 1}), "tools.parameters.properties.a"),
             (typed_tool([]), "tools.parameters.properties"),
             (typed_tool(minProperties=1), "tools.parameters.minProperties"),

@@ -113,6 +113,31 @@ def test_a_call_of_a_function_without_schemas_is_read(parameters: Any) -> None:
     assert json.loads(arguments.text)["city"] == CODER_ARGUMENTS["city"]
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12", "12"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, '"12"', "12"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "12", 12),
+        ({"type": ["boolean", "string"]}, "True", True),
+        ({"$ref": "#/$defs/place"}, '{"x": 1}', {"x": 1}),
+        ({"$ref": "#/$defs/nothing"}, "1", "1"),
+        ({"allOf": [{"$ref": "#/$defs/loop"}]}, "1", "1"),
+        ({"type": {}, "anyOf": 3}, "1", "1"),
+    ],
+)
+def test_a_parameter_has_a_type_of_its_schema(schema: Any, text: str, value: Any) -> None:
+    definitions = {"place": {"type": "object"}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}]}}
+    parameters = {"properties": {"a": schema}, "$defs": definitions}
+    parser = make_parser(Forms("qwen3_coder", ""), [{"function": {"name": "f", "parameters": parameters}}], {})
+    assert parser is not None
+    call = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    found = [part.text for part in [*parser.push(call), *parser.finish()] if isinstance(part, Arguments)]
+    assert json.loads("".join(found)) == {"a": value}
+
+
 def read(forms: Forms, parts: list[str]) -> tuple[str, str, list[tuple[str, Any]]]:
     """What is said, thought and called in a text that comes in parts."""
     parser = make_parser(forms, TOOLS if forms.tools else [], {})
