@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -40,6 +40,8 @@ from slipstream.services.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
+
+T = TypeVar("T")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -269,7 +271,7 @@ def health(
 
     parsed = str(parse_address(address, field="ADDRESS"))
     access = shared(ConnectionOptions, values).access
-    found = asyncio.run(check_or_kill(parsed) if kill_hung else check(parsed, **access))
+    found = _run(check_or_kill(parsed) if kill_hung else check(parsed, **access))
     if found != "SERVING":
         raise FailedPreconditionError(f"{address} says {found}")
     print(found)
@@ -335,7 +337,19 @@ def _is_utf8(text: str) -> bool:
 
 
 def _exit_with(work: Coroutine[object, object, int]) -> None:
-    raise typer.Exit(asyncio.run(work))
+    raise typer.Exit(_run(work))
+
+
+def _run(work: Coroutine[object, object, T]) -> T:
+    with asyncio.Runner() as runner:
+        runner.get_loop().set_exception_handler(_log_failure)
+        return runner.run(work)
+
+
+def _log_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # gRPC's poller reads a byte that is gone: it fails, and nothing is lost (grpc/grpc#25364).
+    if not isinstance(context.get("exception"), BlockingIOError):
+        loop.default_exception_handler(context)
 
 
 def _fail(error: Exception, status: int) -> None:

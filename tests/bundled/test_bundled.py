@@ -17,7 +17,7 @@ from slipstream.training.bits_per_byte import measure
 from tests.harness.paged_model import PAGE_SIZE, PagedModel
 
 FOLDER = target_dir().parent
-MAX_BYTES = 32_000_000
+MAX_BYTES = 42_000_000
 SHORT_CONTEXT_BITS = 0.4
 """Prompts have 48 to 96 tokens and so little context; over whole files it is 1024."""
 MODELS = {"target": target_dir(), "standalone": standalone_dir()}

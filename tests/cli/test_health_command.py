@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from typer.testing import CliRunner
 
 from slipstream.cli import health as health_module
 from slipstream.cli.health import check_or_kill
+from slipstream.cli.main import app
 from slipstream.common.errors import UnavailableError
 from tests.harness.grpc_server import unserved_address
 from tests.harness.running import slipstream
@@ -104,6 +106,23 @@ async def test_a_door_whose_gateway_hangs_does_not_hang(tmp_path: Path, monkeypa
         finally:
             door.kill()
             await door.wait()
+
+
+@pytest.mark.parametrize(("error", "is_told"), [(BlockingIOError(), False), (ValueError(), True)])
+def test_what_grpcs_poller_fails_to_read_is_not_told(
+    error: Exception, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise error
+
+    async def serving(*_: object, **__: object) -> str:
+        asyncio.get_running_loop().call_soon(fail)
+        await asyncio.sleep(0)
+        return "SERVING"
+
+    monkeypatch.setattr(health_module, "check", serving)
+    assert CliRunner().invoke(app, ["health", "unix:/none"]).exit_code == 0
+    assert bool(caplog.records) == is_told
 
 
 def test_imports_nothing_heavy() -> None:

@@ -43,7 +43,7 @@ class ExampleDrafted(WorkerProcesses):
         """See `WorkerProcesses.start`."""
         super().start(*(role for role in roles if role is Role.VERIFY))
         if Role.DRAFT in roles:
-            tokenizer, address = str(self._models[Role.DRAFT]), self.address(Role.DRAFT)
+            tokenizer, address = str(self.models[Role.DRAFT]), self.address(Role.DRAFT)
             command = [sys.executable, *self._program, "--tokenizer", tokenizer, "--listen", address]
             self._running[Role.DRAFT] = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
