@@ -180,8 +180,10 @@ def _tags(tools: Sequence[Mapping[str, Any]], forms: Forms, *, is_strict: bool) 
     """A tag for each function; its schema counts if it is strict, or all are by `is_strict`."""
     begin, end, _ = _CALLS[forms.tools]
     found = []
-    for tool in tools:
-        name, schema = tool["name"], ((is_strict or tool.get("strict")) and tool.get("parameters")) or _ANY_OBJECT
+    schemas = [((is_strict or tool.get("strict")) and tool.get("parameters")) or _ANY_OBJECT for tool in tools]
+    if forms.tools == "qwen3_coder":
+        _check_copies(schemas)
+    for name, schema in zip((tool["name"] for tool in tools), schemas, strict=True):
         if forms.tools == "qwen3_coder":
             found.append(_tag(begin.format(name), _parameters(schema), end))
         else:
@@ -190,6 +192,8 @@ def _tags(tools: Sequence[Mapping[str, Any]], forms: Forms, *, is_strict: bool) 
     return found
 
 
+MAX_COPIED_CHARACTERS = 2**20
+"""Characters of the definitions of all tools, with a copy for each parameter."""
 _OF_OBJECT = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 _OF_TEXT = {"type", "enum", "const"}
 _ANNOTATIONS = {"$schema", "$id", "title", "description", "default", "examples"}
@@ -202,18 +206,36 @@ def _parameters(schema: Any) -> Format:
         any_name = {"type": "regex", "pattern": r"[^>\s]+"}
         one = _tag("<parameter=", _sequence(any_name, _value(_ANY_TEXT)), "")
         return {"type": "tags_with_separator", "tags": [one], "separator": ""}
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    found = [_NOTHING]
+    shared, required = _shared(schema), schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise refused("tools.parameters.required", required, "a list of names")
+    found, needed = [_NOTHING], frozenset(required)
     for name, given in _object(properties, "parameters.properties").items():
         path = f"parameters.properties.{name}"
         value = _by_schema({**_object(given, path), **shared})
         if types_of(given, schema) <= {"string"}:
             text = _checked(resolved(given, schema), _OF_TEXT, path)
+            if text.get("type", "string") not in ("string", ["string"]):
+                raise refused(f"tools.{path}.type", text["type"], "the name of a type, or a list of names")
             texts = text.get("enum", [text["const"]] if "const" in text else None)
             value = _ANY_TEXT if texts is None else _one_of(texts, path)
         one = _sequence({"type": "const_string", "value": f"<parameter={name}"}, _value(value))
-        found.append(one if name in schema.get("required", ()) else _or(_NOTHING, one))
+        found.append(one if name in needed else _or(_NOTHING, one))
     return _sequence(*found)
+
+
+def _shared(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The definitions that the schemas of parameters refer to."""
+    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+
+
+def _check_copies(schemas: Sequence[Any]) -> None:
+    """Raises ApiError where the definitions, of which each parameter's schema gets a copy, take too much memory."""
+    pairs = [(one, one.get("properties")) for one in schemas if isinstance(one, dict)]
+    size = sum(len(json.dumps(_shared(one))) * len(names) for one, names in pairs if isinstance(names, dict))
+    if size > MAX_COPIED_CHARACTERS:
+        accepted = f"at most {MAX_COPIED_CHARACTERS} in all"
+        raise refused("tools", f"{size} characters of definitions, a copy for each parameter", accepted)
 
 
 def _value(content: Format) -> Format:

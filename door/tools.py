@@ -270,6 +270,8 @@ def _qwen3_coder(text: str, functions: Functions) -> list[tuple[str, str]]:
     return calls
 
 
+MOST_ALTERNATIVES = 256
+"""Schemas that are looked at for the types of a parameter."""
 _TYPES: dict[str, Any] = {
     "string": str,
     "integer": int,
@@ -290,16 +292,22 @@ def resolved(schema: Any, whole: Any) -> Any:
     return whole
 
 
-def types_of(schema: Any, whole: Any, depth: int = 4) -> set[str]:
-    """The types that a schema names, in its alternatives and in what it refers to; none if any value may stand."""
-    schema = resolved(schema, whole)
-    if not isinstance(schema, dict) or not depth:
-        return set()
-    named = schema.get("type", [])
-    found = {named} if isinstance(named, str) else {name for name in named if isinstance(name, str)}
-    for keyword in ("anyOf", "oneOf", "allOf"):
-        for one in schema[keyword] if isinstance(schema.get(keyword), list) else ():
-            found |= types_of(one, whole, depth - 1)
+def types_of(schema: Any, whole: Any) -> set[str]:
+    """The types that a schema names, in its alternatives and in what it refers to; none if any value may stand.
+
+    Of more than MOST_ALTERNATIVES the first count.
+    """
+    found, seen, ahead = set[str](), set[int](), [schema]
+    while ahead and len(seen) < MOST_ALTERNATIVES:
+        one = resolved(ahead.pop(), whole)
+        if not isinstance(one, dict) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        named = one.get("type")
+        found |= {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            if isinstance(alternatives := one.get(keyword), list):
+                ahead += alternatives[MOST_ALTERNATIVES - 1 :: -1]
     return found
 
 

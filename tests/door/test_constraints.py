@@ -351,11 +351,20 @@ async def test_parameters_that_are_no_json_and_cannot_be_constrained_are_named(t
             (typed_tool({"a": 1}), "tools.parameters.properties.a"),
             (typed_tool([]), "tools.parameters.properties"),
             (typed_tool(minProperties=1), "tools.parameters.minProperties"),
+            (typed_tool({"a": {"type": 5}}), "tools.parameters.properties.a.type"),
+            (typed_tool({"a": {"type": None}}), "tools.parameters.properties.a.type"),
+            (typed_tool(required=None), "tools.parameters.required"),
+            (typed_tool(required=[{}]), "tools.parameters.required"),
         ):
             answer = await served.door.post(
                 "/v1/chat/completions", messages=[{"role": "user", "content": "a"}], tools=[tool]
             )
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.json()
+        many = typed_tool({f"a{number}": {"type": "integer"} for number in range(10**5)})
+        answer = await served.door.post(
+            "/v1/chat/completions", messages=[{"role": "user", "content": "a"}], tools=[many]
+        )
+        assert "a copy for each parameter" in answer.json()["error"]["message"], answer.json()
 
 
 async def test_a_schema_is_refused_where_it_cannot_be_told_from_a_call(tmp_path: Path) -> None:

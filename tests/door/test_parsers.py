@@ -126,10 +126,15 @@ def test_a_call_of_a_function_without_schemas_is_read(parameters: Any) -> None:
         ({"$ref": "#/$defs/nothing"}, "1", "1"),
         ({"allOf": [{"$ref": "#/$defs/loop"}]}, "1", "1"),
         ({"type": {}, "anyOf": 3}, "1", "1"),
+        ({"type": 5}, "1", "1"),
+        ({"type": None}, "1", "1"),
+        ({"$ref": "#/$defs/wide"}, "1", 1),
     ],
 )
 def test_a_parameter_has_a_type_of_its_schema(schema: Any, text: str, value: Any) -> None:
-    definitions = {"place": {"type": "object"}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}]}}
+    definitions: dict[str, Any] = {"place": {"type": "object"}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}]}}
+    # Each of which is the whole again: the time is bounded all the same.
+    definitions["wide"] = {"anyOf": [{"type": "integer"}, *1000 * [{"$ref": "#/$defs/wide"}]]}
     parameters = {"properties": {"a": schema}, "$defs": definitions}
     parser = make_parser(Forms("qwen3_coder", ""), [{"function": {"name": "f", "parameters": parameters}}], {})
     assert parser is not None
