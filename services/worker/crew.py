@@ -42,6 +42,7 @@ HANG_TIMEOUT_S = 10.0
 """Longest time between two signs of life of a rank."""
 END_TIMEOUT_S = 5.0
 """For a rank to end by itself when rank 0 hangs up."""
+_RECEIVED_BYTES = 2**16
 _LOADING_ERRORS: Mapping[str, type[SlipstreamError]] = MappingProxyType(
     {kind.__name__: kind for kind in (CheckpointError, OutOfMemoryError)}
 )
@@ -99,22 +100,27 @@ class Crew:
                 connection.shutdown(socket.SHUT_WR)
 
     def _watch(self, rank: int) -> None:
-        connection, answers = self._connections[rank - 1], self._answers[rank - 1]
+        connection, answers, rest = self._connections[rank - 1], self._answers[rank - 1], b""
         ready = select.poll()
         ready.register(connection, select.POLLIN)
         patience_ms: float | None = None  # until it has loaded what shows signs of life
-        with connection.makefile("rb") as lines:
+        with connection.makefile("rb", buffering=0) as received:
             while True:
                 if not ready.poll(patience_ms):
                     return self._lose(rank, f"has shown no sign of life for {HANG_TIMEOUT_S:g} s")
-                line = lines.readline()
-                if not line:
+                try:
+                    some = received.read(_RECEIVED_BYTES)
+                except ConnectionResetError:  # it has not read all that it was told
+                    some = b""
+                if not some:
                     return None if self._is_closing else self._lose(rank, "has ended")
                 patience_ms = 1e3 * HANG_TIMEOUT_S
-                message = json.loads(line)
-                self._free[rank] = message["free"]
-                if "error" in message:
-                    answers.put(message)
+                # All lines that are there: `poll` does not return for what was received.
+                *lines, rest = (rest + some).split(b"\n")
+                for message in map(json.loads, lines):
+                    self._free[rank] = message["free"]
+                    if "error" in message:
+                        answers.put(message)
 
 
 def end_with_it(rank: int, reason: str) -> NoReturn:

@@ -48,6 +48,15 @@ def test_a_rank_that_ends_is_lost(ends: tuple[Crew, list[socket.socket]], lost: 
     assert others[0].recv(100) == b'{"do": "close"}\n', "a rank that is gone is nothing to the others"
 
 
+def test_a_rank_that_ends_before_it_has_read_what_it_was_told_is_lost(
+    ends: tuple[Crew, list[socket.socket]], lost: Lost
+) -> None:
+    crew, others = ends
+    crew.tell({"do": "close"})
+    others[1].close()
+    assert lost.get(timeout=5) == (2, "has ended")
+
+
 def test_a_rank_that_shows_no_sign_of_life_is_lost(
     ends: tuple[Crew, list[socket.socket]], lost: Lost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,3 +92,15 @@ def test_what_a_rank_cannot_load_is_said_by_rank_0(
     with pytest.raises(kind, match="no room for its part"):
         crew.wait_until_loaded()
     assert crew.least_free == 7
+
+
+def test_an_answer_that_arrives_with_a_sign_of_life_does_not_wait_for_the_next_one(
+    ends: tuple[Crew, list[socket.socket]],
+) -> None:
+    crew, others = ends
+    for other in others:
+        other.sendall(b'{"free": 0}\n{"free": 7, "error": "", "kind": ""}\n{"fr')
+    answered = threading.Thread(target=crew.wait_until_loaded, daemon=True)
+    answered.start()
+    answered.join(5)
+    assert (answered.is_alive(), crew.least_free) == (False, 7)
