@@ -121,6 +121,7 @@ class Admission:
         self._retired.check(draft.pid)
         try:
             check_fits(self._device, epoch.verify, draft)
+            epoch.sizes_of(draft, target.num_draft_tokens)
         except MismatchError as error:
             self.refuse(epoch, draft, target, error)
             raise
@@ -274,7 +275,8 @@ class DraftSession:
             self._retries.joined()
             self._metrics.joined(catch_up_s)
             self._update_status()
-        logger.info("draft %s takes part, after %.3f s of catching up", draft.attachment.description.model, catch_up_s)
+        model, most = draft.attachment.description.model, draft.num_draft_tokens
+        logger.info("draft %s takes part, K = %d, after %.3f s of catching up", model, most, catch_up_s)
 
     def left(self, draft: Draft, cause: LossCause, reason: str) -> None:
         self._measure()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
-from slipstream.common.errors import FailedPreconditionError
+from slipstream.common.errors import FailedPreconditionError, MismatchError
 from slipstream.common.wire.events import StreamName, open_event_log
 from slipstream.common.wire.layout import RESULT_FENCES, EpochShape
 from slipstream.common.wire.manifest import EVENT
@@ -202,13 +202,21 @@ class Epoch:
         draft = self._expected.draft
         if draft is None or self._expected.num_draft_tokens == 0:
             return None
-        return self.sizes_of(draft, self._expected.num_draft_tokens)
+        with suppress(MismatchError):  # it will be refused
+            return self.sizes_of(draft, self._expected.num_draft_tokens)
+        return None
 
     def sizes_of(self, draft: WorkerDescription, num_draft_tokens: int | None) -> DraftSizes:
-        """The sizes of a draft of this epoch. `num_draft_tokens`: see `DraftTarget`."""
+        """The sizes of a draft of this epoch. `num_draft_tokens`: see `DraftTarget`.
+
+        Raises MismatchError for a draft that cannot draft as many tokens as each step is to have.
+        """
         row_tokens = min(self.sizes.batch.row_tokens, draft.row_tokens)
-        most = num_draft_tokens or self._config.draft_tokens(row_tokens)
-        return draft_sizes(draft, min(most, draft.max_draft_tokens or most))
+        asked = num_draft_tokens or self._config.draft_tokens(row_tokens)
+        most = min(asked, draft.max_draft_tokens or asked)
+        if asked > most and self._config.fixed_draft_tokens is not None:
+            raise MismatchError([f"fixed_draft_tokens: scheduler has {asked}, draft drafts at most {most}"])
+        return draft_sizes(draft, most)
 
     def close(self, *, drain: bool) -> None:
         """Ends verify's stream of commands and gives the memory back; with `drain` it finishes what it has."""

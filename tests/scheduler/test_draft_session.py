@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.errors import ConfigError, FailedPreconditionError, UnavailableError
+from slipstream.common.errors import ConfigError, FailedPreconditionError, MismatchError, UnavailableError
 from slipstream.common.rpc.listener import Listener as SocketListener
 from slipstream.common.wire.events import EventLog
 from slipstream.common.wire.layout import RESULT_FENCES, EpochShape
@@ -22,10 +23,11 @@ from slipstream.common.wire.server import DraftSwap, SwapTerms
 from slipstream.common.wire.step import Role, RowTokens
 from slipstream.common.wire.worker import Attachment, DeviceMemory, WorkerDescription
 from slipstream.scheduler import session
-from slipstream.scheduler.attachment import DraftAttachment, draft_sizes
+from slipstream.scheduler.attachment import DraftAttachment
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.draft import Draft, DraftState
 from slipstream.scheduler.draft_session import DraftSession
+from slipstream.scheduler.epoch import Epoch
 from slipstream.scheduler.metrics import DraftMetrics
 from slipstream.scheduler.observer import DecodeRecord
 from slipstream.scheduler.records import DraftTarget
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.errors import SlipstreamError
-    from slipstream.scheduler.epoch import Epoch
     from slipstream.scheduler.link import Link
     from slipstream.scheduler.records import LossCause
 
@@ -164,9 +165,11 @@ class Drafts:
             "policy": None,
             "log": EventLog(),
             "measure": lambda: None,
-            "sizes_of": lambda draft, num_draft_tokens: draft_sizes(draft, num_draft_tokens or 2),
+            "_config": config,
         }
-        self.epoch = cast("Epoch", SimpleNamespace(**parts, link=verify or FakeLink(VERIFY)))
+        epoch = SimpleNamespace(**parts, link=verify or FakeLink(VERIFY))
+        epoch.sizes_of = partial(Epoch.sizes_of, epoch)
+        self.epoch = cast("Epoch", epoch)
 
     def attach(self) -> None:
         """One try, in an epoch that is open."""
@@ -182,6 +185,17 @@ def test_a_draft_with_a_number_that_would_bind_others_is_refused(name: str, valu
         drafts.attach()
     assert drafts.numbers.of_attachment(0) == 1
     assert link.num_detached == 1
+
+
+def test_a_draft_that_cannot_draft_as_many_tokens_as_each_step_is_to_have_is_refused() -> None:
+    link = FakeLink(replace(DRAFT, max_draft_tokens=1))
+    fixed, most = Drafts(link), Drafts(link, config=replace(CONFIG, fixed_draft_tokens=None, num_draft_tokens=2))
+    for _ in range(2):
+        with pytest.raises(MismatchError, match="fixed_draft_tokens: scheduler has 2, draft drafts at most 1"):
+            fixed.attach()
+    assert link.attachment is None
+    most.attach()
+    assert link.attachment.shape.num_draft_tokens == 1
 
 
 def test_the_largest_number_that_a_draft_may_say_is_counted_on_from_for_it_alone() -> None:
