@@ -1,5 +1,6 @@
 """Distil an EAGLE-3 head from a target, on texts: best on such as the target writes."""
 
+import hashlib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from slipstream.training.distillation import TEMPERATURE, train
 from slipstream.training.eagle3 import Eagle3Head, HeadShape
 from slipstream.training.llama import LlamaShape
 from slipstream.training.optimizer import Course, OptimizerConfig
-from slipstream.training.run import SavedRun, write_log
+from slipstream.training.run import Record, SavedRun, write_log
 from slipstream.training.teacher import Teacher
 from slipstream.training.texts import read_texts
 from slipstream.training.windows import Windows
@@ -96,6 +97,10 @@ def most_frequent(tokens: Tensor, count: int, vocab_size: int) -> Tensor:
     return torch.bincount(tokens, minlength=vocab_size).topk(count).indices.sort().values
 
 
+def _digest(values: Tensor) -> str:
+    return hashlib.sha256(values.cpu().numpy().data).hexdigest()
+
+
 def main(
     target: Annotated[Path, typer.Option(help="Folder of the target model, of any kind that is served.")],
     data: Annotated[list[Path], typer.Option(help="Texts: .npy of token ids, .txt or .jsonl; may be repeated.")],
@@ -125,6 +130,8 @@ def main(
     if text.batches_per_epoch < 1:
         raise ConfigError("data", f"{len(text.stream)} tokens", f"at least {(batch + 2) * length}, for one batch")
     teacher = Teacher(target, where, load_format=load_format)
+    if length > (most := teacher.config.max_position_embeddings):
+        raise ConfigError("length", length, f"at most {most}, the target's context")
     shape = shape_for(teacher, draft_vocab, intermediate_size)
     vocabulary = most_frequent(text.stream.cpu(), shape.draft_vocab_size, shape.layer.vocab_size)
     norm, output = teacher.decoder.norm.weight.detach(), teacher.output_rows(vocabulary)
@@ -141,8 +148,10 @@ def main(
             loss, overlaps = compute(embedded, fused, log_p)
         return loss, overlaps
 
-    settings = {"batch": batch, "length": length, "depth": depth, "overlap_weight": overlap_weight, "rate": rate}
-    settings |= {"steps": steps, "seed": seed, "parameters": checkpoint.num_parameters(head)}
+    settings: Record = {"batch": batch, "length": length, "depth": depth, "rate": rate, "steps": steps, "seed": seed}
+    settings |= {"overlap_weight": overlap_weight, "parameters": checkpoint.num_parameters(head)}
+    # Of other texts other tokens are the most frequent, and a head is for its target.
+    settings |= {"data": _digest(text.stream), "target": _digest(output)}
     saved = SavedRun(out / STATE, settings)
     config = OptimizerConfig(matrix_rate=rate, embedding_rate=rate / 4, weight_decay=0.01)
     course = Course(steps=steps, minutes=minutes)

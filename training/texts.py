@@ -34,8 +34,16 @@ def smallest_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
 def _ids(file: Path, target: Path, config: ModelConfig) -> NDArray[np.int32]:
     if not file.is_file() or file.suffix not in (".npy", ".txt", ".jsonl"):
         raise ConfigError("data", str(file), ACCEPTED)
+    try:
+        return _checked(file, _read(file, target, config), config.vocab_size)
+    except (ValueError, EOFError) as error:  # of NumPy, of UTF-8
+        raise ConfigError("data", f"{file}: {error}", ACCEPTED) from None
+
+
+def _read(file: Path, target: Path, config: ModelConfig) -> NDArray[Any]:
     if file.suffix == ".npy":
-        return _checked(file, np.load(file), config.vocab_size)
+        found: NDArray[Any] = np.load(file)
+        return found
     tokenizer: Any = AutoTokenizer.from_pretrained(target)
     end = sorted(config.eos_token_ids)[:1]
     pieces = []
@@ -45,7 +53,7 @@ def _ids(file: Path, target: Path, config: ModelConfig) -> NDArray[np.int32]:
         else:
             ids = tokenizer.apply_chat_template(text, tokenize=True, return_dict=False)
         pieces.append(np.array([*ids, *end], dtype=np.int32))
-    return _checked(file, np.concatenate(pieces) if pieces else np.zeros(0, np.int32), config.vocab_size)
+    return np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
 
 
 def _checked(file: Path, ids: NDArray[Any], vocab_size: int) -> NDArray[np.int32]:

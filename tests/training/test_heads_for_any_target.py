@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.errors import ConfigError
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.models.checkpoint import load_decoder, load_head
 from slipstream.services.models.heads import Eagle3Head
@@ -86,6 +87,11 @@ def test_a_run_that_is_ended_goes_on_to_the_same_weights(
         with pytest.raises(KeyboardInterrupt):
             main(target, [data], parts, steps=STEPS, **SETTINGS)
     assert not (parts / "model.safetensors").exists()
+    np.save(tmp_path / "other.npy", np.load(data) + 1)
+    with pytest.raises(ConfigError, match=r"^data: "):  # whose most frequent tokens are not the head's
+        main(target, [tmp_path / "other.npy"], parts, steps=STEPS, resume=True, **SETTINGS)
+    with pytest.raises(ConfigError, match=r"^target: "):
+        main(target, [data], parts, steps=STEPS, resume=True, load_format="dummy", **SETTINGS)
     main(target, [data], parts, steps=STEPS, resume=True, **SETTINGS)
     expected = load_file(whole / "model.safetensors")
     for name, weight in load_file(parts / "model.safetensors").items():
@@ -139,6 +145,8 @@ def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
         ("a.npy", np.array([1, VOCAB_SIZE]), f"a.npy: int64 from 1 to {VOCAB_SIZE}"),
         ("b.npy", np.array([1.0]), "b.npy: float64 from 1.0 to 1.0"),
         ("c.npy", np.arange(40), "40 tokens"),
+        ("d.npy", "no array", "d.npy: "),
+        ("a.txt", b"\xff\xfe\xfd", "a.txt: 'utf-8' codec"),
     ],
 )
 def test_texts_that_are_none(
@@ -152,6 +160,8 @@ def test_texts_that_are_none(
 ) -> None:
     if isinstance(content, str):
         (tmp_path / name).write_text(content, encoding="utf-8")
+    elif isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
     else:
         np.save(tmp_path / name, content)
     arguments = ["--target", str(target), "--data", str(tmp_path / name), "--out", str(tmp_path / "out")]
@@ -167,3 +177,9 @@ def test_runs_that_cannot_go_on(
     assert "resume" in refused(arguments, monkeypatch, capsys)
     (tmp_path / "run.pt").touch()
     assert "out" in refused(arguments[:-3], monkeypatch, capsys)
+
+
+def test_sequences_are_no_longer_than_the_targets_context(target: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "text.npy", np.arange(2200))
+    with pytest.raises(ConfigError, match=r"^length: got 513, accepted: at most 512"):
+        main(target, [tmp_path / "text.npy"], tmp_path, **SETTINGS | {"length": 513})
