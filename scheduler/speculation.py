@@ -270,6 +270,8 @@ class Speculation:
             traits = draft.attachment.traits
             mixes = self._mixes_heads or not traits.reads_hidden
             evens = min(self._batch.sizes.row_tokens, traits.row_tokens).evens(draft.num_draft_tokens)
+            if choice is None:  # workers have graphs for the numbers below K only where these are chosen
+                evens = evens[-1:]
             if draft is self.active:
                 num_draft_tokens, kv = draft.num_draft_tokens, draft.attachment.kv
         if choice is not None and (draft is not None or self.resting is not None):

@@ -36,11 +36,12 @@ def workers(
     draft_ms: float = 0.0,
     verify_ms: float = 0.0,
     before_draft: Callable[[StepCommand], StepCommand] | None = None,
+    **traits: object,
 ) -> Iterator[tuple[LocalWorker, LocalWorker]]:
-    """Dummies for verify and draft."""
+    """Dummies for verify and draft. `traits`: of both, see `WorkerDescription`."""
     both = (
-        LocalWorker(DummyVerify(describe(Role.VERIFY), verify_ms)),
-        LocalWorker(DummyDraft(describe(Role.DRAFT), draft_ms), before_send=before_draft),
+        LocalWorker(DummyVerify(describe(Role.VERIFY, **traits), verify_ms)),
+        LocalWorker(DummyDraft(describe(Role.DRAFT, **traits), draft_ms), before_send=before_draft),
     )
     yield both
     for worker in both:

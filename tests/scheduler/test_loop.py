@@ -56,6 +56,19 @@ def test_a_verify_that_hangs_is_noticed_by_the_time_that_a_step_may_take() -> No
         epoch.close(drain=False)
 
 
+def test_all_steps_draft_the_fixed_number_of_tokens_whatever_requests_allow() -> None:
+    """There are graphs for no other number then."""
+    told = set[int]()
+
+    def record(command: StepCommand) -> StepCommand:
+        told.update(command.num_draft_tokens)
+        return command
+
+    with workers(before_draft=record, takes_even_steps=True) as both:
+        make_epoch(both, fixed_draft_tokens=4).run([make_job(max_draft_tokens=2)])
+    assert told == {4}
+
+
 def test_steps_that_wait_for_draft_ask_for_its_progress_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU each look is a copy from the device, on the thread that decides the steps."""
     looks: list[int] = []
