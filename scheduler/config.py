@@ -200,8 +200,9 @@ class SchedulerConfig(ServingSettings, heading="Scheduler"):
             parse_address(self.grammar, field="grammar")
         if self.fixed_draft_tokens is not None and self.num_draft_tokens is not None:
             raise ConfigError("fixed_draft_tokens", self.fixed_draft_tokens, "none with --num-draft-tokens")
-        if self.itl_target_ms is not None and self.max_batched_tokens is not None:
-            raise ConfigError("itl_target_ms", self.itl_target_ms, "auto with --max-batched-tokens or --deterministic")
+        if self.itl_target_ms is not None and (self.max_batched_tokens is not None or self.debug):
+            accepted = "auto with --max-batched-tokens, --deterministic or --debug"
+            raise ConfigError("itl_target_ms", self.itl_target_ms, accepted)
         if (self.swapped_draft_tokens or 0) > (most := self.draft_tokens(RowTokens.RAGGED)):
             raise ConfigError("swapped_draft_tokens", self.swapped_draft_tokens, f"1 to {most}")
         if self.device == "cpu" and self.fence != "auto":

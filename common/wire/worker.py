@@ -182,8 +182,7 @@ class StepTokens:
 
     num_tokens: int
     doubling_context: int | None = None
-    """Behind a context of so many tokens a prompt's token counts for two, as it takes longer; None if each counts for
-    one."""
+    """Context length from which a prompt token costs two tokens of a step, as it takes longer. None: never."""
 
 
 class StepCost(NamedTuple):

@@ -21,9 +21,10 @@ from slipstream.common.wire.events import EventLog
 from slipstream.common.wire.layout import RESULT_FENCES, EpochShape
 from slipstream.common.wire.server import DraftSwap, SwapTerms
 from slipstream.common.wire.step import Role, RowTokens
-from slipstream.common.wire.worker import Attachment, DeviceMemory, WorkerDescription
+from slipstream.common.wire.worker import Attachment, DeviceMemory, Measurements, StepTokens, WorkerDescription
 from slipstream.scheduler import session
 from slipstream.scheduler.attachment import DraftAttachment
+from slipstream.scheduler.batch import Batch
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.draft import Draft, DraftState
 from slipstream.scheduler.draft_session import DraftSession
@@ -32,7 +33,7 @@ from slipstream.scheduler.metrics import DraftMetrics
 from slipstream.scheduler.observer import DecodeRecord
 from slipstream.scheduler.records import DraftTarget
 from slipstream.scheduler.session import EpochNumbers, WorkerSession
-from slipstream.scheduler.sizes import EpochSizes, Workers
+from slipstream.scheduler.sizes import BatchSizes, EpochSizes, Workers
 from slipstream.scheduler.waiting_queue import WaitingQueue
 from tests.harness.waiting import block_until
 from tests.harness.workers import describe
@@ -208,6 +209,35 @@ def test_the_largest_number_that_a_draft_may_say_is_counted_on_from_for_it_alone
     drafts.attach()
     assert link.attachment.epoch == 2
     assert drafts.numbers.of_epoch(0) == 3
+
+
+@pytest.mark.parametrize(("itl_target_ms", "pause_ns", "large_tokens"), [(None, 0, 80), (30, 30 * 10**6, None)])
+def test_a_pause_that_is_asked_for_bounds_the_steps_of_a_crowd_too(
+    itl_target_ms: int | None, pause_ns: int, large_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[BatchSizes]()
+    bound = Batch.bound_shared_steps
+
+    def record(batch: Batch, *args: Any, **options: Any) -> None:
+        bound(batch, *args, **options)
+        told.append(batch.sizes)
+
+    class Measuring(FakeLink):
+        def attach(self, attachment: Attachment) -> Measurements:  # type: ignore[override]
+            super().attach(attachment)
+            return Measurements(StepTokens(40))
+
+    monkeypatch.setattr(Batch, "bound_shared_steps", record)
+    verify = Measuring(replace(VERIFY, memory=DeviceMemory(total=2**34, free=2**34)))
+    attachment = attach(replace(CONFIG, max_batched_tokens=None, itl_target_ms=itl_target_ms), verify, FakeLink(DRAFT))
+    assert (attachment.longest_pause_ns, attachment.measures_step_tokens) == (pause_ns, True)
+    assert [(sizes.mixed_tokens, sizes.large_chunk_tokens) for sizes in told] == [(40, large_tokens)]
+
+
+@pytest.mark.parametrize("setting", [{"max_batched_tokens": 64}, {"debug": True, "max_batched_tokens": None}])
+def test_a_pause_cannot_be_asked_for_where_no_step_is_measured(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="itl_target_ms: got 30, accepted: auto with --max-batched-tokens, --det"):
+        replace(CONFIG, itl_target_ms=30, **setting)
 
 
 def test_no_number_is_taken_twice() -> None:
