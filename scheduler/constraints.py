@@ -63,7 +63,7 @@ class Compilation:
     fault: SlipstreamError | None = None
     """Why the grammar cannot be compiled."""
     waiting: dict[tuple[int, int], Sequence] = field(default_factory=dict)
-    """The sequences that wait for it, written by the loop."""
+    """The sequences that wait for it, written by the loop; none once the listener is done with it."""
 
     def drop_if_unwanted(self) -> bool:
         """Drops it if all the sequences are over, as those are that were cancelled; returns whether it is dropped."""

@@ -245,7 +245,8 @@ class GrammarSession:
                 # No other answer follows, and nothing else would end the wait of its sequences.
                 compilation.fault = InternalError(f"the grammar worker did not compile the grammar: {error}")
             compilation.state = CompileState.OVER
-        # Another sequence may have come for one that is dropped.
+        compilation.waiting.clear()  # it may be known for longer than these run
+        # Another sequence may wait for one that is dropped.
         self._wake()
 
     def _detach(self, worker: GrammarWorker, epoch: Epoch | None) -> None:

@@ -25,6 +25,7 @@ from slipstream.common.wire.job import FinishReason
 from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.sequence import MAX_GRAMMAR_CHARACTERS, SamplingParams, SequenceSpec, grammar_digest
 from slipstream.common.wire.step import FenceName, StepCommand
+from slipstream.scheduler.grammar_session import GrammarSession
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker import epoch as worker_epoch
 from slipstream.services.worker.config import DFLASH, EAGLE3, MTP, NGRAM, WorkerConfig
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.errors import SlipstreamError
     from slipstream.protos import worker_pb2 as pb
+    from slipstream.scheduler.constraints import Compilation, GrammarWorker
     from slipstream.services.grammar.epoch import GrammarEpoch
     from slipstream.services.worker.engine import RoleEngine
 
@@ -358,9 +360,17 @@ async def test_a_grammar_that_the_worker_has_not_kept_costs_that_worker(
 
 
 async def test_what_is_cancelled_before_its_turn_is_not_compiled(
-    target: RoleEngine, plain: list[list[int]], tmp_path: Path
+    target: RoleEngine, plain: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammar, may_go_on, asked = LocalGrammar(), threading.Event(), list[str]()
+    compilations: list[Compilation] = []
+    wants = GrammarSession.wants
+
+    def record(session: GrammarSession, worker: GrammarWorker, compilation: Compilation) -> None:
+        compilations.append(compilation)
+        wants(session, worker, compilation)
+
+    monkeypatch.setattr(GrammarSession, "wants", record)
 
     def on_prepare(grammar: str) -> None:
         asked.append(grammar)
@@ -380,6 +390,8 @@ async def test_what_is_cancelled_before_its_turn_is_not_compiled(
         assert [gateway.outputs[first], gateway.outputs[kept]] == [plain[3], plain[1]]
         assert text_of(gateway.outputs[again]) == "a"
     assert asked == [IS_WORD, grammars[0], IS_DATE]
+    assert len(compilations) > 3
+    assert not any(one.waiting for one in compilations), "sequences that are over need not be remembered"
 
 
 async def test_a_grammar_worker_that_is_lost_while_nothing_runs_is_replaced(
