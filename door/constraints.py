@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.door.errors import refused
 from slipstream.door.parsers import thinks
-from slipstream.door.tools import resolved, types_of
+from slipstream.door.tools import NAME, resolved, types_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -203,7 +203,7 @@ def _parameters(schema: Any) -> Format:
     """The arguments of a call as parameters by name: texts as they are, other values in JSON. Raises ApiError."""
     properties = _checked(schema, _OF_OBJECT, "parameters").get("properties")
     if properties is None:
-        any_name = {"type": "regex", "pattern": r"[^>\s]+"}
+        any_name = {"type": "regex", "pattern": NAME.pattern}
         one = _tag("<parameter=", _sequence(any_name, _value(_ANY_TEXT)), "")
         return {"type": "tags_with_separator", "tags": [one], "separator": ""}
     shared, required = _shared(schema), schema.get("required", [])
@@ -212,6 +212,8 @@ def _parameters(schema: Any) -> Format:
     found, needed = [_NOTHING], frozenset(required)
     for name, given in _object(properties, "parameters.properties").items():
         path = f"parameters.properties.{name}"
+        if not NAME.fullmatch(name):
+            raise refused(f"tools.{path}", name, "a name without spaces and >, as calls of this model have it")
         value = _by_schema({**_object(given, path), **shared})
         if types_of(given, schema) <= {"string"}:
             text = _checked(resolved(given, schema), _OF_TEXT, path)

@@ -254,15 +254,21 @@ def _in_json(arguments: dict[str, Any]) -> str:
     return text
 
 
+NAME = re.compile(r"[^>\s]+")
+"""A name in qwen3_coder's calls, of a function or a parameter."""
+_FUNCTION = re.compile(rf"<function=({NAME.pattern})>(.*?)</function>", re.DOTALL)
+_PARAMETER = re.compile(rf"<parameter=({NAME.pattern})>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
 def _qwen3_coder(text: str, functions: Functions) -> list[tuple[str, str]]:
     calls = []
-    for name, body in re.findall(r"<function=([^>\s]+)>(.*?)</function>", text, re.DOTALL):
+    for name, body in _FUNCTION.findall(text):
         if name not in functions:
             raise ValueError("no call of a function that there is")
         parameters = functions[name].get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, dict) else None
         schemas = properties if isinstance(properties, dict) else {}
-        given = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
+        given = _PARAMETER.findall(body)
         arguments = {key: _typed(value, types_of(schemas.get(key), parameters)) for key, value in given}
         calls.append((name, _in_json(arguments)))
     if not calls:

@@ -353,6 +353,8 @@ async def test_parameters_that_are_no_json_and_cannot_be_constrained_are_named(t
             (typed_tool(minProperties=1), "tools.parameters.minProperties"),
             (typed_tool({"a": {"type": 5}}), "tools.parameters.properties.a.type"),
             (typed_tool({"a": {"type": None}}), "tools.parameters.properties.a.type"),
+            (typed_tool({"a b": {"type": "string"}}), "tools.parameters.properties.a b"),
+            (typed_tool({"": {"type": "string"}}), "tools.parameters.properties."),
             (typed_tool(required=None), "tools.parameters.required"),
             (typed_tool(required=[{}]), "tools.parameters.required"),
         ):
