@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -166,6 +167,19 @@ def test_an_unset_job_id_or_seed_is_drawn_anew_and_a_set_one_is_not() -> None:
 )
 def test_a_field_of_the_job(request_given: generation_pb2.GenerateRequest, field: str, expected: object) -> None:
     assert getattr(parse(request_given), field) == expected
+
+
+def test_the_largest_choice_is_checked_in_a_moment() -> None:
+    """All clients wait meanwhile. Llama 3 has as many names."""
+    names = {f"<|reserved_special_token_{number}|>": number for number in range(256)}
+    limits, texts = replace(LIMITS, special_tokens=names, has_constraints=True), ["a"] * (2**18 - 40)
+    request = request_of()
+    request.choice.items.extend(texts)
+    began = time.process_time()
+    parse(request, limits)
+    assert time.process_time() - began < 0.6
+    request.choice.items.append("a<|reserved_special_token_255|>")
+    assert refusal(request, limits) == f"choice.items[{len(texts)}]"
 
 
 def test_the_name_of_a_special_token_as_a_stop_string_is_that_token() -> None:
