@@ -282,16 +282,20 @@ class Region(SharedBuffers):
     def gather(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> NextStepState:
         """Draft: reads the stash of B slots. `rows`: [B] int64; `limits`: [slots] int64, lengths are clamped to them.
 
+        Of new tokens only those up to the limit count: the others would be taken for tokens before it.
+
         Raises FutureMapError in debug mode when a row was never stashed.
         """
         stamp_start(step)
         seq_lens = self._slot_read(BufferName.SEQ_LENS, rows, step)
         if self._is_debug:
             check_stashed(seq_lens, rows, step)
+        ends = torch.clamp(seq_lens, self._zero, limits.index_select(0, rows))
+        num_new = self._slot_read(BufferName.NUM_NEW, rows, step) - (seq_lens.clamp(min=0) - ends)
         return NextStepState(
-            seq_lens=torch.clamp(seq_lens, self._zero, limits.index_select(0, rows)),
+            seq_lens=ends,
             bonus_tokens=self._tokens(BufferName.BONUS_TOKENS, rows, step),
-            num_new=self._slot_read(BufferName.NUM_NEW, rows, step).clamp_(1, self.shape.num_draft_tokens + 1),
+            num_new=num_new.clamp_(1, self.shape.num_draft_tokens + 1),
             last_tokens=self._tokens(BufferName.LAST_TOKENS, rows, step),
             hidden_states=self._hidden(step, rows),
         )

@@ -56,17 +56,21 @@ def gather_kernel(
     out_last: tl.tensor,  # [B, WIDTH] int64
     vocab_size: tl.tensor, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, HAS_LAST: tl.constexpr, HAS_STAMP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Reads the stash of one slot, clamped to its range; the first program stamps. Grid: (B,)."""
+    """Reads the stash of one slot, clamped to its range; the first program stamps. Grid: (B,).
+
+    Of new tokens only those up to the limit count.
+    """
     b = tl.program_id(0)
     if HAS_STAMP:
         stamp(stamps, ring_row, stamp_stride, b == 0)
     slot = tl.load(rows + b)
-    length = tl.load(seq_lens + slot)
-    tl.store(out_seq_lens + b, tl.minimum(tl.maximum(length, 0), tl.load(limits + slot)))
+    length = tl.maximum(tl.load(seq_lens + slot), 0)
+    end = tl.minimum(length, tl.load(limits + slot))
+    tl.store(out_seq_lens + b, end)
     bonus = tl.load(bonus_tokens + slot)
     tl.store(out_bonus + b, tl.minimum(tl.maximum(bonus, 0), vocab_size - 1))
     if HAS_LAST:
-        new = tl.load(num_new + slot)
+        new = tl.load(num_new + slot) - (length - end)
         tl.store(out_num_new + b, tl.minimum(tl.maximum(new, 1), WIDTH))
         w = tl.arange(0, BLOCK_W)
         token = tl.load(last_tokens + slot * WIDTH + w, mask=w < WIDTH, other=0)

@@ -176,6 +176,20 @@ def test_rows_of_a_captured_step(ring_row: int, width: int, num_guesses: int, de
 
 
 @pytest.mark.parametrize("kinds", _fused())
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_new_tokens_after_the_limit_of_a_slot_do_not_count(
+    kinds: tuple[type[FutureMap], type[Region]], is_captured: bool, device: torch.device
+) -> None:
+    """A draft would take them for tokens before it, in pages that others share."""
+    rows, limits = torch.tensor([5, 1, 3], device=device), torch.full((SLOTS,), 18, device=device)
+    memory = Memory(*kinds, 0, device)
+    memory.shared[BufferName.SEQ_LENS][rows] = torch.tensor([20, 18, 50], device=device)
+    memory.shared[BufferName.NUM_NEW][rows] = torch.tensor([4, 4, 3], device=device)
+    stash = memory.region.gather(captured(1, device) if is_captured else 1, rows, limits)
+    assert (stash.seq_lens.tolist(), stash.num_new.tolist()) == ([18, 18, 18], [2, 4, 1])
+
+
+@pytest.mark.parametrize("kinds", _fused())
 @pytest.mark.parametrize("width", [0, 12])
 def test_a_step_s_stamps(kinds: tuple[type[FutureMap], type[Region]], width: int, device: torch.device) -> None:
     """Start and end of each worker go into the step's row of its own memory, and nowhere else."""
