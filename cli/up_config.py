@@ -151,8 +151,8 @@ class UpConfig(
             return shared(WorkerConfig, self, model=models.target, deterministic_width=width, **lookup)
         target = None if models.algorithm == STANDALONE else models.target
         chosen = {"model": models.draft, "algorithm": models.algorithm, "target": target}
-        alone = {"simulate_accept_length": None, "simulate_accept_by_position": None, "tensor_parallel_size": 1}
-        return shared(WorkerConfig, self, **alone, **chosen, **lookup)
+        only_verify = {"simulate_accept_length": None, "simulate_accept_by_position": None, "tensor_parallel_size": 1}
+        return shared(WorkerConfig, self, **only_verify, **chosen, **lookup)
 
     @property
     def scheduler(self) -> SchedulerConfig:

@@ -47,7 +47,7 @@ class BatchSizes:
     shared_chunk_tokens: int | None = None
     """Token budget of a step that also decodes, measured by verify. None: same as `chunk_tokens`."""
     large_chunk_tokens: int | None = None
-    """The budget while a crowd of prompts waits. None: same as of other steps that also decode."""
+    """Token budget of such a step while a crowd of prompts waits. None: same as `shared_chunk_tokens`."""
     doubling_context: int | None = None
     """Context length from which a prompt token costs two tokens of such a budget, measured by verify. None: never."""
     row_tokens: RowTokens = RowTokens.WHOLE
@@ -91,7 +91,7 @@ class BatchSizes:
         return self._room(max(self.mixed_tokens // 2, min(self.mixed_tokens, LEAST_SMALL)), num_decoded)
 
     def room_in_large_step(self, num_decoded: int) -> int:
-        """The same in a large step, for a crowd of prompts: first tokens are sooner, and other tokens later."""
+        """Prompt tokens in a large step, for a crowd of prompts: first tokens are sooner, and other tokens later."""
         if not num_decoded or self.large_chunk_tokens is None:
             return self.room_for_prompts(num_decoded)
         return self._room(self.large_chunk_tokens, num_decoded)
@@ -143,8 +143,8 @@ Buffers and memory are for such a step. While sequences decode, verify's measure
 GPU_STEP_TOKENS = 2048
 """The same on a GPU: about as many as keep it busy."""
 LARGE_STEP_TOKENS, LARGE_STEP_PAGES = 8192, 0.95
-"""The same on a GPU with memory for more, which then still has this part of the KV pages: a crowd's prompts take fewer
-steps. Not where all steps have one size, to which each is padded."""
+"""Most tokens of a step on a GPU with memory for them, where this part of the KV pages remains: fewer steps take in a
+crowd's prompts. Not where all steps have one size, to which each is padded."""
 LARGE_PAUSES = 2
 """Tokens of a large step, as a multiple of those that keep the pause of sequences that decode."""
 MOST_DRAFT_PART = 4

@@ -96,7 +96,7 @@ class WorkerDescription:
     takes_mixed_steps: bool = False
     """True if a step of this verify may decode and take in prompts."""
     takes_ragged_steps: bool = False
-    """True if the rows of a step may have different numbers of draft tokens; else all have 0, or all have K."""
+    """True if the rows of a step may have different numbers of draft tokens; else see `row_tokens`."""
     takes_even_steps: bool = False
     """True if all rows of a step may have one of EVEN_DRAFT_TOKENS below K; see `RowTokens`."""
     has_scheduler: bool = False

@@ -199,7 +199,7 @@ class Attention(Protocol[Rotating]):
 
 
 class Keeping(Protocol[Rotating]):
-    """Attention that can do only what comes before it attends."""
+    """The part of attention that precedes the scores: norms, rotation, and the pages of keys and values."""
 
     def keep(self, layer: int, qkv: torch.Tensor, rotation: Rotating, norms: tuple[Norm, Norm] | None = None) -> object:
         """Norms and rotates queries and keys, and keeps keys and values; arguments as in `Attention`."""

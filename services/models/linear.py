@@ -1,4 +1,4 @@
-"""Linear layers, and how they hold their weights: plain, in oneDNN's layout, or as FP8 numbers."""
+"""Linear layers, and how they hold their weights: plain, in oneDNN's layout, as FP8 numbers, or as packed integers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How a checkpoint holds its layers' weights where they are not plain numbers: `quantization_config`.
 
-FP8 weights stay what they are where kernels can multiply them (`Fp8Weights`). Packed ones become plain numbers when
-they are loaded (`PackedWeights`; the formulas are in `packed.py`).
+FP8 weights stay what they are where kernels can multiply them (`Fp8Weights`), and so do packed ones of 4 and 8 bits on
+a GPU (`PackedInts`). Other packed ones become plain numbers when they are loaded (the formulas are in `packed.py`).
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def product_kernel(
 MOST_ROWS = 64
 """cuBLAS is faster for more rows."""
 MOST_QUANTISED_ROWS = 128
-"""The same of a quantised weight, which cuBLAS needs in the rows' dtype."""
+"""Most rows for which `product` is the fastest with a quantised weight, which cuBLAS needs in the rows' dtype."""
 _DTYPES = (torch.bfloat16,)
 """Float32 stays with cuBLAS, which is as exact as the CPU; in float16 a row times a norm's weight may overflow."""
 _LEAST_SHARED_MEMORY = 200 << 10
