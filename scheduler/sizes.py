@@ -80,7 +80,8 @@ class BatchSizes:
     def room_for_prompts(self, num_decoded: int) -> int:
         """Prompt tokens in a step that decodes so many tokens: what these leave, and a part in any case.
 
-        It may always have as many as it decodes, which hardly doubles its time, up to that part of the largest step.
+        It may always have as many as it decodes, which hardly doubles its time, up to that part of the largest step,
+        and no more for large chunks.
         """
         return self._room(self.mixed_tokens if num_decoded else self.chunk_tokens, num_decoded)
 
@@ -106,7 +107,8 @@ class BatchSizes:
     def _room(self, num_tokens: int, num_decoded: int) -> int:
         if not self.mixes:
             return num_tokens
-        part, most_part = -(-num_tokens // LEAST_PROMPTS), -(-self.chunk_tokens // LEAST_PROMPTS)
+        largest = min(self.chunk_tokens, max(self.mixed_tokens, GPU_STEP_TOKENS))
+        part, most_part = -(-num_tokens // LEAST_PROMPTS), -(-largest // LEAST_PROMPTS)
         return max(num_tokens - num_decoded, part, min(num_decoded, most_part))
 
     def pages_for(self, num_tokens: int) -> int:

@@ -130,6 +130,8 @@ def test_where_nothing_decodes_a_context_takes_no_tokens_from_a_step() -> None:
 def test_prompts_have_as_many_tokens_as_are_decoded_up_to_a_part_of_the_largest_step() -> None:
     sizes = replace(SMALL, chunk_tokens=64, shared_chunk_tokens=8)
     assert [sizes.room_for_prompts(num_decoded) for num_decoded in (0, 3, 6, 12, 16, 40)] == [64, 5, 6, 12, 16, 16]
+    large = replace(sizes, chunk_tokens=8192, shared_chunk_tokens=2048)
+    assert [large.room_for_prompts(num_decoded) for num_decoded in (3, 1800)] == [2045, 512]
     one_size = replace(sizes, shared_chunk_tokens=None)
     assert [one_size.room_for_prompts(num_decoded) for num_decoded in (0, 12, 60, 90)] == [64, 52, 16, 16]
 
