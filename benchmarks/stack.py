@@ -257,6 +257,8 @@ async def end(process: asyncio.subprocess.Process) -> None:
 
 
 SERVICES = ("gateway", "scheduler", "verify", "draft")
+BESIDE = ("grammar",)
+"""Services that `slipstream up` starts, too, where their packages are there."""
 LOG_DIR_VARIABLE = "SLIPSTREAM_BENCHMARK_LOG_DIR"
 """The environment variable that names a folder in which the output of `slipstream up` and its services is kept."""
 UP_TIMEOUT_S = 300.0
@@ -285,7 +287,7 @@ class UpServer:
                 command = child.cmdline()
             except psutil.NoSuchProcess:
                 continue
-            for service in SERVICES:
+            for service in (*SERVICES, *BESIDE):
                 if any(word.endswith((f".{service}.main", f".{service}_main")) for word in command):
                     found[service] = child
         return found
