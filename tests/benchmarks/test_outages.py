@@ -100,8 +100,8 @@ SECONDS, SCALE = 0.5, 0.1
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_no_request_holds_the_event_loop(tmp_path: Path) -> None:
-    server = replace(STATE, vocab_size=4096, context_tokens=1024, constraints=True)
-    description = replace(DESCRIPTION, server=server, tokenizer_path=str(target_dir()))
+    server = replace(STATE, vocab_size=4096, context_tokens=1024)
+    description = replace(DESCRIPTION, server=server, tokenizer_path=str(target_dir()), constraints=True)
     path = tmp_path / "stalls"
     with serving(ScriptedScheduler(description, slots=SLOTS), tmp_path) as scheduler:
         async with Stack(tmp_path / "logs") as stack:
