@@ -40,7 +40,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("role", "protocol_version", "device", "vocab_size", "tokenizer_sha256", "dtype", "max_context_tokens", "kv_bytes_per_token", "hidden_width", "algorithm", "eos_token_ids", "model", "tokenizer_path", "pid", "metrics_port", "last_epoch", "hidden_layers", "memory", "under_mps", "pid_namespace", "shm_device", "has_scheduler", "has_paged_kv", "tokens_ahead", "shared_weight_bytes", "weights", "takes_mixed_steps", "takes_ragged_steps", "takes_masks", "max_draft_tokens", "takes_even_steps", "reached_devices")
+    __slots__ = ("role", "protocol_version", "device", "vocab_size", "tokenizer_sha256", "dtype", "max_context_tokens", "kv_bytes_per_token", "hidden_width", "algorithm", "eos_token_ids", "model", "tokenizer_path", "pid", "metrics_port", "last_epoch", "hidden_layers", "memory", "under_mps", "pid_namespace", "shm_device", "has_scheduler", "has_paged_kv", "tokens_ahead", "shared_weight_bytes", "weights", "takes_mixed_steps", "takes_ragged_steps", "takes_masks", "max_draft_tokens", "takes_even_steps")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -72,7 +72,6 @@ class DescribeResponse(_message.Message):
     TAKES_MASKS_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TAKES_EVEN_STEPS_FIELD_NUMBER: _ClassVar[int]
-    REACHED_DEVICES_FIELD_NUMBER: _ClassVar[int]
     role: str
     protocol_version: int
     device: str
@@ -104,8 +103,7 @@ class DescribeResponse(_message.Message):
     takes_masks: bool
     max_draft_tokens: int
     takes_even_steps: bool
-    reached_devices: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., hidden_width: _Optional[int] = ..., algorithm: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_port: _Optional[int] = ..., last_epoch: _Optional[int] = ..., hidden_layers: _Optional[_Iterable[int]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., under_mps: _Optional[bool] = ..., pid_namespace: _Optional[str] = ..., shm_device: _Optional[int] = ..., has_scheduler: _Optional[bool] = ..., has_paged_kv: _Optional[bool] = ..., tokens_ahead: _Optional[int] = ..., shared_weight_bytes: _Optional[int] = ..., weights: _Optional[_Union[Manifest, _Mapping]] = ..., takes_mixed_steps: _Optional[bool] = ..., takes_ragged_steps: _Optional[bool] = ..., takes_masks: _Optional[bool] = ..., max_draft_tokens: _Optional[int] = ..., takes_even_steps: _Optional[bool] = ..., reached_devices: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., hidden_width: _Optional[int] = ..., algorithm: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_port: _Optional[int] = ..., last_epoch: _Optional[int] = ..., hidden_layers: _Optional[_Iterable[int]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., under_mps: _Optional[bool] = ..., pid_namespace: _Optional[str] = ..., shm_device: _Optional[int] = ..., has_scheduler: _Optional[bool] = ..., has_paged_kv: _Optional[bool] = ..., tokens_ahead: _Optional[int] = ..., shared_weight_bytes: _Optional[int] = ..., weights: _Optional[_Union[Manifest, _Mapping]] = ..., takes_mixed_steps: _Optional[bool] = ..., takes_ragged_steps: _Optional[bool] = ..., takes_masks: _Optional[bool] = ..., max_draft_tokens: _Optional[int] = ..., takes_even_steps: _Optional[bool] = ...) -> None: ...
 
 class DeviceMemory(_message.Message):
     __slots__ = ("total", "free", "weights", "work", "work_per_token", "work_per_choice")

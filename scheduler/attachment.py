@@ -310,7 +310,7 @@ def check_sharing(device: Device, workers: Iterable[WorkerDescription]) -> None:
 def _differences(device: Device, worker: WorkerDescription) -> Iterator[str]:
     """Compares what both sides know."""
     name = worker.role.value
-    if not worker.reaches(device.identity):
+    if worker.device != device.identity:
         is_one_on_cpu = "cpu" in (worker.device, device.identity)
         remedy = "--device" if is_one_on_cpu else "CUDA_VISIBLE_DEVICES"
         found = f"device: scheduler has {device.identity!r}, {name} has {worker.device!r}"
@@ -318,8 +318,6 @@ def _differences(device: Device, worker: WorkerDescription) -> Iterator[str]:
         return
     if device.identity == "cpu":
         return
-    if worker.device != device.identity and device.fence_kind == EVENT:
-        yield f"fence: scheduler has {EVENT!r}, with which {name} has to be on its GPU (--fence timeline)"
     own = pid_namespace()
     if own and worker.pid_namespace not in ("", own):
         yield (

@@ -171,12 +171,6 @@ class Workers:
         """The workers that there are."""
         return [self.verify] if self.draft is None else [self.verify, self.draft]
 
-    @property
-    def by_device(self) -> list[list[WorkerDescription]]:
-        """The workers on each device, verify's first."""
-        devices = dict.fromkeys(worker.device for worker in self.all)
-        return [[worker for worker in self.all if worker.device == device] for device in devices]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochSizes:
@@ -234,41 +228,36 @@ class EpochSizes:
         )
         needed = sizes.pages_for(context) + 1
         choices = sizes.most_choices
-        plans = [
-            MemoryPlan(
-                there,
-                page_bytes=page_tokens * max(1, sum(worker.kv_bytes_per_token for worker in there)),
-                step_tokens=sizes.most_tokens,
-                step_choices=choices,
-                reserve_bytes=config.memory_reserve_mib * MIB,
-            )
-            for there in workers.by_device
-        ]
+        plan = MemoryPlan(
+            workers.all,
+            page_bytes=page_tokens * max(1, sum(worker.kv_bytes_per_token for worker in workers.all)),
+            step_tokens=sizes.most_tokens,
+            step_choices=choices,
+            reserve_bytes=config.memory_reserve_mib * MIB,
+        )
         request = f"one request with {context} tokens of context"
-        kv_mib = HOST_KV_MIB if config.kv_memory_mib is None and plans[0].is_on_host else config.kv_memory_mib
+        kv_mib = HOST_KV_MIB if config.kv_memory_mib is None and plan.is_on_host else config.kv_memory_mib
         if kv_mib is None:
-            num_pages = min(plan.pages_that_fit(at_least=needed, of=request) for plan in plans)
+            num_pages = plan.pages_that_fit(at_least=needed, of=request)
         else:
-            page_bytes = sum(plan.page_bytes for plan in plans)
-            num_pages = kv_mib * MIB // page_bytes
+            num_pages = kv_mib * MIB // plan.page_bytes
             if num_pages < needed:
-                accepted = f"at least {-(-needed * page_bytes // MIB)}, the KV of {request}"
+                accepted = f"at least {plan.mib(needed)}, the KV of {request}"
                 if (most := sizes.context_of(num_pages - 1)) > 1:
                     accepted += f", or context_tokens of at most {most}"
                 raise ConfigError("kv_memory_mib", kv_mib, accepted)
         useful = min(num_pages, config.slots * (needed - 1) + 1)
-        for plan in plans:
-            plan.check(useful)
+        plan.check(useful)
         return cls(batch=replace(sizes, num_pages=useful), context_tokens=context)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The memory of one epoch on a device, planned when the workers there have loaded their weights."""
+    """The memory of one epoch, planned when both workers have loaded their weights."""
 
     workers: Sequence[WorkerDescription]
     page_bytes: int
-    """KV bytes of a page, the workers together."""
+    """KV bytes of a page, both workers together."""
     step_tokens: int
     """Tokens of the largest step."""
     step_choices: int

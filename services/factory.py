@@ -287,17 +287,7 @@ def _describe(
         metrics_port=metrics_port,
         pid_namespace=pid_namespace(),
         shm_device=shm_device(),
-        reached_devices=_reached(device.torch_device) if role is Role.DRAFT else (),
     )
-
-
-def _reached(device: torch.device) -> tuple[str, ...]:
-    """UUIDs of the GPUs beside this one whose memory it can map."""
-    if device.type != "cuda":
-        return ()
-    others = [number for number in range(torch.cuda.device_count()) if number != device.index]
-    reached = [number for number in others if torch.cuda.can_device_access_peer(device, number)]
-    return tuple(f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in reached)
 
 
 def _name(config: WorkerConfig, model: ModelConfig) -> str:

@@ -25,12 +25,10 @@ FENCES = (AUTO, "timeline", "event")
 def choose_device(device: str, fence: str = AUTO, *, ordinal: int = 0) -> Device:
     """Makes the device; "auto" takes a GPU if one can be used. Raises ConfigError, DeviceError.
 
-    `ordinal`: number of the GPU, unless `device` says it: "cuda:1".
+    `ordinal`: number of the GPU among those that CUDA_VISIBLE_DEVICES shows.
     """
-    kind, _, number = device.partition(":")
-    if kind not in DEVICES or (number and (kind != CUDA or not number.isdecimal())):
-        raise ConfigError("device", device, f"{', '.join(DEVICES)}, cuda:N")
-    device, ordinal = kind, int(number or ordinal)
+    if device not in DEVICES:
+        raise ConfigError("device", device, ", ".join(DEVICES))
     if fence not in FENCES:
         raise ConfigError("fence", fence, ", ".join(FENCES))
     obstacle = None if device == CPU else cuda_obstacle()

@@ -105,8 +105,6 @@ class WorkerDescription:
     """Draft: of the target's weights that it reads where verify has them, in place of copies of its own."""
     takes_masks: bool = False
     """Verify: True if it applies the masks of a grammar worker."""
-    reached_devices: tuple[str, ...] = ()
-    """GPUs beside its own whose memory it can map."""
     weights: Manifest | None = None
     """Verify: the embedding and output that it lends to drafts; None if it lends nothing."""
 
@@ -122,10 +120,6 @@ class WorkerDescription:
         """The dtype that it computes in."""
         return DTYPES[self.dtype]
 
-    def reaches(self, device: str) -> bool:
-        """True if it can share memory that lies on a device."""
-        return device == self.device or device in self.reached_devices
-
     def check_version(self) -> None:
         """Raises MismatchError for a worker that speaks another version of the contract than this process."""
         if self.protocol_version != PROTOCOL_VERSION:
@@ -137,10 +131,9 @@ class WorkerDescription:
 
         Vocabulary sizes may differ, by padding: the tokenizer says what the ids mean.
         """
-        are_linked = self.reaches(other.device) or other.reaches(self.device)
         pairs = (
             ("protocol version", self.protocol_version, other.protocol_version),
-            ("device", self.device, self.device if are_linked else other.device),
+            ("device", self.device, other.device),
             ("tokenizer (SHA-256)", self.tokenizer_sha256, other.tokenizer_sha256),
             ("dtype", self.dtype, other.dtype),
         )

@@ -10,7 +10,7 @@ import pytest
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import ConfigError, MismatchError, OutOfMemoryError
 from slipstream.common.wire.layout import ring_rows
-from slipstream.common.wire.manifest import EVENT, EVENTS, TIMELINE
+from slipstream.common.wire.manifest import EVENTS
 from slipstream.common.wire.step import Role
 from slipstream.common.wire.worker import DeviceMemory
 from slipstream.scheduler import sizes as scheduler_sizes
@@ -133,18 +133,6 @@ def test_hidden_states_must_be_as_wide_as_draft_reads_them() -> None:
         check_fits(device, replace(VERIFY, hidden_width=64), head)
 
 
-def test_a_draft_on_another_gpu_has_to_map_verifys_memory() -> None:
-    device, verify = HostDevice(), replace(VERIFY, device="GPU-0")
-    device.identity, device.fence_kind = "GPU-0", TIMELINE
-    with pytest.raises(MismatchError, match="device: verify has 'GPU-0', draft has 'GPU-1'"):
-        check_fits(device, verify, replace(DRAFT, device="GPU-1", reached_devices=("GPU-2",)))
-    check_fits(device, verify, replace(DRAFT, device="GPU-1", reached_devices=("GPU-2", "GPU-0")))
-    replace(DRAFT, device="GPU-1", reached_devices=("GPU-0",)).check_fits(verify)
-    device.fence_kind = EVENT
-    with pytest.raises(MismatchError, match=r"with which draft has to be on its GPU \(--fence timeline\)"):
-        check_fits(device, verify, replace(DRAFT, device="GPU-1", reached_devices=("GPU-0",)))
-
-
 def test_workers_that_say_they_cost_nothing_are_no_reason_to_fail() -> None:
     free = Workers(verify=replace(VERIFY, kv_bytes_per_token=0), draft=None)
     assert EpochSizes.decide(CONFIG, free).batch.num_pages == 4 * 81 + 1
@@ -176,15 +164,6 @@ def test_on_a_gpu_pages_take_what_the_others_leave() -> None:
     assert sizes.batch.num_pages == (206 - 100 - 60 - 37) * MIB // (10 * 1280)
     with_less_reserve = EpochSizes.decide(replace(few, memory_reserve_mib=99), replace_free(206))
     assert with_less_reserve.batch.num_pages == 10 * MIB // (10 * 1280)
-
-
-def test_of_two_gpus_the_one_with_less_room_decides() -> None:
-    few = replace(GPU_CONFIG, slots=16)
-    # Of each GPU without the reserve, the worker's work and its part of the steps' tokens.
-    for free, num_pages in ((900, (166 - 100 - 40 - 18.5) * MIB // (10 * 1024)), (140, 1.5 * MIB // (10 * 256))):
-        memory = replace(ON_GPU.draft.memory, free=free * MIB) if ON_GPU.draft is not None else MEMORY
-        other = replace(DRAFT, memory=memory, device="GPU-1")
-        assert EpochSizes.decide(few, replace(replace_free(166), draft=other)).batch.num_pages == int(num_pages)
 
 
 def test_a_gpu_that_is_too_small_is_refused_with_what_takes_how_much() -> None:
