@@ -49,7 +49,7 @@ class Output:
     drafted: list[int]
     """The draft's choice after the tokens before."""
     masked: list[int]
-    """The same among those that the mask allows."""
+    """The draft's choice among the tokens that the mask allows."""
     forced: list[list[int]]
     """The tokens that the grammar forces there."""
 

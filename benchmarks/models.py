@@ -120,7 +120,7 @@ class Setup:
         return self.accepting(None)
 
     def accepting(self, shares: Shares | None) -> dict[str, Any]:
-        """The same with these shares of accepted tokens by position; None: with ACCEPT_LENGTH."""
+        """Options of the verify service, which accepts by chance: by these shares, or with a mean of ACCEPT_LENGTH."""
         length = None if shares else ACCEPT_LENGTH
         simulated = {"simulate_accept_by_position": shares, "simulate_accept_length": length}
         return {"model": self.target, "load_format": self.load_format, **simulated}

@@ -476,6 +476,7 @@ def hostile_constraints() -> dict[str, dict[str, Any]]:
     """Constraints that take a compiler long, or without end, by what they are full of."""
     letters = "abcdefghijklmn"
     texts = generation_pb2.Choices(items=[f"{number}{'a' * 400}" for number in range(10_000)])
+    ring = (f'r{number}: "a" (r{(number + 1) % 6000} | "b")' for number in range(6000))
     return {
         "a schema of 4 MiB": {"json_schema": json.dumps({"description": "a" * (4 * MIB - 4096)})},
         "10,000 alternatives": {"choice": texts},
@@ -485,9 +486,7 @@ def hostile_constraints() -> dict[str, dict[str, Any]]:
         },
         "deep nesting": {"json_schema": '{"items": ' * 9000 + "true" + "}" * 9000},
         "nested groups": {"regex": "(" * 50_000 + "a" + ")" * 50_000},
-        "rules in a ring": {
-            "grammar": "start: r0\n" + "\n".join(f'r{n}: "a" (r{(n + 1) % 6000} | "b")' for n in range(6000))
-        },
+        "rules in a ring": {"grammar": "\n".join(("start: r0", *ring))},
         "numbers that never match": {"json_schema": json.dumps({"type": "integer", "multipleOf": 9_999_991})},
     }
 

@@ -75,7 +75,7 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an output keeps to."""
+    """A constraint that an output keeps to."""
 
     field: str
     """The request's field, as it is called in generation.proto."""
@@ -109,7 +109,7 @@ class CheckedRequest:
     outputs: tuple[tuple[int, ...], ...] = ()
     """The first tokens of each sample, in order, which another server generated."""
     constraint: Constraint | None = None
-    """What the output is to keep to, until it is compiled: see `constrained`."""
+    """The output's constraint, until it is compiled: see `constrained`."""
 
     def constrained(self, grammar: str) -> CheckedRequest:
         """The same with a grammar, in llguidance's serialised form, that each of its samples keeps to."""

@@ -164,9 +164,9 @@ class Batch:
     ) -> Step | None:
         """The next step, or None if there is nothing to do: decodes all that can, and takes in prompts beside.
 
-        `num_draft_tokens`: K of the draft that takes part; 0 decodes plainly. `decodes_first`: what can decode does so
-        alone. `mixes`: False if this draft cannot take part in steps that do both. `evens`, `choose`: see
-        `ChooseDraftTokens`; None: only K. `draft`: takes part, and drafts.
+        `num_draft_tokens`: K of the draft that takes part; 0 decodes plainly. `decodes_first`: where sequences can
+        decode, the step takes in no prompts. `mixes`: False if this draft cannot take part in steps that do both.
+        `evens`, `choose`: see `ChooseDraftTokens`; `evens` of None allows only K. `draft`: takes part, and drafts.
         """
         if draft != self._prompts.draft:
             self._prompts.draft, self._decoding = draft, None

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 FIRST_S, LONGEST_S = 0.1, 2.0
 """Seconds between two tries to attach a grammar worker, at first and at most: they double while the tries fail."""
 LONGEST_AFTER_LOSS_S = 30.0
-"""The same for a worker that is lost again and again, at most: each loss costs the steps that wait for it."""
+"""Longest such time, in seconds, for a worker that is lost again and again: each loss costs the steps that wait."""
 STEADY_S = 5.0
 """A worker that took part for so many seconds is tried again soon after its loss."""
 

@@ -283,7 +283,7 @@ class WorkerLink:
         return await call(await self._connect())
 
     def _call(self, call: Callable[[pb_grpc.WorkerStub], Awaitable[Any]]) -> Any:
-        """The same on any other thread, which it blocks. Raises as `LinkThread.call`."""
+        """Makes a call that has one answer from any other thread, which waits. Raises as `LinkThread.call`."""
         return self._thread.call(self._ask(call))
 
     async def _attach(self, attachment: Attachment) -> pb.AttachResponse:

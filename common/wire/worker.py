@@ -227,7 +227,7 @@ class Attachment:
     measures_step_tokens: bool = False
     """For verify: measure how many tokens a step beside decoding may have."""
     longest_pause_ns: int = 0
-    """Of the sequences that decode, for that measurement; 0: verify's own."""
+    """For verify: the longest pause of sequences that decode, by which it measures; 0: its own default."""
     chooses_draft_tokens: bool = False
     """True if the draft tokens of each step are chosen: the worker measures how long steps take."""
     pid: int = 0

@@ -298,7 +298,7 @@ class ModelConfig:
     text_of: str | None = None
     """The architecture of the multimodal model that this is the text part of."""
     rank: Rank = ALONE
-    """Of several, heads and widths are those of this one (`sharding.py`)."""
+    """The rank whose part of the model this is: heads and widths are that rank's (`sharding.py`)."""
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelConfig:

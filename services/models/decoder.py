@@ -87,7 +87,7 @@ class DecoderLayer(nn.Module):
     """
 
     ranks: Ranks | None = None
-    """Of a model that several have together; each branch then ends with the sum of their parts."""
+    """The ranks that have the model together; each branch then ends with the sum of their parts. None: one has all."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.ranks: Ranks | None = None
-        """Of a model that several have together; see `join`."""
+        """The ranks that have the model together, see `join`; None: one has all."""
         vocab_shape = (config.vocab_rows, config.hidden_size)
         self.embedding = empty_parameter(*vocab_shape, device=device, dtype=dtype)
         self.layers = nn.ModuleList(

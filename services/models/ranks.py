@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from slipstream.services.models.config import Rank
 
 TIMEOUT = timedelta(seconds=60)
-"""For a rank's part of a collective; one that is dead or hangs is found sooner."""
+"""Longest time for a collective. A rank that is dead, or whose process has stopped, is found sooner."""
 LOOPBACK = "127.0.0.1"
 _FIELDS = ("tokens", "positions", "page_table", "limits", "is_valid", "starts", "outputs")
 _RAGGED_FIELDS = ("rows", "begins")
 
 Message = dict[str, Any]
-"""What ranks tell each other beside tensors: plain values, as JSON has them."""
+"""A message between ranks, beside tensors: plain values, as JSON has them."""
 
 
 class Channel(Protocol):
@@ -48,7 +48,7 @@ class Ranks:
         """Returns once all ranks have met at the store. `channel`: rank 0's."""
         self.rank = rank
         self.captured: list[Message] = []
-        """What was told while a graph was captured, since this was last emptied: for `capture` of the others."""
+        """Messages of a graph that is captured, for `Follower.capture`; whoever captures it empties the list."""
         self._channel = channel
         self._group = self._meet(store)
 
@@ -131,7 +131,7 @@ def _values(batch: ForwardBatch) -> list[torch.Tensor]:
 
 
 def _shapes(batch: ForwardBatch) -> Message:
-    """What the others have to know of a batch beside its tensors' values."""
+    """Describes a batch to the others, beside the values of its tensors."""
     ragged = batch.ragged
     return {
         "shapes": {name: list(values.shape) for name, values in _named(batch).items()},

@@ -314,7 +314,7 @@ class SimulatedAcceptance:
 
     @classmethod
     def with_mean(cls, accept_length: float, num_draft_tokens: int) -> SimulatedAcceptance:
-        """The same probability at all places.
+        """Makes one with an equal probability at all places.
 
         `accept_length`: mean tokens of a step, the bonus token included, from 1 to `num_draft_tokens` + 1.
         """

@@ -61,7 +61,7 @@ class Slot:
     num_rows: int = 0
     """Rows that the tensor has FP8 scales for, or packed numbers; 0 if it has neither."""
     num_columns: int = 0
-    """The same of a packed weight."""
+    """Columns of the packed weight that the tensor belongs to; else 0."""
     packed: PackedWeights | None = None
     """Set for a tensor of a packed weight; `is_part`: one that is read with the numbers."""
     is_part: bool = False

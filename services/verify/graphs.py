@@ -65,10 +65,10 @@ class _Graphs:
 
 
 class _Kind(NamedTuple):
-    """What the graphs of steps differ by, beside the number of rows."""
+    """The kind of a step's graphs, beside the number of its rows."""
 
     num_draft_tokens: int
-    """Of each row; 0 for plain steps."""
+    """Draft tokens of each row; 0 for plain steps."""
     layers: tuple[int, ...]
     """Those whose inputs a draft reads."""
     simulated_tokens: int | None = None

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 HANG_TIMEOUT_S = 10.0
 """Longest time between two signs of life of a rank."""
 END_TIMEOUT_S = 5.0
-"""For a rank to end by itself when rank 0 hangs up."""
+"""Longest time for a rank to end by itself when rank 0 hangs up."""
 _RECEIVED_BYTES = 2**16
 _LOADING_ERRORS: Mapping[str, type[SlipstreamError]] = MappingProxyType(
     {kind.__name__: kind for kind in (CheckpointError, OutOfMemoryError)}

@@ -11,7 +11,7 @@ import torch
 
 from slipstream.services.models.paged_kv import PagedKV
 from slipstream.services.worker.graphs import CudaCapture
-from slipstream.services.worker.memory import allocated_bytes, first_line, is_out_of_memory
+from slipstream.services.worker.memory import first_line, give_back_unused, is_out_of_memory
 
 if TYPE_CHECKING:
     import socket
@@ -68,7 +68,7 @@ class Follower:
         """Frees them, and the graphs."""
         self._graphs.clear()
         self._cache = self._capture = None
-        allocated_bytes(self._device)  # gives the memory back to the device
+        give_back_unused(self._device)
         return ""
 
     def forward(self, parts: list[Message], joins: bool, aux_layers: list[int]) -> None:

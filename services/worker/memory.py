@@ -128,7 +128,11 @@ def measured(needed: DeviceMemory, device: torch.device, weights: int) -> Device
 
 def allocated_bytes(device: torch.device) -> int:
     """Bytes of this process's tensors. Gives PyTorch's unused memory back to the device first."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated(device)
+    give_back_unused(device)
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def give_back_unused(device: torch.device) -> None:
+    """Gives the memory that PyTorch keeps and no tensor has back to the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -353,7 +353,7 @@ def _fp8_tile(num_rows: int, columns: int, size: int, *, is_gated: bool) -> _Til
 
 
 def _int_tile(num_rows: int, columns: int, size: int, *, is_gated: bool) -> _Tile:
-    """The same for `PackedInts`, measured product by product: few stages, and numbers of slices are powers of two."""
+    """The tile for `PackedInts`, measured product by product: few stages, and slices are powers of two."""
     tile = _fp8_tile(num_rows, columns, size, is_gated=is_gated)
     tile = replace(tile, stages=tile.stages + 1 if tile.block_m > MOST_ROWS else 3)
     if not is_gated and tile.block_m <= MOST_ROWS:
