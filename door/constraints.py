@@ -174,22 +174,20 @@ _CALLS = {
     "qwen3_coder": ("<tool_call>\n<function={}>\n", "</function>\n</tool_call>", "\n"),
 }
 """By form: the text before the arguments of a call, the text after them, and the text between two calls."""
+_BARE_NAMES = ("harmony", "qwen3_coder")
+"""Forms in which a function's name is no JSON."""
 
 
 def _tags(tools: Sequence[Mapping[str, Any]], forms: Forms, *, is_strict: bool) -> list[Format]:
     """A tag for each function; its schema counts if it is strict, or all are by `is_strict`."""
     begin, end, _ = _CALLS[forms.tools]
-    found = []
+    by_schema = _parameters if forms.tools == "qwen3_coder" else _by_schema
     schemas = [((is_strict or tool.get("strict")) and tool.get("parameters")) or _ANY_OBJECT for tool in tools]
-    if forms.tools == "qwen3_coder":
+    if by_schema is _parameters:
         _check_copies(schemas)
-    for name, schema in zip((tool["name"] for tool in tools), schemas, strict=True):
-        if forms.tools == "qwen3_coder":
-            found.append(_tag(begin.format(name), _parameters(schema), end))
-        else:
-            named = begin.format(name if forms.tools == "harmony" else json.dumps(name, ensure_ascii=False))
-            found.append(_tag(named, _by_schema(schema), end))
-    return found
+    names = [tool["name"] for tool in tools]
+    shown = names if forms.tools in _BARE_NAMES else [json.dumps(name, ensure_ascii=False) for name in names]
+    return [_tag(begin.format(name), by_schema(schema), end) for name, schema in zip(shown, schemas, strict=True)]
 
 
 MAX_COPIED_CHARACTERS = 2**20
