@@ -29,7 +29,9 @@ class RandomChoice(DraftChoice):
     def choose(self, slots: StepSlots, most: Counts, *, evens: tuple[int, ...]) -> Counts:
         """See `ChooseDraftTokens`."""
         part = np.array([self._rng.random() for _ in most])
-        even = np.minimum(most, self._rng.choice((0, *evens)))
+        # Each number once at least: few steps may draw only some of them.
+        new = [even for even in (0, *evens) if even not in self.counts and even <= most.max()]
+        even = np.minimum(most, self._rng.choice(new or (0, *evens)))
         chosen = (even if evens else np.rint(part * most)).astype(np.int32)
         self.counts |= set(chosen.tolist())
         return chosen
