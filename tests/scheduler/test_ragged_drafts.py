@@ -38,9 +38,14 @@ if TYPE_CHECKING:
 __all__ = ["checkpoints"]
 
 
-def chosen_at_random(monkeypatch: pytest.MonkeyPatch, *, rests: float = 0.0) -> list[RandomChoice]:
-    """Has epochs choose numbers of draft tokens at random; returns what chooses in each. `rests`: see RandomChoice."""
-    seed, made = random.randrange(2**32), list[RandomChoice]()
+def chosen_at_random(
+    monkeypatch: pytest.MonkeyPatch, *, rests: float = 0.0, seed: int | None = None
+) -> list[RandomChoice]:
+    """Has epochs choose numbers of draft tokens at random; returns what chooses in each.
+
+    `rests`: see RandomChoice; `seed`: drawn if not given.
+    """
+    seed, made = random.randrange(2**32) if seed is None else seed, list[RandomChoice]()
     print(f"seed {seed}")
 
     def make(*_: object) -> DraftChoice:
@@ -220,7 +225,8 @@ def test_steps_by_graphs_have_one_number_for_all_and_change_no_token(
     """As on a GPU: graphs for a few numbers; requests whose steps no graph takes have them, too."""
     outputs: list[list[list[int]]] = []
     for name in ("none", draft):
-        chosen = chosen_at_random(monkeypatch, rests=0.05)
+        # One seed: a random head is right so seldom that none of few drafted steps may be accepted.
+        chosen = chosen_at_random(monkeypatch, rests=0.05, seed=3)
         device, jobs, log_dir = InlineDevice(), jobs_of_all_kinds(), tmp_path / name
         log_dir.mkdir()
         config = make_config(fixed_draft_tokens=None, access_log_dir=log_dir)
