@@ -122,7 +122,7 @@ def algorithm_of(draft: Path | None) -> str:
         return of_head
     try:
         config = json.loads((draft / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # found, and said, when it is loaded
+    except (OSError, ValueError, RecursionError):  # found, and said, when it is loaded
         return STANDALONE
     if not isinstance(config, dict):
         return STANDALONE

@@ -153,7 +153,7 @@ def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
     try:
         # Scalars stay texts, as on the command line: `off` is no false, and 010 no 8.
         found = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError("config", str(path), f"a file in YAML that this user can read ({error})") from error
     names = {one.name for one in context.command.params}
     if not isinstance(found, dict):

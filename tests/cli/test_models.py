@@ -188,6 +188,7 @@ def test_without_options_the_bundled_pair() -> None:
         ('{"architectures": ["LlamaForCausalLM"]}', "standalone"),
         ("[]", "standalone"),
         ("\ufeff{", "standalone"),
+        ("[" * 100_000, "standalone"),
     ],
 )
 def test_a_draft_may_say_what_it_is(model: Path, config: str, algorithm: str) -> None:

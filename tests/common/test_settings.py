@@ -147,6 +147,7 @@ def test_the_command_line_comes_before_variables_and_these_before_the_file(tmp_p
         ("slot: 1", f"config: got 'slot in {file}', accepted: options of this command, without their --"),
         ("- slots", f"config: got '{file}', accepted: a file with a line `option: value` for each option"),
         ("a: [", f"config: got '{file}', accepted: a file in YAML that this user can read"),
+        ("[" * 10_000, f"config: got '{file}', accepted: a file in YAML that this user can read"),
     ):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=re.escape(message)):
