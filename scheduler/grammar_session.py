@@ -216,6 +216,7 @@ class GrammarSession:
                 replace(
                     epoch.attachment,
                     epoch=number,
+                    protocol_version=link.role.protocol_version,
                     manifest=own,
                     given=given,
                     results=results,

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from slipstream.common.wire.sequence import SamplingParams
 
 PROTOCOL_VERSION = 4
-"""Grows when a message of the worker contract changes its meaning."""
+"""Grows when a message of the worker contract to draft or verify changes its meaning."""
+GRAMMAR_PROTOCOL_VERSION = 5
+"""The same of a grammar worker, so that drafts of others stay as they are."""
 FINAL_NORM = 2**32 - 1
 """Among the layers whose inputs a draft reads: the output of the target's final norm."""
 
@@ -25,6 +27,11 @@ class Role(enum.Enum):
     DRAFT = "draft"
     VERIFY = "verify"
     GRAMMAR = "grammar"
+
+    @property
+    def protocol_version(self) -> int:
+        """The version of the contract that such a worker and this release speak."""
+        return GRAMMAR_PROTOCOL_VERSION if self is Role.GRAMMAR else PROTOCOL_VERSION
 
 
 class RowTokens(enum.IntEnum):

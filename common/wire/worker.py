@@ -122,8 +122,8 @@ class WorkerDescription:
 
     def check_version(self) -> None:
         """Raises MismatchError for a worker that speaks another version of the contract than this process."""
-        if self.protocol_version != PROTOCOL_VERSION:
-            found = f"{self.role.value} speaks {self.protocol_version}, this scheduler {PROTOCOL_VERSION}"
+        if self.protocol_version != (ours := self.role.protocol_version):
+            found = f"{self.role.value} speaks {self.protocol_version}, this scheduler {ours}"
             raise MismatchError([f"protocol version: {found} (run the same release of both)"])
 
     def check_fits(self, other: WorkerDescription) -> None:

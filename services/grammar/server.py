@@ -19,7 +19,7 @@ from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metri
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
 from slipstream.common.wire.events import StreamName, make_log_directory, open_event_log
-from slipstream.common.wire.step import PROTOCOL_VERSION, Role
+from slipstream.common.wire.step import GRAMMAR_PROTOCOL_VERSION, Role
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.grammar.epoch import GrammarEpoch
@@ -91,7 +91,7 @@ class GrammarServicer(pb_grpc.WorkerServicer):
     async def Describe(self, request: pb.DescribeRequest, context: ServicerContext) -> pb.DescribeResponse:
         return pb.DescribeResponse(
             role=Role.GRAMMAR.value,
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=GRAMMAR_PROTOCOL_VERSION,
             device="cpu",
             model=f"llguidance {version('llguidance')}",
             pid=os.getpid(),
@@ -103,9 +103,9 @@ class GrammarServicer(pb_grpc.WorkerServicer):
     async def Attach(self, request: pb.AttachRequest, context: ServicerContext) -> pb.AttachResponse:
         if self._has_stream:
             raise FailedPreconditionError("another scheduler has the Execute stream of this worker")
-        if request.protocol_version != PROTOCOL_VERSION:
-            given = request.protocol_version
-            raise MismatchError([f"protocol version: scheduler has {given}, this worker has {PROTOCOL_VERSION}"])
+        if (given := request.protocol_version) != GRAMMAR_PROTOCOL_VERSION:
+            ours = GRAMMAR_PROTOCOL_VERSION
+            raise MismatchError([f"protocol version: scheduler has {given}, this worker has {ours}"])
         if request.pid not in (0, os.getpid()):
             raise FailedPreconditionError(f"process {request.pid} is meant, and this is process {os.getpid()}")
         if request.epoch <= self._last_epoch:

@@ -38,6 +38,7 @@ class LocalGrammar:
         self.on_prepare: Callable[[str], None] = lambda grammar: None
         """Called with a grammar before it is compiled; may raise what is answered."""
         self.max_attachments = 100
+        self.protocol_version = Role.GRAMMAR.protocol_version
 
     def link(self) -> LocalGrammarLink:
         """A new connection."""
@@ -86,9 +87,11 @@ class LocalGrammarLink:
             kv_bytes_per_token=0,
             model="llguidance",
             pid=os.getpid(),
+            protocol_version=self._grammar.protocol_version,
         )
 
     def attach(self, attachment: Attachment) -> None:
+        assert attachment.protocol_version == Role.GRAMMAR.protocol_version
         request = attachment_to_pb(attachment)
         peer = request.peer
         tokenizer = load_tokenizer(Path(peer.tokenizer_path), peer.vocab_size, peer.eos_token_ids)

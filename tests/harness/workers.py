@@ -66,6 +66,7 @@ def describe(role: Role, **changes: object) -> WorkerDescription:
         model=f"a-{role.value}",
         pid=1,
         algorithm="standalone" if role is Role.DRAFT else "",
+        protocol_version=role.protocol_version,
     )
     return replace(description, **changes)  # type: ignore[arg-type]
 

@@ -24,7 +24,7 @@ from slipstream.common.wire.events import EventLog, StreamName
 from slipstream.common.wire.job import FinishReason
 from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.sequence import MAX_GRAMMAR_CHARACTERS, SamplingParams, SequenceSpec, grammar_digest
-from slipstream.common.wire.step import FenceName, StepCommand
+from slipstream.common.wire.step import GRAMMAR_PROTOCOL_VERSION, PROTOCOL_VERSION, FenceName, StepCommand
 from slipstream.scheduler.grammar_session import GrammarSession
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker import epoch as worker_epoch
@@ -418,6 +418,23 @@ async def test_without_a_grammar_worker_the_others_go_on(
         grammar.max_attachments = 1
         await gateway.until(lambda: {*waiting} <= {*gateway.ends})
         assert all(gateway.outputs[number] == plain[1] for number in waiting)
+
+
+async def test_an_older_grammar_worker_is_refused_by_its_version_until_a_newer_one_is_there(
+    target: RoleEngine, plain: list[list[int]], tmp_path: Path
+) -> None:
+    grammar = LocalGrammar()
+    grammar.protocol_version = PROTOCOL_VERSION
+    async with served(tmp_path, target, grammar=grammar) as gateway:
+        (wrong,) = await gateway.submit(SPECS[1])
+        await gateway.until(lambda: wrong in gateway.refused)
+        assert "protocol version: grammar speaks 4, this scheduler 5" in str(gateway.refused[wrong].error)
+        assert await gateway.run(SPECS[2]) == [plain[2]]
+        grammar.protocol_version, right = GRAMMAR_PROTOCOL_VERSION, 0
+        while right not in gateway.ends:
+            (right,) = await gateway.submit(SPECS[1])
+            await gateway.until(lambda number=right: number in gateway.ends or number in gateway.refused)
+        assert gateway.outputs[right] == plain[1]
 
 
 async def test_a_grammar_that_makes_no_sense_is_refused_and_others_run(

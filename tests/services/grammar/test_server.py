@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.common.errors import FailedPreconditionError
 from slipstream.common.rpc.status import error_from_rpc
-from slipstream.common.wire.step import PROTOCOL_VERSION
+from slipstream.common.wire.step import GRAMMAR_PROTOCOL_VERSION, PROTOCOL_VERSION
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 
@@ -55,10 +55,15 @@ def test_metrics_are_served_at_the_address_that_is_asked_for(worker: Any) -> Non
 
 def test_a_process_that_was_started_since_the_last_description_is_not_attached(worker: Any) -> None:
     described = describe(worker)
-    request = pb.AttachRequest(protocol_version=PROTOCOL_VERSION, epoch=1, pid=described.pid + 1)
-    with pytest.raises(grpc.RpcError) as caught:
-        worker.Attach(request, timeout=60)
-    error = error_from_rpc(caught.value)
-    assert isinstance(error, FailedPreconditionError)
-    assert "is meant, and this is process" in str(error)
+    for version, message in (
+        (GRAMMAR_PROTOCOL_VERSION, "is meant, and this is process"),
+        # Commands of version 4 have a grammar's text.
+        (PROTOCOL_VERSION, "protocol version: scheduler has 4, this worker has 5"),
+    ):
+        request = pb.AttachRequest(protocol_version=version, epoch=1, pid=described.pid + 1)
+        with pytest.raises(grpc.RpcError) as caught:
+            worker.Attach(request, timeout=60)
+        error = error_from_rpc(caught.value)
+        assert isinstance(error, FailedPreconditionError)
+        assert message in str(error)
     assert describe(worker).last_epoch == 0
