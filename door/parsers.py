@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from slipstream.door.tools import CALL_FORMS, Arguments, Call, CallParser, Content, held_back
+from slipstream.door.tools import CALL_FORMS, Arguments, Call, CallParser, Content, ObjectEnd, held_back
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -151,6 +151,8 @@ class HarmonyParser:
         """The header that is being read; None in a message."""
         self._channel, self._recipient = "final", ""
         self._has_arguments = False
+        self._arguments = ObjectEnd()
+        """Says whether a mark is within a string of a call's arguments."""
 
     @property
     def is_thinking(self) -> bool:
@@ -175,9 +177,10 @@ class HarmonyParser:
         return [Content(self._header)] if self._header and not self._header.startswith("\0") else []
 
     def _read(self, piece: str) -> list[Delta]:
-        if piece == "<|message|>":
+        is_text = self._arguments.is_in_string or piece not in self._MARKS or piece == "<|constrain|>"
+        if piece == "<|message|>" and not is_text:
             return self._begin()
-        if piece in self._MARKS and piece != "<|constrain|>":
+        if not is_text:
             ended = self._end() if self._header is None else []
             # What is before the channel, as the recipient may be, is kept.
             self._header = f"{self._header or ''}\0{piece}" if piece == "<|channel|>" else "\0"
@@ -187,6 +190,7 @@ class HarmonyParser:
             return []
         if self._recipient in self._functions:
             self._has_arguments = True
+            self._arguments.find(piece)
             return [Arguments(piece)]
         return [Reasoning(piece) if self._channel == "analysis" else Content(piece)]
 
@@ -196,7 +200,7 @@ class HarmonyParser:
         recipient = re.search(r"to=functions\.([\w.-]+)", header)
         self._channel = channel[1] if channel else "final"
         self._recipient = recipient[1] if recipient else ""
-        self._header, self._has_arguments = None, False
+        self._header, self._has_arguments, self._arguments = None, False, ObjectEnd()
         return [Call.of(self._recipient)] if self._recipient in self._functions else []
 
     def _end(self) -> list[Delta]:

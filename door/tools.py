@@ -7,7 +7,7 @@ import re
 import uuid
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 Functions: TypeAlias = "Mapping[str, Any]"
 """By name, the functions that may be called."""
 
-_DECODER = json.JSONDecoder()
 _BETWEEN = "}] \n\t;,"
 """What may stand between the arguments of a call and the next one."""
 
@@ -59,10 +58,14 @@ class CallForm:
     """The mark before calls."""
     end: str
     """The mark after a call; empty: calls follow each other, up to the end of the output."""
+    begin: re.Pattern[str]
+    """The beginning of what is after the mark before calls, of which more may arrive; other text is no call."""
     head: re.Pattern[str] | None
     """What is before arguments that can be sent as they arrive; the last group is the name."""
+    end_finder: Callable[[], _EndFinder]
+    """Finds the end of calls that have another head."""
     read: Callable[[str, Functions], list[tuple[str, str]]]
-    """Reads whole calls, names and arguments, that have another head. Raises ValueError for what is no call."""
+    """Reads such calls up to that end: names and arguments. Raises ValueError for what is no call."""
     is_first: bool = False
     """Calls may begin the output without a mark."""
     has_short_ids: bool = False
@@ -91,7 +94,9 @@ class CallParser:
         """Text that is not certain yet."""
         self._before = ""
         """What was read before the head, which is text if no call follows."""
-        self._object = _ObjectEnd()
+        self._end: _EndFinder = ObjectEnd()
+        self._num_read = 0
+        """Characters of the held text that the end was looked for in."""
         self._is_after_call = False
 
     def push(self, text: str) -> Found:
@@ -116,7 +121,7 @@ class CallParser:
         held, self._held = self._held, ""
         match self._state:
             case _State.HEAD:
-                return self._whole(held, "")
+                return self._whole(held)
             case _State.AFTER:
                 rest = held.lstrip(_BETWEEN)
                 return [] if self._form.end.startswith(rest) else self._said(rest)
@@ -125,42 +130,47 @@ class CallParser:
     def _read_first(self) -> Found:
         begun = self._held.lstrip()
         if begun.startswith((self._form.start, "{")):
-            self._begin_head(begun.removeprefix(self._form.start))
+            rest = begun.removeprefix(self._form.start)
+            self._begin_head(self._held.removesuffix(rest), rest)
         elif not self._form.start.startswith(begun):
             self._state = _State.TEXT
         return []
 
     def _read_text(self) -> Found:
         text, mark, rest = self._held.partition(self._form.start)
-        certain = text.rstrip() if mark else held_back(text, self._form.start).rstrip()
+        certain = (text if mark else held_back(text, self._form.start)).rstrip()
         if mark:
-            self._held = self._held[len(certain) :]
-            self._begin_head(rest)
+            self._begin_head(text[len(certain) :] + mark, rest)
         else:
             self._held = text[len(certain) :]
         return self._said(certain)
 
-    def _begin_head(self, rest: str) -> None:
-        self._before, self._held = self._held.removesuffix(rest), rest
-        self._state = _State.HEAD
+    def _begin_head(self, before: str, rest: str) -> None:
+        self._before, self._held = before, rest
+        self._state, self._end, self._num_read = _State.HEAD, self._form.end_finder(), 0
 
     def _read_head(self) -> Found:
+        if not self._form.begin.match(self._held):
+            self._state = _State.TEXT
+            return self._said(self._before)
         head = self._form.head and self._form.head.match(self._held)
         if head and (name := head[head.lastgroup or 0]) in self._functions:
-            self._state, self._held, self._object = _State.ARGUMENTS, self._held[head.end() :], _ObjectEnd()
+            self._state, self._held, self._end = _State.ARGUMENTS, self._held[head.end() :], ObjectEnd()
             return [Call.of(name, has_short_id=self._form.has_short_ids)]
-        inner, mark, rest = self._held.partition(self._form.end) if self._form.end else (self._held, "", "")
-        if not mark:
+        begin, self._num_read = self._num_read, len(self._held)
+        end = self._end.find(self._held[begin:])
+        if end is None:
             return []
-        self._state, self._held = _State.TEXT, rest
-        return self._whole(inner, mark)
+        inner, self._held = self._held[: begin + end], self._held[begin + end :]
+        return self._whole(inner)
 
-    def _whole(self, text: str, mark: str) -> Found:
+    def _whole(self, text: str) -> Found:
         try:
             calls = self._form.read(text, self._functions)
         except (ValueError, RecursionError):
-            return self._said(self._before + text + mark)
-        self._is_after_call = True
+            self._state = _State.TEXT
+            return self._said(self._before + text)
+        self._state, self._is_after_call = _State.AFTER, True
         return [
             part
             for name, arguments in calls
@@ -168,22 +178,19 @@ class CallParser:
         ]
 
     def _read_arguments(self) -> Found:
-        end = self._object.find(self._held)
+        end = self._end.find(self._held)
         arguments, self._held = self._held[:end], "" if end is None else self._held[end:]
         if end is not None:
             self._state, self._is_after_call = _State.AFTER, True
         return [Arguments(arguments)]
 
     def _read_after(self) -> Found:
-        if self._form.end:
-            _, mark, rest = self._held.partition(self._form.end)
-            if mark:
-                self._state, self._held = _State.TEXT, rest
-            return []
-        rest = self._held.lstrip(_BETWEEN)
-        if rest.startswith((self._form.start, "{")):
-            self._begin_head(rest.removeprefix(self._form.start))
-        elif not self._form.start.startswith(rest):
+        start, end, rest = self._form.start, self._form.end, self._held.lstrip(_BETWEEN)
+        if end and rest.startswith(end):
+            self._state, self._held = _State.TEXT, rest.removeprefix(end)
+        elif rest.startswith((start, "{")):
+            self._begin_head("", rest.removeprefix(start))
+        elif not (start.startswith(rest) or end.startswith(rest)):
             self._state, self._held = _State.TEXT, rest
         return []
 
@@ -193,29 +200,53 @@ class CallParser:
         return [Content(text)] if text else []
 
 
-class _ObjectEnd:
-    """Finds the end of an object of JSON."""
+class _EndFinder(Protocol):
+    """Finds the end of calls."""
 
-    _SIGNS = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
+    def find(self, text: str) -> int | None:
+        """Returns the index after the end, counted from the next part of the text; None if the calls go on."""
+
+
+class ObjectEnd:
+    """Finds the end of an object of JSON, whatever is before it."""
+
+    _SIGNS = re.compile(r'\\.?|["{}]', re.DOTALL)
 
     def __init__(self) -> None:
+        self.is_in_string = False
         self._depth = 0
-        self._is_in_string = False
         self._is_escaped = False
 
     def find(self, text: str) -> int | None:
-        """Returns the index after the end, within the next part of the text; None if the object goes on."""
-        begin, self._is_escaped = int(self._is_escaped), False
+        """See `_EndFinder`."""
+        begin, self._is_escaped = int(self._is_escaped), self._is_escaped and not text
         for sign in self._SIGNS.finditer(text, begin):
             if sign[0][0] == "\\":
                 self._is_escaped = len(sign[0]) == 1
             elif sign[0] == '"':
-                self._is_in_string = not self._is_in_string
-            elif not self._is_in_string:
-                self._depth += 1 if sign[0] in "{[" else -1
+                self.is_in_string = not self.is_in_string
+            elif not self.is_in_string:
+                self._depth += 1 if sign[0] == "{" else -1
                 if not self._depth:
                     return sign.end()
         return None
+
+
+class _TagsEnd:
+    """Finds the mark after calls of qwen3_coder, outside of the values of their parameters."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._num_marks = 0
+
+    def find(self, text: str) -> int | None:
+        """See `_EndFinder`."""
+        begin, self._text = len(self._text), self._text + text
+        if _CODER_END not in self._text[max(0, begin - len(_CODER_END)) :] or self._num_marks == _MOST_MARKS:
+            return None
+        self._num_marks += 1
+        found = _CODER_CALLS.match(self._text)
+        return found and found.end() - begin
 
 
 def held_back(text: str, mark: str) -> str:
@@ -224,19 +255,9 @@ def held_back(text: str, mark: str) -> str:
     return next((text[:-length] for length in lengths if text.endswith(mark[:length])), text)
 
 
-def _objects(text: str, functions: Functions) -> list[tuple[str, str]]:
-    calls, rest = [], text.strip()
-    while rest:
-        value, end = _DECODER.raw_decode(rest)
-        calls += [_call(one, functions) for one in (value if isinstance(value, list) else [value])]
-        rest = rest[end:].lstrip(_BETWEEN)
-    if not calls:
-        raise ValueError("no call")
-    return calls
-
-
-def _call(value: Any, functions: Functions) -> tuple[str, str]:
-    """Reads an object with a name and arguments. Raises ValueError for another one."""
+def _object(text: str, functions: Functions) -> list[tuple[str, str]]:
+    """Reads an object with a name and arguments, the next of a list perhaps."""
+    value = json.loads(text.lstrip("[ \n\t"))
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in functions:
         raise ValueError("no call of a function that there is")
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -244,7 +265,7 @@ def _call(value: Any, functions: Functions) -> tuple[str, str]:
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
         raise ValueError("arguments are an object")
-    return value["name"], _in_json(arguments)
+    return [(value["name"], _in_json(arguments))]
 
 
 def _in_json(arguments: dict[str, Any]) -> str:
@@ -256,20 +277,36 @@ def _in_json(arguments: dict[str, Any]) -> str:
 
 NAME = re.compile(r"[^>\s]+")
 """A name in qwen3_coder's calls, of a function or a parameter."""
-_FUNCTION = re.compile(rf"<function=({NAME.pattern})>(.*?)</function>", re.DOTALL)
-_PARAMETER = re.compile(rf"<parameter=({NAME.pattern})>\n?(.*?)\n?</parameter>", re.DOTALL)
+_CODER_END = "</tool_call>"
+_MOST_MARKS = 256
+"""Parts of a call with the mark of its end, at each of which all of it is read again."""
+_STRING = r'"(?:[^"\\\x00-\x1f]|\\.)*+(?:"|\Z)'
+"""A string of JSON, of which more may arrive."""
+_VALUE = rf"(?:(?=\s*[\[{{\"])(?:{_STRING}|(?!</parameter>).)*+|(?!\s*[\[{{\"])(?:(?!</parameter>).)*+)"
+"""A parameter's value, up to the first mark after it that is in no string of a value that begins as JSON does."""
+_PARAMETER = re.compile(rf"<parameter=({NAME.pattern})>\n?({_VALUE})</parameter>", re.DOTALL)
+_FUNCTION = re.compile(
+    rf"(?:(?!<function=|{_CODER_END}).)*+<function=({NAME.pattern})>"
+    rf"((?:<parameter={NAME.pattern}>{_VALUE}</parameter>|(?!</function>|<parameter=).)*+)</function>",
+    re.DOTALL,
+)
+"""The next function that is called, and its parameters."""
+_CODER_CALLS = re.compile(rf"(?:{_FUNCTION.pattern})*+(?:(?!<function=|{_CODER_END}).)*+(?={_CODER_END})", re.DOTALL)
 
 
 def _qwen3_coder(text: str, functions: Functions) -> list[tuple[str, str]]:
-    calls = []
-    for name, body in _FUNCTION.findall(text):
+    calls, end = list[tuple[str, str]](), 0
+    while found := _FUNCTION.match(text, end):
+        (name, body), end = found.groups(), found.end()
         if name not in functions:
             raise ValueError("no call of a function that there is")
         parameters = functions[name].get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, dict) else None
         schemas = properties if isinstance(properties, dict) else {}
-        given = _PARAMETER.findall(body)
-        arguments = {key: _typed(value, types_of(schemas.get(key), parameters)) for key, value in given}
+        arguments = {
+            key: _typed(value.removesuffix("\n"), types_of(schemas.get(key), parameters))
+            for key, value in _PARAMETER.findall(body)
+        }
         calls.append((name, _in_json(arguments)))
     if not calls:
         raise ValueError("no call")
@@ -331,10 +368,16 @@ def _typed(value: str, types: set[str]) -> Any:
 
 _HEAD = r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 _NAMED = r"\s*(?P<named>[\w.-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)"
+_JSON, _JSON_OR_NAMED = (
+    re.compile(rf"\s*(?:[\[{{]|\Z{more})") for more in ("", rf"|[\w.-]+\s*(?:\[[^{{]*)?\Z|{_NAMED}")
+)
 CALL_FORMS = {
-    "hermes": CallForm("<tool_call>", "</tool_call>", re.compile(_HEAD), _objects),
-    "qwen3_coder": CallForm("<tool_call>", "</tool_call>", None, _qwen3_coder),
-    "mistral": CallForm("[TOOL_CALLS]", "", re.compile(rf"\s*\[?{_HEAD}|{_NAMED}"), _objects, has_short_ids=True),
-    "llama3_json": CallForm("<|python_tag|>", "", re.compile(_HEAD), _objects, is_first=True),
+    "hermes": CallForm("<tool_call>", "</tool_call>", _JSON, re.compile(_HEAD), ObjectEnd, _object),
+    "qwen3_coder": CallForm("<tool_call>", _CODER_END, re.compile(r"\s*(?:<|\Z)"), None, _TagsEnd, _qwen3_coder),
+    "mistral": CallForm(
+        *("[TOOL_CALLS]", "", _JSON_OR_NAMED, re.compile(rf"\s*\[?{_HEAD}|{_NAMED}"), ObjectEnd, _object),
+        has_short_ids=True,
+    ),
+    "llama3_json": CallForm("<|python_tag|>", "", _JSON, re.compile(_HEAD), ObjectEnd, _object, is_first=True),
 }
 """By name, the forms that are found by a `CallParser`."""

@@ -47,12 +47,17 @@ LLAMA = '{"name": "get_weather", "parameters": {"city": "Paris"}}'
 MISTRAL = (
     '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "add", "arguments": {"a": 1}}]'
 )
+MARKS = "</parameter> </function> </tool_call> <tool_call> [TOOL_CALLS] <|python_tag|> <|call|> <|end|>[{<|message|>"
+"""Those of all forms, as a value may have them."""
 ANALYSIS = "<|channel|>analysis<|message|>Let me think.<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>It is warm."
 COMMENTARY = "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + PARIS
 BEFORE = "<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>" + PARIS
 
 W, A = ("get_weather", json.loads(PARIS)), ("add", {"a": 1})
+M, C = ("get_weather", {"city": MARKS}), ("get_weather", CODER_ARGUMENTS)
+CODER_MARKS = ("get_weather", CODER_ARGUMENTS | {"tags": ["1", MARKS]})
+CODER_TEXT = ("get_weather", CODER_ARGUMENTS | {"city": '["a </function>\n</tool_call>'})
 CASES: list[tuple[str, str, str, tuple[str, str, list[Any]]]] = [
     ("hermes", "", HERMES, ("", "", [W])),
     ("hermes", "", f"Sure.\n{HERMES}\n{ADD}\n", ("Sure.", "", [W, A])),
@@ -68,7 +73,15 @@ CASES: list[tuple[str, str, str, tuple[str, str, list[Any]]]] = [
     ("qwen3_coder", "", CODER, ("", "", [("get_weather", CODER_ARGUMENTS)])),
     ("qwen3_coder", "", f"Ok.\n\n{CODER}", ("Ok.", "", [("get_weather", CODER_ARGUMENTS)])),
     ("qwen3_coder", "", "<tool_call>\n<function=rm>\n</function>\n</tool_call>", (..., "", [])),  # type: ignore[list-item]
+    ("qwen3_coder", "", CODER.replace("[1, 2]", json.dumps(["1", MARKS])) + CODER, ("", "", [CODER_MARKS, C])),
+    ("qwen3_coder", "", CODER.replace("Paris\n 2", CODER_TEXT[1]["city"]), ("", "", [CODER_TEXT])),
+    ("qwen3_coder", "", CODER.removesuffix("\n</tool_call>"), ("", "", [C])),
+    ("qwen3_coder", "", CODER.replace("[1, 2]\n</parameter>", "["), (..., "", [])),  # type: ignore[list-item]
+    ("qwen3_coder", "", f"Use <tool_call> for {CODER}", ("Use <tool_call> for", "", [C])),
     ("llama3_json", "", LLAMA, ("", "", [W])),
+    ("llama3_json", "", LLAMA.replace("Paris", MARKS), ("", "", [M])),
+    ("llama3_json", "", f"{AS_TEXT[11:-12]}; {LLAMA}".replace("Paris", MARKS), ("", "", [M, M])),
+    ("llama3_json", "", f'{{"a": "{MARKS}"}} x', (..., "", [])),  # type: ignore[list-item]
     ("llama3_json", "", f"<|python_tag|>{LLAMA}; {LLAMA}", ("", "", [W, W])),
     ("llama3_json", "", f"Hi {LLAMA}", (f"Hi {LLAMA}", "", [])),
     ("llama3_json", "", '{"a": 1}', ('{"a": 1}', "", [])),
@@ -76,6 +89,9 @@ CASES: list[tuple[str, str, str, tuple[str, str, list[Any]]]] = [
     ("llama3_json", "", f"Hi <|python_tag|>{LLAMA}", ("Hi", "", [W])),
     ("hermes", "", HERMES.removesuffix(' "Paris"}}\n</tool_call>'), ("", "", [("get_weather", '{"city":')])),
     ("hermes", "", SWAPPED, ("", "", [W])),
+    ("hermes", "", f"{SWAPPED}\n{AS_TEXT}\n{HERMES} x".replace("Paris", MARKS), ("x", "", [M, M, M])),
+    ("hermes", "", HERMES.replace("}}", f"}}}}\n{LLAMA}"), ("", "", [W, W])),
+    ("hermes", "", f"A <tool_call> is a tag: {HERMES}", ("A <tool_call> is a tag:", "", [W])),
     ("hermes", "", SWAPPED.replace("Paris", "\\ud83d"), (..., "", [])),  # type: ignore[list-item]
     ("hermes", "", SWAPPED.replace('"Paris"', "NaN"), (..., "", [])),  # type: ignore[list-item]
     ("hermes", "", AS_TEXT + " x", ("x", "", [W])),
@@ -85,6 +101,10 @@ CASES: list[tuple[str, str, str, tuple[str, str, list[Any]]]] = [
     ("mistral", "", '[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{"a": 1}[TOOL_CALLS]add{"a": 1}', ("", "", [A, A])),
     ("mistral", "", MISTRAL, ("", "", [W, A])),
     ("mistral", "", f'[TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]add{{"a": 1}}', ("", "", [W, A])),
+    ("mistral", "", f"{MISTRAL} x".replace("Paris", MARKS), ("x", "", [M, A])),
+    ("mistral", "", f"[TOOL_CALLS][{SWAPPED[11:-12]}, {LLAMA}] x".replace("Paris", MARKS), ("x", "", [M, M])),
+    ("mistral", "", f"[TOOL_CALLS]get_weather[ARGS]{PARIS}".replace("Paris", MARKS), ("", "", [M])),
+    ("mistral", "", f"A [TOOL_CALLS] is a tag: {MISTRAL}", ("A [TOOL_CALLS] is a tag:", "", [W, A])),
     ("mistral", "", "[TOOL_CALLS] no", ("[TOOL_CALLS] no", "", [])),
     ("", "think", "<think>\nWhy?\n</think>\n\nSo.", ("So.", "Why?", [])),
     ("", "think", "No thoughts.", ("No thoughts.", "", [])),
@@ -97,6 +117,7 @@ CASES: list[tuple[str, str, str, tuple[str, str, list[Any]]]] = [
     ("harmony", "harmony", ANALYSIS + COMMENTARY, ("", "Let me think.", [W])),
     ("harmony", "harmony", ANALYSIS + BEFORE + "<|call|>", ("", "Let me think.", [W])),
     ("harmony", "harmony", COMMENTARY.replace("get_weather", "rm"), (PARIS, "", [])),
+    ("harmony", "harmony", (COMMENTARY + "<|call|>" + FINAL).replace("Paris", MARKS), ("It is warm.", "", [M])),
     ("harmony", "harmony", "No channel.", ("No channel.", "", [])),
     ("harmony", "harmony", "a <", ("a <", "", [])),
 ]
@@ -183,7 +204,8 @@ def test_an_output_has_the_same_parts_however_it_comes(
         assert (found[0], *found[1:]) == (said, *expected[1:])
 
     check()
-    assert read(forms, list(text)) == (said, *expected[1:])
+    for between in ([], [""]):
+        assert read(forms, [part for sign in text for part in (sign, *between)]) == (said, *expected[1:])
 
 
 @settings(max_examples=examples(200), deadline=None)
