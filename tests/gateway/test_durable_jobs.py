@@ -18,6 +18,7 @@ from slipstream.common.errors import InternalError, NotFoundError, ResourceExhau
 from slipstream.common.wire.job import FinishReason, JobState
 from slipstream.common.wire.sequence import StepOutput
 from slipstream.gateway.job import Job
+from slipstream.gateway.jobs import JobManager
 from slipstream.gateway.journal import JobJournal, output_of, record_of, rows_of
 from slipstream.gateway.journal_file import Accepted, JournalFile, JournalMode
 from slipstream.gateway.metrics import RequestMetrics
@@ -300,7 +301,7 @@ async def test_no_token_is_readable_before_its_commit(path: Path, monkeypatch: p
         await until(lambda: server.manager.get("mine").num_tokens == 2 * PAUSE)
 
 
-async def test_a_job_without_its_caller_is_cancelled_after_a_while(path: Path) -> None:
+async def test_a_job_without_its_caller_is_cancelled_after_a_while(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with generation_server(journal=path) as server, AsyncClient(server.address) as client:
         server.loop.pause_tokens = PAUSE
         streams = [
@@ -316,7 +317,19 @@ async def test_a_job_without_its_caller_is_cancelled_after_a_while(path: Path) -
         await asyncio.gather(*streams, return_exceptions=True)
     scheduler = ScriptedScheduler()
     scheduler.pause_tokens = PAUSE
-    opening = generation_server(journal=left, return_s=0.5, scheduler=scheduler)
+    cancel, has_called, times = JobManager._cancel_without_callers, asyncio.Event(), [time.monotonic()]
+
+    def cancel_late(manager: JobManager, unfinished: list[Job]) -> None:
+        async def cancel_after_the_call() -> None:
+            await has_called.wait()
+            cancel(manager, unfinished)
+
+        times.append(time.monotonic())
+        tasks.append(asyncio.create_task(cancel_after_the_call()))
+
+    tasks = list[asyncio.Task[None]]()
+    monkeypatch.setattr(JobManager, "_cancel_without_callers", cancel_late)
+    opening = generation_server(journal=left, return_s=0.2, scheduler=scheduler)
     async with opening as server, AsyncClient(server.address) as client:
         assert (await client.get_job("stays-away")).state is not JobState.ENDED
         request = generation_pb2.GenerateRequest(job_id="comes-back", input_ids={"ids": PROMPT})
@@ -325,7 +338,10 @@ async def test_a_job_without_its_caller_is_cancelled_after_a_while(path: Path) -
         request.resume.attempt = attempt
         stub = client._stub
         call = stub.Generate(request)
+        await until(lambda: server.manager.get("comes-back").num_callers == 1)
+        has_called.set()
         cancelled = await state_of(client, "stays-away", JobState.ENDED)
+        assert times[1] - times[0] >= 0.2
         assert (cancelled.finish_reason, cancelled.num_tokens) == ("abort", PAUSE)
         scheduler.pause_tokens = None
         tokens = [token async for message in call for token in message.token_ids]
@@ -481,14 +497,18 @@ async def test_a_sequence_whose_end_is_lost_with_a_commit_is_forgotten(path: Pat
         await until(lambda: (job := server.store.get("", "mine")) is not None and job.num_tokens == PAUSE)
         job = server.store.get("", "mine")
         assert job is not None
-        journal, may_fail = server.manager.journal, threading.Event()
+        journal, is_writing, may_fail = server.manager.journal, threading.Event(), threading.Event()
         assert journal._file is not None
 
         def fail(changes: object, rows: object) -> int:
+            is_writing.set()
             may_fail.wait(30)
             raise sqlite3.OperationalError("the disk has failed")
 
         journal._file.commit, commit = fail, journal._file.commit  # type: ignore[method-assign]
+        # All that is said from here on waits for this commit, however late its thread is.
+        journal.accept(job)
+        await until(is_writing.is_set)
         server.manager.leave(job, None)
         server.manager.go_on(job, server.model)
         # Both sequences' news, the one's end and the other's admission, come in one message.

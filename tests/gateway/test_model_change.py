@@ -58,7 +58,7 @@ async def test_kept_jobs_let_go_of_a_model_that_is_gone_and_stay_readable() -> N
         for _ in range(2):
             with pytest.raises(UnavailableError, match="the model changed"):
                 await collect(client.watch_job("cut-short"))
-        assert those_alive(before) == []
+        await until(lambda: those_alive(before) == [])
         expected = [prompt[number % len(prompt)] for number in range(100)]
         for name in ("never-read", "read"):
             chunks = [chunk for chunk in await collect(client.watch_job(name)) if chunk.sample_index == 0]
@@ -85,7 +85,7 @@ async def test_output_that_cannot_become_text_keeps_no_tokenizer() -> None:
         before = parts_of_the_model(server)
         await change_model(server, "another")
         del text, fail
-        assert those_alive(before) == []
+        await until(lambda: those_alive(before) == [])
         with pytest.raises(InternalError, match="could not be taken in"):
             await collect(client.watch_job("broken"))
         assert len(tokens_of(await collect(client.watch_job("whole")))) == 20

@@ -53,6 +53,12 @@ def attach_again(server: GenerationServer) -> None:
     server.loop.serve()
 
 
+def end_outage(server: GenerationServer) -> None:
+    """The outage has taken too long, from now on."""
+    server.link._outage_timeout_s = 0.0
+    server.link._expire()
+
+
 @pytest.mark.parametrize("disturb", [break_stream, pause_for_a_while, attach_again])
 async def test_streams_go_on_with_the_next_token(
     server: GenerationServer, client: AsyncClient, disturb: Callable[[GenerationServer], None]
@@ -170,6 +176,7 @@ async def test_no_scheduler_for_too_long() -> None:
         # The same request again goes on from the output kept.
         server.loop.pause_tokens = None
         server.loop.serve()
+        await until(lambda: server.link._absence is None)
         again = await collect(client.generate([5], job_id="mine", max_new_tokens=9))
         assert tokens_of(again) == [5] * 9
         assert len(server.loop.submitted[-1].spec.output) == TOKENS_PER_STEP
@@ -269,6 +276,7 @@ async def test_a_drawn_seed_belongs_to_the_job_whatever_dies() -> None:
             while not (await client.get_job("mine")).error:
                 pass
         server.loop.serve()
+        await until(lambda: server.link._absence is None)
         server.loop.pause_tokens = None
         again = await client.create_job(TEXT, job_id="mine", max_new_tokens=30, temperature=1.0)
         rest = await collect(client.watch_job("mine", from_token=len(begun.token_ids)))
@@ -285,7 +293,7 @@ async def test_a_drawn_seed_belongs_to_the_job_whatever_dies() -> None:
 
 async def test_many_sequences_are_submitted_again_a_message_at_a_time_and_all_fail_when_it_takes_too_long() -> None:
     num_jobs = 2 * MAX_SEQUENCES_PER_MESSAGE + 1
-    async with generation_server(outage_timeout_s=0.5) as server, AsyncClient(server.address) as client:
+    async with generation_server() as server, AsyncClient(server.address) as client:
         server.loop.pause_tokens = 0
         await asyncio.gather(*(client.create_job([5], job_id=f"job-{n}") for n in range(num_jobs)))
         await until(lambda: len(server.loop.submitted) == num_jobs)
@@ -294,6 +302,8 @@ async def test_many_sequences_are_submitted_again_a_message_at_a_time_and_all_fa
         again = [sequence.spec.job_id for sequence in server.loop.submitted[num_jobs:]]
         assert again == [sequence.spec.job_id for sequence in server.loop.submitted[:num_jobs]]
         server.loop.pause("verify is gone")
+        await until(lambda: not server.link.running)
+        end_outage(server)
         await until(lambda: server.metric("requests_total", outcome="error") == num_jobs)
         assert server.link.num_waiting == server.link.num_running == 0
 
@@ -368,7 +378,7 @@ async def test_a_request_that_comes_back_while_it_is_cancelled_counts_once(
 async def test_a_sequence_whose_end_is_being_written_is_not_submitted_again(tmp_path: Path) -> None:
     """A scheduler would run it up to its length, with nobody to end it."""
     async with (
-        generation_server(outage_timeout_s=0.2, journal=tmp_path / "journal") as server,
+        generation_server(journal=tmp_path / "journal") as server,
         AsyncClient(server.address) as client,
     ):
         server.loop.pause_tokens = 0
@@ -384,6 +394,7 @@ async def test_a_sequence_whose_end_is_being_written_is_not_submitted_again(tmp_
         assert job is not None
         journal.accept(job)
         # The end of the outage's time waits for the disk.
+        end_outage(server)
         await until(lambda: any(item.then is not None for item in journal._pending))
         server.loop.serve()
         await until(lambda: server.link._absence is None)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class GatewayProcesses:

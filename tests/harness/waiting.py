@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 TIMEOUT_S = 60.0
+DEADLINES_S = (0.2, 2.0, 20.0)
+"""Deadlines of a call that must have begun by then: a test makes it again with the next while it has not."""
 
 
 async def until(condition: Callable[[], bool]) -> None:
