@@ -160,8 +160,10 @@ def follow(config: WorkerConfig, rank: int, store: int, connection: socket.socke
         line.wait_for_end()
         return
     line.answer("")
+    follower = Follower(model.decoder, ranks, device.torch_device, keeps_fp8=keeps_fp8_kv(config, device))
     with torch.inference_mode():
-        line.serve(Follower(model.decoder, ranks, device.torch_device, keeps_fp8=keeps_fp8_kv(config, device)))
+        # On a GPU the thread waits for the driver, too, and neither this nor a collective is seen.
+        line.serve(follower, None if device.torch_device.type == "cuda" else ranks)
 
 
 def _free_bytes(device: torch.device) -> int:

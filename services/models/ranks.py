@@ -7,6 +7,7 @@ drafts and requests.
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,12 +18,12 @@ import torch.distributed as dist
 from slipstream.services.models.attention import ForwardBatch, JoinedBatch, RaggedRows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from slipstream.services.models.config import Rank
 
 TIMEOUT = timedelta(seconds=60)
-"""Longest time for a collective. A rank that is dead, or whose process has stopped, is found sooner."""
+"""Longest time for a collective. A rank that is dead, or hangs, is found sooner."""
 LOOPBACK = "127.0.0.1"
 _FIELDS = ("tokens", "positions", "page_table", "limits", "is_valid", "starts", "outputs")
 _RAGGED_FIELDS = ("rows", "begins")
@@ -49,6 +50,10 @@ class Ranks:
         self.rank = rank
         self.captured: list[Message] = []
         """Messages of a graph that is captured, for `Follower.capture`; whoever captures it empties the list."""
+        self.is_waiting = False
+        """True while the thread is in a collective; on a GPU that is not known."""
+        self.waited_s = 0.0
+        """Seconds in collectives until now."""
         self._channel = channel
         self._group = self._meet(store)
 
@@ -73,13 +78,19 @@ class Ranks:
     def _all(self, part: torch.Tensor) -> list[torch.Tensor]:
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.rank.size)]
-        self._group.allgather([parts], [part]).wait()
+        self._wait(lambda: self._group.allgather([parts], [part]))
         return parts
+
+    def _wait(self, collective: Callable[[], Any]) -> None:
+        self.is_waiting, began_at = True, time.monotonic()
+        collective().wait()
+        self.waited_s += time.monotonic() - began_at
+        self.is_waiting = False
 
     def broadcast(self, values: torch.Tensor) -> None:
         """Replaces the values, which are contiguous, by those of rank 0."""
         if values.numel():
-            self._group.broadcast([values], dist.BroadcastOptions()).wait()
+            self._wait(lambda: self._group.broadcast([values], dist.BroadcastOptions()))
 
     def tell(self, do: str, **arguments: Any) -> None:
         """Rank 0: has all others call a method; they do nothing by themselves."""

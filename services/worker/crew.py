@@ -15,7 +15,8 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager, suppress
+import time
+from contextlib import ExitStack, contextmanager, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -41,11 +42,48 @@ logger = logging.getLogger(__name__)
 HANG_TIMEOUT_S = 10.0
 """Longest time between two signs of life of a rank."""
 END_TIMEOUT_S = 5.0
-"""Longest time for a rank to end by itself when rank 0 hangs up."""
+"""Longest time for all ranks to end by themselves when rank 0 hangs up."""
+PROGRAM = (sys.executable, "-m", "slipstream.services.rank_main")
+"""What runs a rank."""
 _RECEIVED_BYTES = 2**16
 _LOADING_ERRORS: Mapping[str, type[SlipstreamError]] = MappingProxyType(
     {kind.__name__: kind for kind in (CheckpointError, OutOfMemoryError)}
 )
+
+
+class Member:
+    """A rank after the first, as rank 0 knows it."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank = rank
+        self.connection = connection
+        self.answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.said: Message = {"free": 0}
+        """Its last message; `free`: bytes of its device's memory, 0 where this is the host's."""
+        # Made here: the connection may be closed before the thread runs that reads.
+        self._received = connection.makefile("rb", buffering=0)
+        self._rest = b""
+
+    def watch(self, lose: Callable[[int, str], None]) -> None:
+        """Takes its messages until it ends, or hangs."""
+        ready = select.poll()
+        ready.register(self._received, select.POLLIN)
+        patience_ms: float | None = None  # until it has loaded what shows signs of life
+        with self._received:
+            while ready.poll(patience_ms):
+                try:
+                    some = self._received.read(_RECEIVED_BYTES)
+                except ConnectionResetError:  # it has not read all that it was told
+                    some = b""
+                if not some:
+                    return lose(self.rank, "has ended")
+                patience_ms = 1e3 * HANG_TIMEOUT_S
+                # All lines that are there: `poll` does not return for what was received.
+                *lines, self._rest = (self._rest + some).split(b"\n")
+                for self.said in map(json.loads, lines):
+                    if "error" in self.said:
+                        self.answers.put(self.said)
+        return lose(self.rank, f"has shown no sign of life for {HANG_TIMEOUT_S:g} s")
 
 
 class Crew:
@@ -54,33 +92,30 @@ class Crew:
     def __init__(self, connections: list[socket.socket], store: int, lose: Callable[[int, str], None]) -> None:
         """`store`: descriptor of the file by which ranks meet. `lose` is called with a rank and what became of it."""
         self._store = store
-        self._connections = connections
         self._lose = lose
-        self._free: dict[int, int] = {}
-        """Bytes that each rank's device had free by its last message; 0 where these are the host's."""
-        self._answers: list[queue.SimpleQueue[Message]] = [queue.SimpleQueue() for _ in connections]
+        self._members = [Member(rank, connection) for rank, connection in enumerate(connections, 1)]
         self._is_closing = False
-        for rank in range(1, len(connections) + 1):
-            threading.Thread(target=self._watch, args=(rank,), name=f"rank-{rank}", daemon=True).start()
+        for member in self._members:
+            threading.Thread(target=member.watch, args=(self._report,), name=f"rank-{member.rank}", daemon=True).start()
 
     def __len__(self) -> int:
         """The number of ranks, this one included."""
-        return len(self._connections) + 1
+        return len(self._members) + 1
 
     @property
     def least_free(self) -> int | None:
         """Bytes that are free on the device with the fewest; None where the memory is the host's."""
-        return min(filter(None, self._free.values()), default=None)
+        return min(filter(None, (member.said["free"] for member in self._members)), default=None)
 
     def tell(self, message: Message) -> None:
         """See `Channel.tell`. Nothing happens where a rank is gone: who watches it ends this process."""
         line = json.dumps(message).encode() + b"\n"
-        for connection in self._connections:
+        for member in self._members:
             with suppress(OSError):
-                connection.sendall(line)
+                member.connection.sendall(line)
 
     def answers(self) -> list[Message]:
-        return [answers.get() for answers in self._answers]
+        return [member.answers.get() for member in self._members]
 
     def meet(self, device: torch.device) -> Ranks:
         """Makes rank 0's collectives."""
@@ -95,32 +130,13 @@ class Crew:
     def close(self) -> None:
         """Hangs up; the others then end."""
         self._is_closing = True
-        for connection in self._connections:
+        for member in self._members:
             with suppress(OSError):
-                connection.shutdown(socket.SHUT_WR)
+                member.connection.shutdown(socket.SHUT_WR)
 
-    def _watch(self, rank: int) -> None:
-        connection, answers, rest = self._connections[rank - 1], self._answers[rank - 1], b""
-        ready = select.poll()
-        ready.register(connection, select.POLLIN)
-        patience_ms: float | None = None  # until it has loaded what shows signs of life
-        with connection.makefile("rb", buffering=0) as received:
-            while True:
-                if not ready.poll(patience_ms):
-                    return self._lose(rank, f"has shown no sign of life for {HANG_TIMEOUT_S:g} s")
-                try:
-                    some = received.read(_RECEIVED_BYTES)
-                except ConnectionResetError:  # it has not read all that it was told
-                    some = b""
-                if not some:
-                    return None if self._is_closing else self._lose(rank, "has ended")
-                patience_ms = 1e3 * HANG_TIMEOUT_S
-                # All lines that are there: `poll` does not return for what was received.
-                *lines, rest = (rest + some).split(b"\n")
-                for message in map(json.loads, lines):
-                    self._free[rank] = message["free"]
-                    if "error" in message:
-                        answers.put(message)
+    def _report(self, rank: int, reason: str) -> None:
+        if not self._is_closing:
+            self._lose(rank, reason)
 
 
 def end_with_it(rank: int, reason: str) -> NoReturn:
@@ -160,26 +176,38 @@ def started_crew(config: WorkerConfig, logs: LogSettings) -> Iterator[Crew | Non
         yield None
         return
     _check(config)
-    store, connections, processes = os.memfd_create("slipstream-ranks"), [], []
-    for rank in range(1, config.tensor_parallel_size):
-        own, theirs = socket.socketpair()
-        rest = ["--rank", str(rank), "--store", str(store), "--connection", str(theirs.fileno())]
-        options = [*rest, "--parent", str(os.getpid()), *arguments(config)]
-        options += ["--log-level", logs.log_level, "--log-format", logs.log_format]
-        command = [sys.executable, "-m", "slipstream.services.rank_main", *options]
-        # Ctrl-C in a terminal is for rank 0.
-        processes.append(subprocess.Popen(command, pass_fds=[store, theirs.fileno()], start_new_session=True))
-        theirs.close()
-        connections.append(own)
-    crew = Crew(connections, store, end_with_it)
-    try:
+    processes: list[subprocess.Popen[bytes]] = []
+    with ExitStack() as held:
+        store = os.memfd_create("slipstream-ranks")
+        held.callback(os.close, store)
+        held.callback(_end, processes)
+        connections = []
+        for rank in range(1, config.tensor_parallel_size):
+            own, theirs = map(held.enter_context, socket.socketpair())
+            with theirs:
+                processes.append(_start(rank, config, logs, store, theirs.fileno()))
+            connections.append(own)
+        crew = Crew(connections, store, end_with_it)
+        held.callback(crew.close)
         yield crew
-    finally:
-        crew.close()
-        os.close(store)
-        for process in processes:
-            try:
-                process.wait(END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+
+
+def _start(rank: int, config: WorkerConfig, logs: LogSettings, store: int, connection: int) -> subprocess.Popen[bytes]:
+    place = {"rank": rank, "store": store, "connection": connection, "parent": os.getpid()}
+    log = {"log-level": logs.log_level, "log-format": logs.log_format}
+    options = [f"--{name}={value}" for name, value in (*place.items(), *log.items())]
+    # Ctrl-C in a terminal is for rank 0.
+    return subprocess.Popen(
+        [*PROGRAM, *options, *arguments(config)], pass_fds=[store, connection], start_new_session=True
+    )
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Waits for ranks that were hung up on, together for END_TIMEOUT_S, and kills those that remain."""
+    end_at = time.monotonic() + END_TIMEOUT_S
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, end_at - time.monotonic()))
+    for process in processes:
+        process.kill()
+        process.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +50,8 @@ class Follower:
     def open(self, num_pages: int, page_tokens: int) -> str:
         """Allocates the KV pages of an epoch."""
         self._cache = None
-        try:
+
+        def allocate() -> None:
             self._cache = PagedKV(
                 self._decoder.config,
                 num_pages=num_pages,
@@ -58,11 +60,8 @@ class Follower:
                 dtype=self._decoder.embedding.dtype,
                 is_fp8=self._keeps_fp8,
             )
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            return first_line(error)
-        return ""
+
+        return _want_of_memory(allocate)
 
     def close(self) -> str:
         """Frees them, and the graphs."""
@@ -91,13 +90,12 @@ class Follower:
             for message in messages:
                 self.do(message)
 
-        try:
-            self._graphs[number] = self._capture.record(work)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            return first_line(error)
-        return ""
+        capture = self._capture
+
+        def record() -> None:
+            self._graphs[number] = capture.record(work)
+
+        return _want_of_memory(record)
 
     def replay(self, number: int) -> None:
         """Does what the graph of this number is of."""
@@ -108,6 +106,17 @@ class Follower:
         self._decoder.enable_batch_invariance()
 
 
+def _want_of_memory(work: Callable[[], None]) -> str:
+    """Does work; returns the error where there is no memory for it."""
+    try:
+        work()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return first_line(error)
+    return ""
+
+
 class Line:
     """A follower's end of the channel: lines of JSON in both directions, those without an error as signs of life."""
 
@@ -116,6 +125,10 @@ class Line:
         self._connection = connection
         self._free_bytes = free_bytes
         self._sending = threading.Lock()
+        self._ranks: Ranks | None = None
+        """Set while the thread that serves does what it was told, where its waits for other ranks are seen."""
+        self._clock = time.CLOCK_MONOTONIC
+        self._used_s = 0.0
 
     def show_life(self) -> None:
         """Sends signs of life from a thread of its own, until rank 0 is gone."""
@@ -124,11 +137,18 @@ class Line:
     def answer(self, error: str, **more: Any) -> None:
         self._send({"error": error, **more})
 
-    def serve(self, follower: Follower) -> None:
-        """Does what rank 0 tells until it hangs up."""
+    def serve(self, follower: Follower, ranks: Ranks | None = None) -> None:
+        """Does what rank 0 tells until it hangs up.
+
+        `ranks`: those whose collectives say when this thread waits in them; there are no signs of life while it hangs
+        elsewhere. None: it is not known where it waits.
+        """
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
         with self._connection.makefile("rb") as lines:
             for line in lines:
+                self._ranks = ranks
                 error = follower.do(json.loads(line))
+                self._ranks = None
                 if error is not None:
                     self.answer(error)
 
@@ -137,13 +157,17 @@ class Line:
         with self._connection.makefile("rb") as lines:
             lines.read()
 
+    def is_alive(self) -> bool:
+        """Returns whether the thread that serves waits for other ranks, or has computed since the last call."""
+        ranks, before, self._used_s = self._ranks, self._used_s, time.clock_gettime(self._clock)
+        return ranks is None or ranks.is_waiting or self._used_s != before
+
     def _show_life(self) -> None:
-        try:
+        with suppress(OSError):
             while True:
-                self._send({})
+                if self.is_alive():
+                    self._send({})
                 time.sleep(SIGN_INTERVAL_S)
-        except OSError:
-            return
 
     def _send(self, message: Message) -> None:
         with self._sending:

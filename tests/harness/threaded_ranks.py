@@ -41,7 +41,7 @@ def ranked_model(path: Path, num_ranks: int) -> Iterator[PagedModel]:
             line.show_life()
             decoder = part(ranks)
             line.answer("")
-            line.serve(Follower(decoder, ranks, CPU))
+            line.serve(Follower(decoder, ranks, CPU), ranks)
 
     threads = [threading.Thread(target=follow, args=(rank, theirs)) for rank, (_, theirs) in enumerate(pairs, 1)]
     for thread in threads:

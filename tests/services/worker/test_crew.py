@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import pytest
 
 from slipstream.common.errors import CheckpointError, OutOfMemoryError, UnavailableError
+from slipstream.common.rpc.service_options import LogSettings
+from slipstream.services.models.config import Rank
+from slipstream.services.models.ranks import Ranks
 from slipstream.services.worker import crew as crew_module
 from slipstream.services.worker import follower
-from slipstream.services.worker.crew import Crew
-from slipstream.services.worker.follower import Line
+from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.crew import Crew, started_crew
+from slipstream.services.worker.follower import Follower, Line
+from tests.harness.checkpoints import write_checkpoint
+from tests.harness.waiting import block_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 Lost = SimpleQueue[tuple[int, str]]
 
@@ -62,11 +74,9 @@ def test_a_rank_that_shows_no_sign_of_life_is_lost(
 ) -> None:
     """Until its first sign it may take any time: it loads what shows them."""
     _, others = ends
-    monkeypatch.setattr(crew_module, "HANG_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(follower, "SIGN_INTERVAL_S", 0.01)
-    Line(others[0]).show_life()
+    monkeypatch.setattr(crew_module, "HANG_TIMEOUT_S", 0.1)
     Line(others[1]).answer("")
-    assert lost.get(timeout=5) == (2, "has shown no sign of life for 0.5 s")
+    assert lost.get(timeout=20) == (2, "has shown no sign of life for 0.1 s")
     assert lost.empty()
 
 
@@ -104,3 +114,117 @@ def test_an_answer_that_arrives_with_a_sign_of_life_does_not_wait_for_the_next_o
     answered.start()
     answered.join(5)
     assert (answered.is_alive(), crew.least_free) == (False, 7)
+
+
+class Held:
+    """Does what a follower does: nothing until `computes` is set, then it computes until `may_end` is."""
+
+    def __init__(self, line: Line) -> None:
+        self.has_begun, self.computes, self.may_end = threading.Event(), threading.Event(), threading.Event()
+        self.ranks = Unmet(Rank(1, 2), None)
+        self._thread = threading.Thread(target=line.serve, args=(cast("Follower", self), self.ranks), daemon=True)
+        self._thread.start()
+
+    def do(self, message: dict[str, Any]) -> str:
+        self.has_begun.set()
+        self.computes.wait()
+        while not self.may_end.is_set():
+            pass
+        return "done"
+
+    def end(self, crew: Crew) -> None:
+        self.computes.set()
+        self.may_end.set()
+        crew.close()
+        self._thread.join()
+
+
+class Unmet(Ranks):
+    """A rank without others."""
+
+    def _meet(self, store: None) -> None:
+        """Meets nobody."""
+
+
+def test_a_rank_lives_while_it_computes_or_waits_for_others_and_not_while_it_hangs(
+    ends: tuple[Crew, list[socket.socket]],
+) -> None:
+    crew, others = ends
+    line = Line(others[0])
+    held = Held(line)
+    assert line.is_alive(), "it has nothing to do"
+    crew.tell({"do": "forward"})
+    held.has_begun.wait()
+    block_until(lambda: not line.is_alive())
+    held.ranks.is_waiting = True
+    assert line.is_alive()
+    held.ranks.is_waiting = False
+    held.computes.set()
+    for _ in range(3):
+        block_until(line.is_alive)
+    held.end(crew)
+
+
+def test_a_rank_whose_thread_hangs_is_lost(
+    ends: tuple[Crew, list[socket.socket]], lost: Lost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew_module, "HANG_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(follower, "SIGN_INTERVAL_S", 0.01)
+    crew, others = ends
+    line = Line(others[0])
+    held = Held(line)
+    line.show_life()
+    crew.tell({"do": "forward"})
+    assert lost.get(timeout=20) == (1, "has shown no sign of life for 0.5 s")
+    held.end(crew)
+
+
+class Process(subprocess.Popen[bytes]):
+    """A rank that does not end when it is hung up on."""
+
+    started: ClassVar[list[Process]] = []
+    waited_s: ClassVar[list[float]] = []
+    most: ClassVar[int] = 8
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        if len(self.started) == self.most:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        super().__init__(*arguments, **options)
+        self.started.append(self)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is not None:
+            self.waited_s.append(timeout)
+        return super().wait(timeout)
+
+
+@pytest.fixture
+def four_ranks(tmp_path: Path, lost: Lost, monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
+    """Settings of ranks that are `Process`es."""
+    Process.started.clear()
+    Process.waited_s.clear()
+    monkeypatch.setattr(crew_module, "PROGRAM", (sys.executable, "-c", "import time; time.sleep(1000)"))
+    monkeypatch.setattr(crew_module, "END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(crew_module, "end_with_it", lambda rank, what: lost.put((rank, what)))
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    model = write_checkpoint(tmp_path / "it", has_tokenizer=False)
+    return WorkerConfig(model=model, tensor_parallel_size=4, device="cpu")
+
+
+def test_ranks_that_do_not_end_are_waited_for_together(four_ranks: WorkerConfig, lost: Lost) -> None:
+    with started_crew(four_ranks, LogSettings()) as crew:
+        assert crew is not None
+        assert len(crew) == 4
+    assert [process.returncode for process in Process.started] == [-signal.SIGKILL] * 3
+    assert len(Process.waited_s) == 3
+    assert sum(Process.waited_s) <= 0.2
+    assert lost.empty()
+
+
+def test_no_rank_stays_if_another_one_cannot_be_started(
+    four_ranks: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Process, "most", 2)
+    with pytest.raises(BlockingIOError), started_crew(four_ranks, LogSettings()):
+        pass
+    assert [process.returncode for process in Process.started] == [-signal.SIGKILL] * 2
