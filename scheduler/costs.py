@@ -57,51 +57,79 @@ _FACTOR_WEIGHT, _OWN_WEIGHT = 4.0, 16.0
 """Refusals, and drafts, that the server's count for in the estimate of a sequence."""
 
 
+class _Level:
+    """How much longer than at first the work of a kind takes now, for reasons that are those of all its steps."""
+
+    __slots__ = ("_num_compared", "value")
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self._num_compared = round(1 / _DRIFT)
+        """Times that were compared with what was known, since the workers' measurements were taken over."""
+
+    def begin(self) -> None:
+        """Has the next steps say by how much the work takes longer than the workers' measurements."""
+        self._num_compared = 0
+
+    def follow(self, growth: float, *, is_known: bool) -> None:
+        """Takes in how many times as long as expected a step took.
+
+        `is_known`: its place was measured while steps ran. If not, it says less of all others, the more of these were.
+        """
+        first = 1 / (2 + self._num_compared)
+        self.value *= 1 + (max(_DRIFT, first) if is_known else first) * (min(growth, _MOST_GROWTH) - 1)
+        self._num_compared += 1
+
+
 class _Mean:
     """A mean of times that forgets, and the place where they were measured."""
 
-    __slots__ = ("at", "level", "step", "value", "weight")
+    __slots__ = ("_level", "_step", "_value", "at", "weight")
 
     def __init__(self) -> None:
-        self.at = self.value = self.weight = 0.0
-        self.level, self.step = 1.0, 0
+        self.at = self.weight = self._value = 0.0
+        self._level, self._step = 1.0, 0
 
-    def add(self, at: float, seconds: float, levels: tuple[float, float], step: int) -> None:
-        """`levels`: before this step and after it."""
-        level, after = levels
-        known = self.value * level / self.level
+    def seconds(self, level: _Level) -> float:
+        """The time at the present level."""
+        return self._value * level.value / self._level
+
+    def add(self, at: float, seconds: float, level: _Level, step: int, *, moves_level: bool) -> None:
+        known = self.seconds(level)
+        if moves_level and known > 0:
+            level.follow(seconds / known, is_known=self.weight > _LEAST_WEIGHT)
         if self.weight > _LEAST_WEIGHT:
-            aged = self.weight * 0.5 ** ((step - self.step) / _HALF_LIFE)
+            aged = self.weight * 0.5 ** ((step - self._step) / _HALF_LIFE)
             self.weight, seconds = max(_LEAST_WEIGHT, aged), min(seconds, _MOST_GROWTH * known)
         self.weight = min(self.weight + 1, _WINDOW)
-        self.value = known + (seconds - known) / self.weight
+        self._value = known + (seconds - known) / self.weight
         self.at += (at - self.at) / self.weight
-        self.level, self.step = after, step
+        self._level, self._step = level.value, step
 
 
 class _Curve:
-    """Times over a number of tokens, of rows, or of a chain's tokens."""
+    """Times over a number of tokens, or of rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, level: _Level, *, place_bits: int | None = _PLACE_BITS) -> None:
+        """`place_bits`: see _PLACE_BITS; None: each number is a place of its own."""
+        self._level = level
+        self._place_bits = place_bits
         self._means: dict[int, _Mean] = {}
 
     def __bool__(self) -> bool:
         return bool(self._means)
 
-    def add(self, at: int, seconds: float, levels: tuple[float, float], step: int, *, is_exact: bool = False) -> None:
-        place = at if is_exact else leading_bits(at, _PLACE_BITS)
-        self._means.setdefault(place, _Mean()).add(at, seconds, levels, step)
+    def add(self, at: int, seconds: float, step: int, *, moves_level: bool = False) -> None:
+        """`moves_level`: the time is compared with the one that was known."""
+        place = at if self._place_bits is None else leading_bits(at, self._place_bits)
+        mean = self._means.setdefault(place, _Mean())
+        mean.add(at, seconds, self._level, step, moves_level=moves_level)
 
-    def measured(self, at: int, level: float, *, is_exact: bool = False) -> float:
-        """The time at a place that was measured itself; 0 for others."""
-        mean = self._means.get(at if is_exact else leading_bits(at, _PLACE_BITS))
-        return 0.0 if mean is None else mean.value * level / mean.level
-
-    def at(self, places: Floats, level: float) -> Floats:
+    def at(self, places: Floats) -> Floats:
         """The times at some places; they never fall."""
         means = sorted(self._means.values(), key=lambda mean: mean.at)
         known = np.array([mean.at for mean in means])
-        seconds = np.maximum.accumulate(np.array([mean.value * level / mean.level for mean in means]))
+        seconds = np.maximum.accumulate(np.array([mean.seconds(self._level) for mean in means]))
         found: Floats = np.interp(places, known, seconds)
         # Before the first and after the last that is known.
         nearest = np.clip(places, known[0], known[-1])
@@ -112,38 +140,34 @@ class CostTable:
     """The costs of steps, in seconds. Belongs to the loop's thread."""
 
     def __init__(self) -> None:
+        self._verify_level, self._chain_level = _Level(), _Level()
         self._verify: dict[int, _Curve] = {}
         """By the bucket of rows: verify's time, by the tokens of a step."""
         self._chains: dict[int, _Curve] = {}
         """By the bucket of rows: what a drafted step takes beyond that, by the length of the chain."""
-        self._undrafted = {RESTING: _Curve(), KEPT: _Curve()}
+        self._undrafted = {kind: _Curve(self._verify_level) for kind in (RESTING, KEPT)}
         """By rows."""
-        self._level = 1.0
-        """How much longer than at first steps take now, for reasons that are those of all."""
         self._step = 0
-        self._num_compared = round(1 / _DRIFT)
-        """Steps whose times were compared with what was known since the workers' measurements were taken over."""
 
     def begin(self, costs: Iterable[StepCost]) -> None:
         """Takes over what verify measured when the epoch was opened."""
         for rows, num_draft_tokens, ns in costs:
-            self._num_compared = 0
-            measured = ns / 1e9, (self._level, self._level), self._step
-            self._verify.setdefault(_bucket(rows), _Curve()).add(rows * (num_draft_tokens + 1), *measured)
+            self._verify_level.begin()
+            self._verify_of(rows).add(rows * (num_draft_tokens + 1), ns / 1e9, self._step)
             if not num_draft_tokens:
-                self._undrafted[RESTING].add(rows, *measured)
+                self._undrafted[RESTING].add(rows, ns / 1e9, self._step)
 
     def begin_draft(self, costs: Iterable[StepCost]) -> None:
         """Begins anew with another draft, with what it measured when it was attached."""
-        self._chains, self._undrafted[KEPT] = {}, _Curve()
+        self._chain_level = _Level()
+        self._chains, self._undrafted[KEPT] = {}, _Curve(self._verify_level)
         for rows, num_draft_tokens, ns in costs if self._verify else ():
-            now = (self._level, self._level), self._step
+            self._chain_level.begin()
             if num_draft_tokens:
-                curve = self._chains.setdefault(_bucket(rows), _Curve())
-                curve.add(num_draft_tokens, ns / 1e9, *now, is_exact=True)
+                self._chain_of(rows).add(num_draft_tokens, ns / 1e9, self._step)
             else:
                 verify_s = float(self.verify(rows, np.array([float(rows)]))[0])
-                self._undrafted[KEPT].add(rows, verify_s + ns / 1e9, *now)
+                self._undrafted[KEPT].add(rows, verify_s + ns / 1e9, self._step)
 
     @property
     def knows_drafts(self) -> bool:
@@ -153,46 +177,34 @@ class CostTable:
     def add(self, seconds: float, verify_s: float, *, rows: int, tokens: int, chain: int) -> None:
         """Takes in a step that decodes. `verify_s`: verify's part of it. `chain`: KEPT, RESTING, or its length."""
         self._step += 1
-        before = self._level
-        if (expected := self._expected(rows, tokens, chain)) > 0:
-            # At first it says by how much steps take longer than the workers' parts that were measured.
-            drift = max(_DRIFT, 1 / (2 + self._num_compared))
-            self._level *= 1 + drift * (min(seconds / expected, _MOST_GROWTH) - 1)
-            self._num_compared += 1
-        now, verify_s = ((before, self._level), self._step), min(max(verify_s, _LEAST_PART * seconds), seconds)
-        if chain <= KEPT:
-            self._undrafted[chain].add(rows, seconds, *now)
-            if chain == RESTING:
-                self._verify.setdefault(_bucket(rows), _Curve()).add(tokens, verify_s, *now)
-            return
-        self._verify.setdefault(_bucket(rows), _Curve()).add(tokens, verify_s, *now)
-        self._chains.setdefault(_bucket(rows), _Curve()).add(chain, seconds - verify_s, *now, is_exact=True)
+        verify_s = min(max(verify_s, _LEAST_PART * seconds), seconds)
+        if chain != KEPT:
+            self._verify_of(rows).add(tokens, verify_s, self._step, moves_level=True)
+        if chain > KEPT:
+            self._chain_of(rows).add(chain, seconds - verify_s, self._step, moves_level=True)
+        else:
+            self._undrafted[chain].add(rows, seconds, self._step)
 
     def undrafted(self, kind: int, rows: int) -> float:
         """The time of a step without draft tokens; where its kind is not known, that of the other one."""
         curve = self._undrafted[kind] or self._undrafted[RESTING + KEPT - kind]
         if curve:
-            return float(curve.at(np.array([float(rows)]), self._level)[0])
+            return float(curve.at(np.array([float(rows)]))[0])
         return float(self.verify(rows, np.array([float(rows)]))[0])
 
     def verify(self, rows: int, tokens: Floats) -> Floats:
         """Verify's time for steps of so many tokens, those of `rows` sequences."""
-        return _nearest(self._verify, rows).at(tokens, self._level)
+        return _nearest(self._verify, rows).at(tokens)
 
     def chains(self, rows: int, most: int) -> Floats:
         """The rest of a drafted step's time, for chains of 1 to `most` tokens: [most]."""
-        return _nearest(self._chains, rows).at(np.arange(1.0, most + 1), self._level)
+        return _nearest(self._chains, rows).at(np.arange(1.0, most + 1))
 
-    def _expected(self, rows: int, tokens: int, chain: int) -> float:
-        """What such a step took; 0 if none was measured."""
-        if chain <= KEPT:
-            return self._undrafted[chain].measured(rows, self._level)
-        bucket, level = _bucket(rows), self._level
-        if bucket not in self._chains:
-            return 0.0
-        rest_s = self._chains[bucket].measured(chain, level, is_exact=True)
-        verify_s = self._verify[bucket].measured(tokens, level)
-        return rest_s + verify_s if rest_s and verify_s else 0.0
+    def _verify_of(self, rows: int) -> _Curve:
+        return self._verify.setdefault(_bucket(rows), _Curve(self._verify_level))
+
+    def _chain_of(self, rows: int) -> _Curve:
+        return self._chains.setdefault(_bucket(rows), _Curve(self._chain_level, place_bits=None))
 
 
 class Survivals:

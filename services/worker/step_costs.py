@@ -15,7 +15,7 @@ from slipstream.common.wire.worker import StepCost
 from slipstream.services.worker.graphs import REPEATS, shortest_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -51,4 +51,10 @@ def measure_costs(shape: StepShape, make_step: MakeStep, device: torch.device) -
             found.append(StepCost(num_rows, count, max(1, round(1e9 * seconds))))
     if found:
         logger.info("measured steps of %d sizes, the last in %.2f ms", len(found), found[-1].ns / 1e6)
-    return tuple(found)
+    return tuple(_without_bursts(cost, found) for cost in found)
+
+
+def _without_bursts(cost: StepCost, found: Sequence[StepCost]) -> StepCost:
+    """Returns the least time of all steps that are as large: what ran beside a smaller one made it no faster."""
+    larger = (one.ns for one in found if one.rows >= cost.rows and one.draft_tokens >= cost.draft_tokens)
+    return cost._replace(ns=min(larger))

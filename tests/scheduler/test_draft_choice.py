@@ -34,6 +34,8 @@ class Server:
     """Of verify's time, for each token; 1 ms comes before all of them."""
     forward_s: float = 1e-4
     """Of draft's, which makes one for each token."""
+    between_s: float = 0.0
+    """Of a drafted step, beyond the workers' parts: they take turns."""
     fixed: int | None = None
     """Drafts so many for each sequence."""
     most: int = MOST
@@ -89,7 +91,7 @@ class Server:
         self.choice.sending(decodes=True, takes_prompts=takes_prompts)
         noise = self.slowness * self.rng.lognormal(0, self.noise)
         verify_s = (1e-3 + self.token_s * step.num_decoded_tokens) * noise
-        seconds = verify_s + self.forward_s * step.most_draft_tokens * noise
+        seconds = verify_s + (self.forward_s * step.most_draft_tokens + self.between_s * step.is_kept) * noise
         is_right = self.rng.random((rows, MOST)) < np.array(self.shares)[:, None]
         accepted = np.minimum(is_right.cumprod(axis=1).sum(axis=1), step.most_more - 1).astype(np.uint32)
         drafted = np.asarray(step.most_more - 1, np.int32)
@@ -168,6 +170,16 @@ def test_what_was_measured_is_not_tried_at_once_and_counts_by_how_long_steps_rea
     assert min(max(counts, default=RESTING) for counts in server.counts) > KEPT
     expected = server.slowness * np.array([1e-3 + 1e-4 * tokens for tokens in (2, 6, 12)])
     assert server.choice.costs.verify(2, np.array([2.0, 6.0, 12.0])) == pytest.approx(expected, rel=0.1)
+
+
+def test_what_a_drafted_step_takes_beyond_the_workers_parts_is_no_reason_to_draft_on() -> None:
+    """Neither stamps of workers nor their measurements say what it costs that they take turns: drafted steps do."""
+    settings = {"noise": 0.1, "slowness": 2.0}
+    server = make_server(*[0.6] * 4, forward_s=4e-4, between_s=5e-4, **settings)
+    server.measure()
+    rate = server.run(150)
+    assert server.causes == [RestCause.SLOWER]
+    assert rate > 0.9 * make_server(*[0.6] * 4, fixed=0, **settings).run(400)
 
 
 def test_a_sequence_that_is_accepted_gets_more_within_32_tokens() -> None:

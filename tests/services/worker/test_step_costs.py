@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Device
 
+CPU = torch.device("cpu")
 SHAPE = EpochShape(num_slots=7, run_ahead=1, num_draft_tokens=4, chunk_tokens=8)
 
 
@@ -41,7 +42,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, token_ms: float) -> tuple[dict[tup
 
         return work if num_rows != 4 else None
 
-    costs = measure_costs(SHAPE, make_step, torch.device("cpu"))
+    costs = measure_costs(SHAPE, make_step, CPU)
     return {(cost.rows, cost.draft_tokens): cost.ns / 1e6 for cost in costs}, clock.ms / 1000
 
 
@@ -49,6 +50,20 @@ def test_steps_of_about_every_size_are_measured(monkeypatch: pytest.MonkeyPatch)
     found, _ = measured(monkeypatch, token_ms=0.1)
     assert found.keys() == {(rows, count) for rows in (1, 2, 6) for count in (0, 1, 2, 4)}
     assert found == pytest.approx({(rows, count): 0.1 * rows * (count + 1) for rows, count in found})
+
+
+def test_what_ran_beside_a_measurement_is_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes no longer than a larger one."""
+    monkeypatch.setattr(step_costs, "shortest_seconds", lambda work, _: work())
+    bursts = {(1, 1): 30.0, (2, 4): 25.0}
+
+    def make_step(num_rows: int, count: int) -> Callable[[], None]:
+        return lambda: bursts.get((num_rows, count), num_rows * (count + 1.0)) / 1000  # type: ignore[return-value]
+
+    found = {(cost.rows, cost.draft_tokens): cost.ns / 1e6 for cost in measure_costs(SHAPE, make_step, CPU)}
+    assert found[1, 1] == found[1, 2] == 3
+    assert found[2, 4] == found[4, 4] == 20
+    assert found[6, 4] == 30
 
 
 def test_where_steps_are_long_only_small_ones_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
