@@ -148,8 +148,16 @@ def _check_model(option: str, path: Path) -> None:
         raise ConfigError(option, str(path), "a directory with a model: config.json, safetensors, tokenizer.json")
 
 
-def check_models(models: ModelChoice, *, needs_weights: bool = True) -> None:
-    """Raises CheckpointError if a model cannot be served, or the draft does not fit the target."""
+def check_models(models: ModelChoice, *, needs_weights: bool = True, tensor_parallel_size: int = 1) -> None:
+    """Raises CheckpointError if a model cannot be served, or the draft does not fit the target.
+
+    Raises ConfigError for a target that cannot be divided into so many parts.
+    """
+    # Imported here and below: the gateway's image has the commands, and nothing that loads models.
+    from slipstream.services.models.config import ModelConfig, Rank
+    from slipstream.services.models.sharding import sharded
+
+    sharded(ModelConfig.from_directory(models.target), Rank(0, tensor_parallel_size))
     describe_target(models, needs_weights=needs_weights)
     if models.draft is not None:
         describe_draft(models, needs_weights=needs_weights)
@@ -157,7 +165,6 @@ def check_models(models: ModelChoice, *, needs_weights: bool = True) -> None:
 
 def describe_target(models: ModelChoice, *, needs_weights: bool = True) -> str:
     """Describes the target. Raises CheckpointError if it cannot be served."""
-    # Imported here and below: the gateway's image has the commands, and nothing that loads models.
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.json_files import tokenizer_fingerprint
 

@@ -164,7 +164,8 @@ async def _with_draft(server: str, supervisor: Supervisor) -> ServerStatus:
 async def _check(config: UpConfig) -> None:
     """Raises ConfigError or CheckpointError for what no service could serve."""
     check_device(config.device)
-    await asyncio.to_thread(check_models, config.models, needs_weights=config.load_format != DUMMY)
+    needs_weights, size = config.load_format != DUMMY, config.tensor_parallel_size
+    await asyncio.to_thread(check_models, config.models, needs_weights=needs_weights, tensor_parallel_size=size)
 
 
 def _why_without_draft(state: ServerState) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,8 +14,10 @@ from safetensors.torch import load_file
 
 from slipstream import bundled
 from slipstream.cli import models as models_module
+from slipstream.cli import up
 from slipstream.cli.doctor import Verdict, check_models
-from slipstream.cli.models import ModelChoice, ModelOptions, check_device
+from slipstream.cli.models import NONE, ModelChoice, ModelOptions, check_device
+from slipstream.cli.up_config import UpConfig
 from slipstream.common.errors import CheckpointError, ConfigError
 from slipstream.services.models.head_config import DFLASH, EAGLE, EAGLE3, MTP
 from slipstream.services.worker.config import STANDALONE
@@ -77,6 +80,16 @@ def test_what_cannot_be_served_is_refused_with_the_reason(tmp_path: Path) -> Non
     models_module.check_models(models, needs_weights=False)
     (own / "tokenizer.json").unlink()
     assert "tokenizer.json is missing" in refused(models, needs_weights=False)
+
+
+def test_a_target_that_cannot_be_divided_is_refused_before_anything_starts() -> None:
+    models = ModelChoice(target=TARGET, draft=None, algorithm=NONE)
+    config = UpConfig(models=models, device="cpu", tensor_parallel_size=2)
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size: got 2, accepted: a divisor of num_attention_heads = 9"
+    ):
+        asyncio.run(up._check(config))
+    asyncio.run(up._check(replace(config, tensor_parallel_size=1)))
 
 
 def test_a_head_that_reads_layers_which_the_target_lacks_is_refused(tmp_path: Path) -> None:

@@ -61,6 +61,8 @@ def test_a_user_without_a_home_has_a_state_directory(monkeypatch: pytest.MonkeyP
         ),
         ("prompt_lookup_min", {"prompt_lookup_min": 3, "prompt_lookup_max": 2}),
         ("suffix_cache_tokens", {"suffix_cache_tokens": -1}),
+        ("tensor_parallel_size", {"tensor_parallel_size": 3}),
+        ("share_weights", {"share_weights": True, "tensor_parallel_size": 2}),
         ("slots", {"slots": 0}),
         ("run_ahead", {"run_ahead": -1}),
         ("context_tokens", {"context_tokens": 1}),
@@ -141,6 +143,7 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
         kv_dtype="fp8",
         load_format="dummy",
         simulate_accept_length=2.5,
+        tensor_parallel_size=2,
         deterministic=True,
         metrics_port=9500,
         log_level="DEBUG",
@@ -172,7 +175,8 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
     assert "--queue 20000" in gateway
     assert "--device cuda --fence event" in scheduler
     assert "--device cuda" in draft
-    assert all("--dtype float16 --kv-dtype fp8 --load-format dummy" in worker for worker in (draft, verify))
+    assert "--dtype float16 --kv-dtype fp8 --load-format dummy" in draft
+    assert "--dtype float16 --kv-dtype fp8 --tensor-parallel-size 2 --load-format dummy" in verify
     assert "--simulate-accept-length 2.5" in verify
     assert "--deterministic-width 4" in verify
     assert "--max-batched-tokens 512" in scheduler, "every step of prompts is padded to a whole chunk"

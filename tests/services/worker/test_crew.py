@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import pytest
+import torch
 
-from slipstream.common.errors import CheckpointError, OutOfMemoryError, UnavailableError
+from slipstream.common.errors import CheckpointError, ConfigError, OutOfMemoryError, UnavailableError
 from slipstream.common.rpc.service_options import LogSettings
 from slipstream.services.models.config import Rank
 from slipstream.services.models.ranks import Ranks
@@ -228,3 +230,21 @@ def test_no_rank_stays_if_another_one_cannot_be_started(
     with pytest.raises(BlockingIOError), started_crew(four_ranks, LogSettings()):
         pass
     assert [process.returncode for process in Process.started] == [-signal.SIGKILL] * 2
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "size", "accepted"),
+    [(2, 4, "at most 2, the GPUs that are visible here"), (8, 8, "a divisor of num_attention_heads = 4")],
+)
+def test_a_number_of_ranks_that_cannot_be_is_refused_before_any_starts(
+    four_ranks: WorkerConfig, monkeypatch: pytest.MonkeyPatch, num_gpus: int, size: int, accepted: str
+) -> None:
+    monkeypatch.setattr(crew_module, "cuda_obstacle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    config = replace(four_ranks, device="auto", tensor_parallel_size=size)
+    with (
+        pytest.raises(ConfigError, match=f"^tensor_parallel_size: got {size}, accepted: {accepted}"),
+        started_crew(config, LogSettings()),
+    ):
+        pass
+    assert not Process.started
