@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from slipstream.common.errors import UnauthenticatedError, UnavailableError
 from slipstream.door.errors import ApiError, api_error
 from slipstream.door.events import JSON, send_stream, send_whole
-from slipstream.door.fields import LARGE_BODY_BYTES, parse
+from slipstream.door.fields import parse
 from slipstream.door.parsers import Forms
 
 if TYPE_CHECKING:
@@ -38,6 +38,11 @@ KEPT_CLIENTS = 1024
 """API keys whose clients are kept; each has the stubs of the gateway's calls."""
 MAX_BODY_BYTES = 8 * 2**20
 """Twice what the gateway takes of a request, as JSON is longer."""
+LARGE_BODY_BYTES = 2**16
+"""Bytes of a body from which on a thread reads it."""
+MAX_COMMAS = 2**15
+"""Commas of a large body beside two for each token of the context: to read more values takes tens of milliseconds, in
+which nothing else is done."""
 MAX_ARRIVING_BYTES = 256 * 2**20
 """Bytes of all bodies that are being received, or whose calls are under way."""
 
@@ -147,10 +152,12 @@ class Call:
 
     async def read(self, kind: type[RequestT]) -> tuple[RequestT, ServerState]:
         """Reads the request, and says what serves it. Raises ApiError for a wrong field, and for another model."""
-        more: tuple[int, ...] = ()
         if len(self.body) >= LARGE_BODY_BYTES:
-            more = ((await self.door.state(self.client)).context_tokens,)
-        request = await self.aside(partial(parse, self.body, kind, *more))
+            most = MAX_COMMAS + 2 * (await self.door.state(self.client)).context_tokens
+            if (count := self.body.count(b",")) > most:
+                accepted = f"at most {most} commas, in JSON and in text: two for each token of the context, and some"
+                raise ApiError(413, f"the body: got {count}, accepted: {accepted}", code="request_too_large")
+        request = await self.aside(partial(parse, self.body, kind))
         return request, await self.served(request.model)
 
     def constrain(self, options: RequestOptions, constraint: Constraint | None) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
-from slipstream.common.errors import InvalidArgumentError
 from slipstream.door.errors import ApiError, refused
 
 if TYPE_CHECKING:
@@ -38,12 +37,6 @@ _FREE = ("tools", "chat_template_kwargs", "response_format", "structured_outputs
 """Fields in which null is a value."""
 DEFAULT_MAX_TOKENS = 16
 """Of a completion, as OpenAI has it."""
-LARGE_BODY_BYTES = 2**16
-"""Bytes of a body from which on a thread reads it, in pieces: to read one of 4 MiB takes tens of milliseconds."""
-MANY_VALUES = 2**15
-"""Commas in JSON from which on it is read in pieces."""
-MAX_ITEMS = 2**12
-"""Items of a list other than one of numbers, where the body is large: messages that the gateway takes."""
 MAX_CHOICES = 2048
 """Choices of a request, of all its prompts: each has a state here before the gateway sees the request."""
 _OF_A_CONVERSATION = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
@@ -337,82 +330,20 @@ def conversation_of(messages: list[Message], field: str = "messages") -> list[di
     return [message.to_ours(f"{field}[{index}]") for index, message in enumerate(messages)]
 
 
-def parse(body: bytes, kind: type[RequestT], context_tokens: int = SEED_MASK) -> RequestT:
-    """Reads a request. Raises ApiError or InvalidArgumentError naming the field that is wrong.
-
-    `context_tokens`: more numbers than that in a list are refused before they are decoded, where the body is large.
-    """
+def parse(body: bytes, kind: type[RequestT]) -> RequestT:
+    """Reads a request. Raises ApiError naming the field that is wrong."""
     try:
         try:
-            if _is_quick(body):
-                request = msgspec.json.decode(body, type=kind)
-            else:
-                request = _converted(_in_pieces(body, context_tokens), kind)
+            request = msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError:
             # A field that is not known here may be null.
-            request = msgspec.convert(_without_nulls(_in_pieces(body, context_tokens)), kind, str_keys=True)
+            request = msgspec.convert(_without_nulls(msgspec.json.decode(body)), kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise _refusal(error) from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is no JSON of an accepted depth: {error}", code="invalid_json") from error
     request.check()
     return request
-
-
-def _converted(fields: Any, kind: type[RequestT]) -> RequestT:
-    """Makes a request of what `_in_pieces` read."""
-    if not isinstance(fields, dict):
-        return msgspec.convert(fields, kind)
-    # To look at a million numbers again, and copy them, would take tens of milliseconds.
-    numbers = {name: value for name, value in fields.items() if isinstance(value, _Numbers)}
-    request = msgspec.convert(fields | {name: [0] for name in numbers}, kind, str_keys=True)
-    for name, value in numbers.items():
-        setattr(request, name, value)
-    return request
-
-
-class _Numbers(list[int]):
-    """A list that has whole numbers only."""
-
-
-def _is_quick(body: bytes) -> bool:
-    """Whether JSON is decoded in a few milliseconds."""
-    return len(body) < LARGE_BODY_BYTES or body.count(b",") < MANY_VALUES
-
-
-def _in_pieces(body: bytes, most_numbers: int, path: str = "", depth: int = 3) -> Any:
-    """Decodes JSON in steps of a few milliseconds: each keeps the interpreter from the event loop.
-
-    Raises an error for a list with more items than a request may have, before they are decoded.
-    """
-    given = body.strip()
-    if not depth or _is_quick(given):
-        return msgspec.json.decode(given)
-    if given.startswith(b"{"):
-        fields = msgspec.json.decode(given, type=dict[str, msgspec.Raw])
-        return {name: _in_pieces(bytes(raw), most_numbers, name, depth - 1) for name, raw in fields.items()}
-    if not given.startswith(b"["):
-        return msgspec.json.decode(given)
-    if given.count(b"[") == 1 and b'"' not in given and b"{" not in given:
-        if (count := given.count(b",") + 1) > most_numbers:
-            raise InvalidArgumentError(path, f"{count} tokens", f"at most {most_numbers}, the context")
-        return _numbers(given)
-    items = msgspec.json.decode(given, type=list[msgspec.Raw])
-    if len(items) > MAX_ITEMS:
-        raise refused(path, f"{len(items)} items", f"at most {MAX_ITEMS}")
-    return [_in_pieces(bytes(raw), most_numbers, path, depth - 1) for raw in items]
-
-
-def _numbers(given: bytes) -> list[Any]:
-    """Decodes a list of numbers, or of null, true and false."""
-    numbers, begin, is_whole = _Numbers(), 1, True
-    while begin:
-        end = given.find(b",", begin + LARGE_BODY_BYTES)
-        piece = msgspec.json.decode(b"[" + (given[begin:end] + b"]" if end > 0 else given[begin:]))
-        is_whole = is_whole and set(map(type, piece)) == {int}
-        numbers += piece
-        begin = end + 1
-    return numbers if is_whole else list(numbers)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -17,12 +17,13 @@ import pytest
 
 from slipstream.client import AsyncClient
 from slipstream.common.wire.job import JobState
-from slipstream.door.call import LARGE_BODY_BYTES
+from slipstream.door.call import LARGE_BODY_BYTES, MAX_COMMAS
 from slipstream.door.fields import parse
 from slipstream.door.server import MAX_HEAD_BYTES
 from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota
 from tests.harness.certificates import Certificates
 from tests.harness.doors import RunningDoor, running_door
+from tests.harness.example_states import CONTEXT_TOKENS
 from tests.harness.generation_server import generation_server
 from tests.harness.waiting import is_listening, until
 
@@ -224,9 +225,9 @@ async def test_heads_are_bounded() -> None:
 async def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
 
-    def recorded(body: bytes, kind: Any, *bounds: int) -> Any:
+    def recorded(body: bytes, kind: Any) -> Any:
         threads.append(threading.current_thread())
-        return parse(body, kind, *bounds)
+        return parse(body, kind)
 
     monkeypatch.setattr("slipstream.door.call.parse", recorded)
     async with generation_server() as server, running_door(server.address) as door:
@@ -234,6 +235,14 @@ async def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.Mo
             answer = await door.post("/v1/completions", prompt="a" * num_bytes, max_tokens=2)
             assert answer.status_code == 200 or answer.json()["error"]["code"] == "context_length_exceeded"
             assert (threads.pop() is not threading.main_thread()) == is_beside
+
+
+async def test_a_body_with_more_values_than_fit_the_context_is_not_read() -> None:
+    async with generation_server() as server, running_door(server.address) as door:
+        most = MAX_COMMAS + 2 * CONTEXT_TOKENS
+        for count, code in ((most, "context_length_exceeded"), (most + 1, "request_too_large")):
+            answer = await door.http.post("/v1/completions", content=b'{"prompt": [5%s]}' % (count * b",5"))
+            assert answer.json()["error"]["code"] == code
 
 
 async def test_health_is_answered_beside_large_bodies() -> None:
