@@ -6,24 +6,20 @@ import keyword
 import re
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from slipstream.benchmarks.models import DFLASH, EAGLE, EAGLE3, MTP, NGRAM, NGRAM_SUFFIX, NUM_DRAFT_TOKENS, STANDALONE
 from slipstream.benchmarks.runner import DevicePlan, Names, Row, Scenario, Table, benchmark, host, run
-from slipstream.benchmarks.stack import Stack
+from slipstream.benchmarks.stack import Served, Stack
 from slipstream.benchmarks.streams import accept_length, answers
 from slipstream.bundled import prompts
 from slipstream.cli.load_requests import Request
 from slipstream.client import AsyncClient
 from slipstream.training.accept_length import repeated_share
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-
-    from slipstream.benchmarks.stack import Served
 
 HELD_OUT, EDITS, AGAIN = "held-out", "edits", "edits again"
 CONCURRENCY = 8

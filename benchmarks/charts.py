@@ -8,29 +8,27 @@ draws decode_h200.png beside it. The name of a file is that of its benchmark and
 from __future__ import annotations
 
 import itertools
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
 import matplotlib.pyplot as plt
 import numpy as np
 import typer
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from slipstream.benchmarks.models import EAGLE3, EAGLE3_AUTO, NONE, ONE
 from slipstream.benchmarks.overlap import lost_ms, title_of
 from slipstream.benchmarks.runner import Row, grouped, load, median_of, read_json
 from slipstream.benchmarks.workloads import NAMES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 DRAFT_COLOUR, VERIFY_COLOUR, LOST_COLOUR, OTHER_COLOUR = "#6aa84f", "#4878a8", "#e1812c", "#3a923a"
 STEP_PARTS = (

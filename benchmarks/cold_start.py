@@ -6,18 +6,15 @@ import os
 import re
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.models import EAGLE3, Setup
 from slipstream.benchmarks.runner import DevicePlan, Row, Table, benchmark, host
 from slipstream.benchmarks.stack import up_server, words
 from slipstream.common.settings import setting
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 STARTS = ("first", "second")
 CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}

@@ -12,24 +12,18 @@ import random
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
+from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.benchmarks.models import BUNDLED, NGRAM, NGRAM_SUFFIX, NUM_DRAFT_TOKENS, Setup, draft_options
 from slipstream.benchmarks.runner import DevicePlan, Row, Table, benchmark, host
-from slipstream.benchmarks.stack import SCRIPTS, Stack, free_ports, words
-from slipstream.benchmarks.streams import SEED, stream_window
+from slipstream.benchmarks.stack import SCRIPTS, Served, Stack, free_ports, words
+from slipstream.benchmarks.streams import SEED, Window, stream_window
 from slipstream.cli.load_requests import Request, request
-from slipstream.common.rpc.metrics import HOST_STALL_SECONDS, scrape
+from slipstream.common.rpc.metrics import HOST_STALL_SECONDS, Scrape, scrape
 from slipstream.common.settings import setting
 from slipstream.services.grammar.metrics import MASK_SECONDS, MASKS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.benchmarks.stack import Served
-    from slipstream.benchmarks.streams import Window
-    from slipstream.common.rpc.metrics import Scrape
 
 FREE, ALL, SOME = MODES = ("free", "constrained", "mixed")
 """Which requests of a batch have a constraint: none, all, or NUM_MIXED of them."""

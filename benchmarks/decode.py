@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
+from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from slipstream.benchmarks.in_process import InProcessSettings, in_process_command
 from slipstream.benchmarks.models import MODES, NUM_DRAFT_TOKENS, ONE, PLAIN, THREE, Setup
 from slipstream.benchmarks.runner import DevicePlan, Row, Table, benchmark, host
 from slipstream.benchmarks.stack import Served, Stack, free_ports
-from slipstream.benchmarks.streams import SEED, TEMPERATURE, stream_window
+from slipstream.benchmarks.streams import SEED, TEMPERATURE, Window, stream_window
 from slipstream.cli.load_requests import request
 from slipstream.cli.mps import MpsMode
 from slipstream.common.errors import ConfigError
@@ -30,14 +33,6 @@ from slipstream.services.models.experts import Experts
 from slipstream.services.models.head_config import HEADS
 from slipstream.services.models.heads import make_head
 from slipstream.services.worker.config import Shares, WorkerConfig
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-    from pathlib import Path
-
-    from torch import nn
-
-    from slipstream.benchmarks.streams import Window
 
 LEAST_STEPS = 80
 """In a repeat, which takes as many batches of requests as that needs."""

@@ -7,10 +7,12 @@ K = 4 and without a draft; between and beyond them times are taken to grow evenl
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,15 +23,9 @@ from slipstream.common.wire.step import EVEN_DRAFT_TOKENS, RowTokens
 from slipstream.common.wire.worker import StepCost
 from slipstream.scheduler.batch import Batch
 from slipstream.scheduler.draft_choice import DraftChoice
-from slipstream.scheduler.records import DraftKV, Sequence, Step, StepResult, most_tokens
+from slipstream.scheduler.records import ChooseDraftTokens, DraftKV, Sequence, Step, StepResult, most_tokens
 from slipstream.scheduler.sizes import BatchSizes
 from slipstream.scheduler.waiting_queue import WaitingQueue
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence as Many
-    from pathlib import Path
-
-    from slipstream.scheduler.records import ChooseDraftTokens
 
 MOST = 15
 FEW = 16

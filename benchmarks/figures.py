@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -25,13 +26,8 @@ from slipstream.benchmarks.overlap import HOST_BLOCKS, RUN_AHEAD, lost_ms, title
 from slipstream.benchmarks.peers import DRAFTING, DRAFTS, SHAPE_8B
 from slipstream.benchmarks.peers import PLAIN as PLAIN_WAY
 from slipstream.benchmarks.probes import PROBES, name_of
-from slipstream.benchmarks.runner import grouped, load, median_of
+from slipstream.benchmarks.runner import Row, grouped, load, median_of
 from slipstream.common.host import STEP_LOOP
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from slipstream.benchmarks.runner import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ("measured", "measured-on-a-gpu", "capacity", "operations", "reliability", "openai")

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from llguidance import LLTokenizer
 from transformers import AutoModelForCausalLM
 
 from slipstream.benchmarks.runner import Row, Table, benchmark, host
@@ -23,9 +24,6 @@ from slipstream.common.grammars import load_grammar_tokenizer, new_matcher
 from slipstream.common.settings import Settings, setting
 from slipstream.gateway.grammar_compiler import GrammarSource
 from slipstream.services.models.sampler import gumbel_noise
-
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
 
 SCHEMAS = Path(__file__).resolve().parent.parent / "tests" / "harness" / "corpus" / "schemas.jsonl"
 EOS_ID = 0

@@ -13,32 +13,26 @@ from __future__ import annotations
 import asyncio
 import pickle
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvloop
 
 from slipstream.cli.up_config import dialled
+from slipstream.common.device.interface import Device
 from slipstream.common.errors import ConfigError, SlipstreamError, UnavailableError
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.logs import configure_logging
 from slipstream.common.rpc.metrics import LOOPBACK
-from slipstream.common.wire.step import FenceOps
+from slipstream.common.wire.step import FenceOps, Role, StepCommand
 from slipstream.common.wire.trace import HostRecords
-from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
-
-if TYPE_CHECKING:
-    from concurrent.futures import Executor
-
-    from slipstream.common.device.interface import Device
-    from slipstream.common.wire.step import Role, StepCommand
-    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, Measurements, WorkerDescription
-    from slipstream.scheduler.config import SchedulerConfig
-    from slipstream.services.worker.config import WorkerConfig
-    from slipstream.services.worker.engine import Engine
+from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, Measurements, WorkerDescription
+from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED, SchedulerConfig
+from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)

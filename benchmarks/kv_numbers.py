@@ -5,8 +5,9 @@ The bundled target computes in float32 on a CPU, and its pages hold numbers as t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
@@ -16,13 +17,8 @@ from slipstream.bundled import prompts, target_dir
 from slipstream.common.settings import Settings, setting
 from slipstream.services.models.attention import ForwardBatch
 from slipstream.services.models.checkpoint import load_decoder
+from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.paged_kv import PagedKV
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from slipstream.services.models.decoder import Decoder
 
 CPU = torch.device("cpu")
 FLOAT32, BFLOAT16, FP8 = "float32", "bfloat16", "fp8"

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from math import inf
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 from slipstream.benchmarks.charts import draw_capacity, draw_load
 from slipstream.benchmarks.models import BUNDLED, EAGLE3, EAGLE3_AUTO, NONE, Setup
 from slipstream.benchmarks.runner import DevicePlan, Names, Row, Table, benchmark, host, told
-from slipstream.benchmarks.stack import up_server, words
-from slipstream.benchmarks.workloads import CPU_SCALE, GPU_SCALE, NAMES, poisson, warm_up, workloads
-from slipstream.cli.load_generator import COMPLETED, GrpcServer, closed_loop, open_loop
+from slipstream.benchmarks.stack import UpServer, up_server, words
+from slipstream.benchmarks.workloads import (
+    CPU_SCALE,
+    GPU_SCALE,
+    NAMES,
+    Scale,
+    Sizes,
+    Workload,
+    poisson,
+    warm_up,
+    workloads,
+)
+from slipstream.cli.load_generator import COMPLETED, GrpcServer, LoadRun, closed_loop, open_loop
+from slipstream.common.rpc.metrics import Scrape
 from slipstream.common.settings import setting
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-    from pathlib import Path
-
-    from slipstream.benchmarks.stack import UpServer
-    from slipstream.benchmarks.workloads import Scale, Sizes, Workload
-    from slipstream.cli.load_generator import LoadRun
-    from slipstream.common.rpc.metrics import Scrape
 
 T = TypeVar("T")
 MODELS = (BUNDLED, "llama-3.2-1b", "llama-3.1-8b")

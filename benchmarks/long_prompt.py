@@ -5,26 +5,21 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.models import STANDALONE, with_context
 from slipstream.benchmarks.runner import Row, Scenario, Table, benchmark, host, run, write_json
-from slipstream.benchmarks.stack import LOG_DIR, Stack
+from slipstream.benchmarks.stack import LOG_DIR, Served, Stack
 from slipstream.benchmarks.streams import streaming
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.load_generator import percentiles
 from slipstream.cli.load_requests import request
 from slipstream.client import AsyncClient
 from slipstream.common.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from slipstream.benchmarks.stack import Served
 
 STEP_TOKENS: tuple[int | str, ...] = ("auto", 32, 64, 128, 256, 512, 4096)
 """Tokens of a step: `--max-batched-tokens`."""

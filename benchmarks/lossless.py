@@ -7,7 +7,9 @@ import itertools
 import json
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from slipstream.benchmarks.models import ALGORITHMS, NGRAM_SUFFIX, NONE, draft_of
 from slipstream.benchmarks.runner import NoPlan, Row, benchmark, write_json
@@ -16,12 +18,7 @@ from slipstream.benchmarks.streams import Answer, accept_length, answers
 from slipstream.bundled import prompts
 from slipstream.cli.load_requests import Request
 from slipstream.client import AsyncClient
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from slipstream.client.requests import RequestOptions
+from slipstream.client.requests import RequestOptions
 
 NUM_PROMPTS = 10
 MAX_NEW_TOKENS = 48

@@ -7,20 +7,17 @@ with as many tokens as the model has, made up but for the first 256.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from slipstream.bundled import dflash_dir, eagle3_dir, eagle_dir, mtp_dir, standalone_dir, target_dir
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from slipstream.services.worker.config import Shares
+from slipstream.services.worker.config import Shares
 
 NONE, STANDALONE, EAGLE3, EAGLE, MTP, NGRAM = "none", "standalone", "eagle3", "eagle", "mtp", "ngram"
 DFLASH = "dflash"

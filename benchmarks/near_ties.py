@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -14,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.benchmarks.models import ALGORITHMS, NONE, NUM_DRAFT_TOKENS, draft_of, draft_options
 from slipstream.benchmarks.runner import DevicePlan, Row, benchmark, host, told, write_json
-from slipstream.benchmarks.stack import Stack
+from slipstream.benchmarks.stack import Served, Stack
 from slipstream.benchmarks.streams import answers, stream_window
 from slipstream.bundled import prompts, target_dir
 from slipstream.cli.load_requests import request
@@ -22,12 +24,6 @@ from slipstream.client import AsyncClient
 from slipstream.common.settings import setting
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.services.models.sampler import gumbel_noise
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
-
-    from slipstream.benchmarks.stack import Served
 
 SAMPLINGS = {
     "greedy": SamplingParams(),

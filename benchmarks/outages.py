@@ -8,8 +8,8 @@ import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from itertools import product
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.models import BUNDLED, EAGLE3, STANDALONE, Setup
 from slipstream.benchmarks.runner import DevicePlan, Names, Row, benchmark, host, read_json, told, write_json
@@ -18,9 +18,6 @@ from slipstream.benchmarks.streams import Streams, in_ms
 from slipstream.common.settings import setting
 from slipstream.scheduler.metrics import STEP_SECONDS
 from slipstream.scheduler.speculation import LEAST_TIMEOUT_CPU_S, LEAST_TIMEOUT_GPU_S
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PAUSE_S = 2.0
 CALM_S = 1.0

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from slipstream.benchmarks.models import NUM_DRAFT_TOKENS
 from slipstream.benchmarks.runner import DevicePlan, Row, Scenario, Table, benchmark, host, run
-from slipstream.benchmarks.stack import Stack
+from slipstream.benchmarks.stack import Served, Stack
 from slipstream.benchmarks.streams import PROMPT, stream_window
 from slipstream.cli.load_requests import request
 from slipstream.cli.mps import MpsMode
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from slipstream.benchmarks.stack import Served
 
 HOST_BLOCKS = "host_blocks"
 """A worker acknowledges a step when its work is done, and every command waits for the acknowledgements it needs."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -21,10 +23,6 @@ from slipstream.cli.load_generator import COMPLETED, REJECTED, GrpcServer, open_
 from slipstream.cli.load_requests import Arrival, Lengths
 from slipstream.client import AsyncClient
 from slipstream.common.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 HEALTH_INTERVAL_S = 0.2
 SETTLE_S = 20.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from statistics import harmonic_mean, median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, StaticCache
@@ -19,16 +20,11 @@ from transformers.utils import logging as transformers_logging
 
 from slipstream.benchmarks.models import ACCEPT_LENGTH, BUNDLED, EAGLE3, NUM_DRAFT_TOKENS, STANDALONE, write_shape
 from slipstream.benchmarks.runner import DevicePlan, Names, Row, Scenario, Table, benchmark, host, run
-from slipstream.benchmarks.stack import Stack
+from slipstream.benchmarks.stack import Served, Stack
 from slipstream.bundled import prompts, standalone_dir, target_dir
 from slipstream.cli.mps import MpsMode
 from slipstream.client import AsyncClient
 from slipstream.services.models.sampler import acceptance_rate
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-
-    from slipstream.benchmarks.stack import Served
 
 NUM_NEW_TOKENS = 256
 PROMPT_TOKENS = 128

@@ -9,14 +9,16 @@ import socket
 import struct
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import quantiles
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import grpc.aio
 import psutil
@@ -33,10 +35,6 @@ from slipstream.common.rpc.interceptor import HEALTH_SERVICE
 from slipstream.common.settings import Settings, setting
 from slipstream.common.wire.messages import LENGTH_DELIMITED, VARINT, tag, varint
 from slipstream.protos import generation_pb2
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
-    from multiprocessing.connection import Connection
 
 MIB = 2**20
 MOST_STALL_MS = 20.0

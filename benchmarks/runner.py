@@ -17,20 +17,17 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from slipstream.benchmarks.stack import Served, Stack
 from slipstream.common.errors import ConfigError
 from slipstream.common.settings import Settings, setting, with_options
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-
-    from slipstream.benchmarks.stack import Served, Stack
 
 P = TypeVar("P", bound=Settings)
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from slipstream.benchmarks.models import NONE, NUM_DRAFT_TOKENS, STANDALONE, STANDALONE_AUTO, draft_of
 from slipstream.benchmarks.runner import Row, benchmark, host, write_json
@@ -14,10 +15,6 @@ from slipstream.benchmarks.workloads import TEMPERATURE, TextWorkload
 from slipstream.cli.load_generator import GrpcServer, closed_loop, open_loop
 from slipstream.cli.load_requests import Lengths
 from slipstream.common.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 CLIENTS_PER_SLOT = 2
 NUM_REQUESTS = 4096

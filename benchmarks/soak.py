@@ -6,11 +6,12 @@ import asyncio
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
+from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -20,16 +21,11 @@ from slipstream.benchmarks.stack import FAULTS, SERVICES, UpServer, bundled_opti
 from slipstream.bundled import prompts
 from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
+from slipstream.client.requests import RequestOptions
 from slipstream.common.errors import SlipstreamError, UnavailableError
 from slipstream.common.settings import setting
 from slipstream.common.wire.job import JobState
 from slipstream.services.models.linear import padded_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from slipstream.client.requests import RequestOptions
 
 CHUNK_TOKENS = 512
 """The rows of the largest prefill step on a CPU."""

@@ -8,11 +8,11 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -26,14 +26,9 @@ from slipstream.cli.process import bound
 from slipstream.client import AsyncClient
 from slipstream.common.errors import SlipstreamError
 from slipstream.common.rpc.listener import Listener
-from slipstream.common.rpc.metrics import scrape
+from slipstream.common.rpc.metrics import Scrape, scrape
+from slipstream.common.wire.server import ServerState
 from slipstream.gateway.config import GatewayConfig, gateway_name
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
-
-    from slipstream.common.rpc.metrics import Scrape
-    from slipstream.common.wire.server import ServerState
 
 SCRIPTS = Path(sys.executable).parent
 LOG_DIR = Path("build/benchmarks")

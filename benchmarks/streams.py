@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import psutil
 
+from slipstream.benchmarks.stack import Served
 from slipstream.cli.cancellation import background
+from slipstream.cli.load_requests import Request
 from slipstream.client import AsyncClient
+from slipstream.client.requests import RequestOptions
 from slipstream.common.host import STEP_LOOP
 from slipstream.common.idle_collection import IdleCollection
-from slipstream.common.rpc.metrics import scrape
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-
-    from slipstream.benchmarks.stack import Served
-    from slipstream.cli.load_requests import Request
-    from slipstream.client.requests import RequestOptions
-    from slipstream.common.rpc.metrics import Scrape
-    from slipstream.common.wire.server import ServerState
+from slipstream.common.rpc.metrics import Scrape, scrape
+from slipstream.common.wire.server import ServerState
 
 FLOW_S = 0.1
 """Messages that a client gets so soon after a fault were under way before it."""

@@ -6,11 +6,11 @@ import asyncio
 import shutil
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,12 +23,7 @@ from slipstream.bundled import eagle3_dir, standalone_dir
 from slipstream.cli.cancellation import background
 from slipstream.cli.draft_swaps import request_swap
 from slipstream.client import AsyncClient
-from slipstream.common.wire.server import SwapTerms
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from slipstream.common.wire.server import ServerState
+from slipstream.common.wire.server import ServerState, SwapTerms
 
 CALM_S = 3.0
 """Time before a swap in which gaps and acceptance are those of before."""

@@ -6,31 +6,27 @@ import json
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 
+from collections.abc import AsyncIterator
+
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from slipstream.benchmarks.models import NUM_DRAFT_TOKENS
 from slipstream.benchmarks.runner import DevicePlan, Row, Scenario, Table, benchmark, host, run
-from slipstream.benchmarks.stack import Stack
+from slipstream.benchmarks.stack import Served, Stack
 from slipstream.benchmarks.streams import PROMPT, streaming
 from slipstream.cli.load_requests import request
 from slipstream.cli.trace import fetch_trace, trace_json
 from slipstream.client import AsyncClient
 from slipstream.common.settings import setting
 from slipstream.common.wire.trace import TraceRequest
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from matplotlib.axes import Axes
-
-    from slipstream.benchmarks.stack import Served
 
 KERNELS_MS = {"cpu": (3.0, 10.0), "cuda": (0.3, 4.5)}
 RUN_AHEADS = (0, 1)

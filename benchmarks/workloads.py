@@ -7,17 +7,15 @@ finds prompts of another workload in the prefix cache.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
 from slipstream.bundled import prompts, target_dir
 from slipstream.cli.load_requests import PROMPT_SLACK, Arrival, Lengths, Request, Session, poisson_times, request
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TEMPERATURE = 0.8
 NUM_DRAWS = 20_000

@@ -6,21 +6,20 @@ import gc
 import os
 import random
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 # Several test processes and the services that they start share the cores. Before torch reads it.
 os.environ["OMP_NUM_THREADS"] = "1"
 # gRPC's own notes would appear between the dots.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
+from collections.abc import Iterator
+
 import hypothesis
 import pytest
 import torch
 
 from tests.harness import sampling
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,6 @@ from tests.harness.local_epoch import LocalEpoch
 from tests.harness.planted_faults import POINTS, PlantedFaults
 from tests.harness.running import running_up, until
 from tests.harness.workers import local_workers
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -6,7 +6,7 @@ A part of `benchmarks/lossless.py`, drawn anew each time, through the real servi
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -23,9 +23,6 @@ from slipstream.benchmarks.lossless import (
 from slipstream.benchmarks.models import NONE
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.streams import accept_length
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NUM_PROMPTS = 3
 

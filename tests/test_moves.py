@@ -5,24 +5,20 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from slipstream.client import AsyncClient, Client
+from slipstream.common.wire.job import OutputChunk
 from tests.harness.generation_server import text_of, tokens_of
-from tests.harness.running import free_ports, running_up
+from tests.harness.running import Running, free_ports, running_up
 from tests.harness.waiting import block_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from slipstream.common.wire.job import OutputChunk
-    from tests.harness.running import Running
 
 NUM_KILLS = 12
 NUM_SERVERS = 2

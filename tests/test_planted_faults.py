@@ -7,15 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.harness.planted_faults import EXIT_STATUS, POINTS, PlantedFaults
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NAME = "gateway.before_commit"
 PROGRAM = """

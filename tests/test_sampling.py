@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from tests.harness.sampling import left_out
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class Item:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +11,6 @@ from slipstream.benchmarks.decode import Plan, StepBytes, measure
 from slipstream.benchmarks.figures import decode_medians
 from slipstream.benchmarks.models import DFLASH, EAGLE, EAGLE3, MTP, NGRAM, ONE, PLAIN, SHAPES, STANDALONE, THREE, Setup
 from slipstream.benchmarks.runner import Row, Table
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SMALL = {
     "vocab_size": 4096,

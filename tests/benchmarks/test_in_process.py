@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,18 +15,13 @@ from slipstream.benchmarks.models import STANDALONE
 from slipstream.benchmarks.stack import Stack, free_ports
 from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
 from slipstream.client import AsyncClient
+from slipstream.client.requests import RequestOptions
 from slipstream.common.rpc.metrics import scrape
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker.config import WorkerConfig
 from tests.harness.running import slipstream
 from tests.harness.trace_format import check, slices_by_thread
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from slipstream.client.requests import RequestOptions
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -28,20 +30,12 @@ from slipstream.benchmarks.load import (
     result_of,
 )
 from slipstream.benchmarks.models import EAGLE3, EAGLE3_AUTO, NONE
-from slipstream.benchmarks.runner import Names, Table, told, write_json
-from slipstream.benchmarks.stack import LOG_DIR_VARIABLE
-from slipstream.benchmarks.workloads import NAMES
+from slipstream.benchmarks.runner import Names, Row, Table, told, write_json
+from slipstream.benchmarks.stack import LOG_DIR_VARIABLE, UpServer
+from slipstream.benchmarks.workloads import NAMES, Workload
 from slipstream.cli.load_generator import COMPLETED, FAILED, LEFT, LoadRun, RequestRecord
+from slipstream.cli.load_requests import Arrival
 from slipstream.common.rpc.metrics import Scrape
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
-
-    from slipstream.benchmarks.runner import Row
-    from slipstream.benchmarks.stack import UpServer
-    from slipstream.benchmarks.workloads import Workload
-    from slipstream.cli.load_requests import Arrival
 
 PATIENT = "--draft-timeout-ms 20000"
 """A busy machine may take a while; the tests are about drafts that are there, or killed."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
 from slipstream.benchmarks.models import EAGLE3, NONE
 from slipstream.benchmarks.near_ties import NearTies, Parting, Plan, Scores, problems_of, row_of
+from slipstream.benchmarks.runner import Row
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.scheduler.config import SchedulerConfig
@@ -20,11 +21,6 @@ from tests.harness.checkpoints import write_checkpoint
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.benchmarks.runner import Row
 
 OUTPUTS = [[1, 2, 3, 4]] * 3
 NEAR, FAR = Parting(1, 0.1), Parting(1, 0.3)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,9 +30,6 @@ from slipstream.bundled import target_dir
 from slipstream.cli.load_requests import Lengths
 from tests.harness.example_states import STATE
 from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler, serving
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.slow

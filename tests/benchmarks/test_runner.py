@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 import typer
@@ -20,12 +21,8 @@ from slipstream.benchmarks.accept_length import KEY, make_table
 from slipstream.benchmarks.cold_start import problems_of
 from slipstream.benchmarks.models import EAGLE3, MTP, STANDALONE
 from slipstream.benchmarks.runner import Names, Row, Scenario, Table, benchmark, run
+from slipstream.benchmarks.stack import Served, Stack
 from slipstream.common.settings import Settings, setting
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from slipstream.benchmarks.stack import Served, Stack
 
 SCRIPTS = sorted(
     path.stem

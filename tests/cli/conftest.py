@@ -6,11 +6,12 @@ import os
 import re
 import signal
 import sys
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import grpc
 import psutil
@@ -18,21 +19,14 @@ import pytest
 
 from slipstream.bundled import standalone_dir
 from slipstream.cli import mps
-from slipstream.protos import generation_pb2_grpc
+from slipstream.common.wire.server import ServiceState
+from slipstream.protos import generation_pb2, generation_pb2_grpc
 from slipstream.scheduler.config import DEFAULT_DRAFT_TOKENS
 from tests.harness.doors import write_chat_model
 from tests.harness.example_states import STATE
 from tests.harness.local_epoch import PATIENCE_MS
-from tests.harness.running import free_ports, running_up, status, until
-from tests.harness.supervised import fake_command
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from slipstream.common.wire.server import ServiceState
-    from slipstream.protos import generation_pb2
-    from tests.harness.running import Running
-    from tests.harness.supervised import MakeCommand
+from tests.harness.running import Running, free_ports, running_up, status, until
+from tests.harness.supervised import MakeCommand, fake_command
 
 _FAKE_MPS_CONTROL = Path(__file__).parent.parent / "harness" / "fake_mps_control.py"
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from itertools import islice
+from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -17,9 +18,6 @@ from slipstream.common.errors import ConfigError, ResourceExhaustedError, Slipst
 from tests.harness.certificates import Certificates
 from tests.harness.doors import running_door
 from tests.harness.generation_server import generation_server
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def record(times_s: tuple[float, ...], counts: tuple[int, ...], outcome: str = COMPLETED) -> RequestRecord:

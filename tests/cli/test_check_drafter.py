@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,9 +16,6 @@ from slipstream.common.errors import UnavailableError
 from tests.harness.checkpoints import VOCAB_SIZE, write_json, write_tokenizer
 from tests.harness.example_drafters import OWN_DRAFTERS, serving
 from tests.harness.running import slipstream
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HARNESS = Path(__file__).parent.parent / "harness"
 NAMED = {

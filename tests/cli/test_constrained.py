@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import jsonschema
 import openai
 import pytest
 
 from slipstream.client import Client
-from slipstream.common.wire.job import FinishReason
+from slipstream.common.wire.job import FinishReason, OutputChunk
 from tests.harness.running import slipstream
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from slipstream.common.wire.job import OutputChunk
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.sampled_module(3)]
 

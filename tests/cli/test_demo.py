@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,9 +15,6 @@ from slipstream.cli import demo
 from slipstream.cli.demo import DemoRun, DemoScreen, first_difference, legend, pieces, report
 from slipstream.common.device.choose import cuda_obstacle
 from tests.harness.running import running, slipstream, until
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(90)
 

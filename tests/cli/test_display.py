@@ -7,8 +7,9 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -17,10 +18,6 @@ from slipstream.cli.display import LogFollower, nonfailing_console
 from slipstream.common.errors import InternalError
 from slipstream.common.rpc.shutdown import raise_failure
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(10)
 

@@ -9,7 +9,8 @@ import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing import resource_tracker
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,9 +33,6 @@ from slipstream.common.device.choose import cuda_obstacle
 from slipstream.common.errors import FailedPreconditionError
 from slipstream.services.models.config import FAMILIES
 from tests.harness.running import free_ports, slipstream
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from slipstream import bundled
 from slipstream.cli import draft_swaps
 from slipstream.cli.draft_swaps import DraftSwaps, control_server, fetch_reports, request_swap
 from slipstream.cli.models import WITHOUT_MODEL, ModelChoice
+from slipstream.cli.process import ServiceCommand
 from slipstream.cli.supervisor import Supervisor
 from slipstream.cli.swap_draft import SwapOptions, print_outcome, run_swap
 from slipstream.cli.up_config import UpConfig
@@ -30,18 +32,12 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.wire.server import DraftFigures, DraftSwap, SwapOutcome, SwapTerms
-from slipstream.protos import scheduler_pb2_grpc
+from slipstream.protos import scheduler_pb2, scheduler_pb2_grpc
 from slipstream.services.models.head_config import DFLASH, EAGLE3
 from slipstream.services.worker.config import STANDALONE
 from tests.harness.grpc_server import running_server
+from tests.harness.supervised import MakeCommand
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from slipstream.cli.process import ServiceCommand
-    from slipstream.protos import scheduler_pb2
-    from tests.harness.supervised import MakeCommand
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from transformers import AutoTokenizer
 
 from slipstream.client import AsyncClient
+from slipstream.common.wire.job import OutputChunk
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.running import leftovers, running_up, status
 from tests.harness.transformers_reference import greedy_tokens
 from tests.scheduler.test_families import CHANGES
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.common.wire.job import OutputChunk
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -8,8 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
 import pytest
@@ -22,13 +23,8 @@ from slipstream.cli.main import app
 from slipstream.common.errors import UnavailableError
 from tests.harness.grpc_server import unserved_address
 from tests.harness.running import slipstream
+from tests.harness.supervised import MakeCommand
 from tests.harness.waiting import is_listening, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.harness.supervised import MakeCommand
 
 pytestmark = pytest.mark.timeout(60)
 

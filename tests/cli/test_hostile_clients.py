@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 import pytest
 from google.protobuf import message_factory
+from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,16 +24,8 @@ from slipstream.common.rpc.status import error_from_rpc
 from slipstream.protos import generation_pb2 as pb
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint, write_json
 from tests.harness.hostile_messages import decodes, mangled, messages, methods
-from tests.harness.running import running_up, until
+from tests.harness.running import Running, running_up, until
 from tests.harness.sampling import examples
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from google.protobuf.message import Message
-
-    from tests.harness.running import Running
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -7,20 +7,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from slipstream.cli.hub import find_model
 from slipstream.services.factory import model_name
 from tests.harness.checkpoints import write_checkpoint
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NAME = "some-org/Tiny-Model"
 COMMIT, BRANCH_COMMIT = "a" * 40, "b" * 40

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import uuid
+from collections.abc import AsyncGenerator
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,9 +17,6 @@ from slipstream.common.errors import UnavailableError
 from slipstream.common.wire.job import FinishReason, JobState, OutputChunk
 from tests.harness.example_states import USAGE
 from tests.harness.running import Running, slipstream, until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -6,28 +6,23 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 import pytest_asyncio
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
 
 from slipstream.client import AsyncClient
 from slipstream.common.wire.job import JobState
 from slipstream.gateway.tokenizer import load_tokenizer
-from tests.harness.running import slipstream
+from tests.harness.running import Running, slipstream
 from tests.harness.waiting import is_listening, until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from openai.types import Completion
-    from openai.types.chat import ChatCompletion
-
-    from tests.harness.running import Running
 
 pytestmark = pytest.mark.timeout(60)
 

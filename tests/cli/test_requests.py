@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -14,14 +16,9 @@ from transformers import AutoTokenizer
 from slipstream.bundled import target_dir
 from slipstream.client import Client
 from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.wire.job import OutputChunk
 from slipstream.gateway.request import sample_seed
 from tests.harness.running import running_up, slipstream
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from slipstream.common.wire.job import OutputChunk
 
 pytestmark = pytest.mark.timeout(60)
 

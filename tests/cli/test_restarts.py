@@ -9,23 +9,19 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from slipstream.cli import supervisor as restarts_module
 from slipstream.cli.health import check, until_hung
+from slipstream.cli.process import ServiceCommand
 from slipstream.cli.service import Service, ServiceState
+from slipstream.cli.supervisor import Supervisor
 from slipstream.cli.up_config import RestartSettings
 from slipstream.common.errors import UnavailableError
-from tests.harness.supervised import Kills, States, serving, sockets_in, supervisor_of, workers_of
+from tests.harness.supervised import Kills, MakeCommand, States, serving, sockets_in, supervisor_of, workers_of
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from slipstream.cli.process import ServiceCommand
-    from slipstream.cli.supervisor import Supervisor
-    from tests.harness.supervised import MakeCommand
 
 pytestmark = pytest.mark.timeout(30)
 

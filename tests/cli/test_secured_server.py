@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +10,6 @@ from slipstream.client.connection import API_KEY_VARIABLE
 from tests.harness.certificates import Certificates
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.running import running_up, slipstream, status
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(180)
 

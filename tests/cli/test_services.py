@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.harness.running import leftovers, running, running_up, slipstream, status, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.harness.running import Running
+from tests.harness.running import Running, leftovers, running, running_up, slipstream, status, until
 
 pytestmark = pytest.mark.timeout(60)
 

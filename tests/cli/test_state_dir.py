@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from slipstream.cli.state_dir import hold_state_dir, server_of
 from slipstream.common.errors import ConfigError, UnavailableError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_only_one_holds_it(tmp_path: Path) -> None:

@@ -11,13 +11,15 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
 from slipstream.cli.process import ServiceReport
@@ -37,17 +39,10 @@ from slipstream.scheduler.metrics import (
     StepMetrics,
     StepTiming,
 )
+from tests.cli.conftest import MakeCommand, ServeState
 from tests.harness.example_states import STATE
 from tests.harness.grpc_server import unserved_address
 from tests.harness.running import COMMAND, Running, running, running_up, until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from prometheus_client import CollectorRegistry
-
-    from tests.cli.conftest import MakeCommand, ServeState
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -20,13 +20,8 @@ from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.health import check
 from slipstream.cli.service import ServiceState
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
-from tests.harness.supervised import Kills, States, serving, sockets_in, supervisor_of
+from tests.harness.supervised import Kills, MakeCommand, States, serving, sockets_in, supervisor_of
 from tests.harness.waiting import block_until, runs, until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.harness.supervised import MakeCommand
 
 pytestmark = pytest.mark.timeout(30)
 

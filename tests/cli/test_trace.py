@@ -7,7 +7,8 @@ import json
 import signal
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,15 +20,10 @@ from slipstream.common.wire.events import Event, Site
 from slipstream.common.wire.server import ServiceState
 from slipstream.common.wire.step import FenceName, FenceWait
 from slipstream.common.wire.trace import ClockSample, Trace, TracedProcess, TracedStep
+from tests.cli.conftest import ServeState
 from tests.harness.grpc_server import running_server, unserved_address
-from tests.harness.running import running, slipstream, until
+from tests.harness.running import Running, running, slipstream, until
 from tests.harness.trace_format import around, arrows, check, slices_by_thread
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.cli.conftest import ServeState
-    from tests.harness.running import Running
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from slipstream.cli import display
 from slipstream.cli import up as run
 from slipstream.cli.display import StateLines
 from slipstream.cli.service import ServiceState
+from slipstream.cli.supervisor import Supervisor
 from slipstream.client import AsyncClient, Client
 from slipstream.common.errors import AddressInUseError, UnavailableError
 from slipstream.common.rpc.listener import Listener
@@ -31,11 +33,6 @@ from tests.harness.example_states import STATE
 from tests.harness.planted_faults import PlantedFaults
 from tests.harness.running import leftovers, running, running_up, status, until
 from tests.harness.waiting import block_until, runs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from slipstream.cli.supervisor import Supervisor
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
 from slipstream.client import AsyncClient
+from slipstream.client.requests import RequestOptions
 from slipstream.common.errors import InternalError, InvalidArgumentError
 from slipstream.common.rpc.status import error_from_status
+from slipstream.common.wire.job import OutputChunk
 from slipstream.gateway.delivery import MAX_OF_AN_OWNER, Delivery
 from slipstream.gateway.keys import KeyFile, KeyInterceptor
 from slipstream.protos import generation_pb2 as pb
 from slipstream.protos import generation_pb2_grpc
 from tests.harness.breaking_proxy import breaking_proxy
 from tests.harness.example_states import TOKENS_PER_STEP
-from tests.harness.generation_server import collect, generation_server, killed, logprobs_in, text_of, tokens_of
+from tests.harness.generation_server import (
+    GenerationServer,
+    collect,
+    generation_server,
+    killed,
+    logprobs_in,
+    text_of,
+    tokens_of,
+)
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
-    from pathlib import Path
-
-    from slipstream.client.requests import RequestOptions
-    from slipstream.common.wire.job import OutputChunk
-    from tests.harness.generation_server import GenerationServer
 
 ANN, BOB = "ann-0123456789abcdef", "bob-0123456789abcdef"
 OPTIONS: tuple[RequestOptions, ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -17,16 +17,12 @@ from slipstream.common.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from slipstream.common.wire.job import OutputChunk
 from tests.harness.breaking_proxy import breaking_proxy
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.generation_server import collect, generation_server, text_of, tokens_of
 from tests.harness.grpc_server import unserved_address
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.common.wire.job import OutputChunk
 
 LENGTH = 31
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import psutil
 import pytest
 
 from slipstream.common import idle_collection
 from slipstream.common.idle_collection import BUSY_S, IDLE_S, MIN_NEW_OBJECTS, IdleCollection
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Knot:

@@ -18,28 +18,23 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 
+from collections.abc import AsyncIterator, Mapping, Sequence
+
 import matplotlib.pyplot as plt
 import numpy as np
 import typer
+from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from slipstream.benchmarks.runner import host, write_json
-from tests.deploy.dashboard_queries import boards, panels_of
-from tests.deploy.observed_stack import busy, find_prometheus, observed_stack
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
-
-    from matplotlib.axes import Axes
-
-    from tests.deploy.dashboard_queries import FoundPanel
-    from tests.deploy.observed_stack import Prometheus, Series
+from tests.deploy.dashboard_queries import FoundPanel, boards, panels_of
+from tests.deploy.observed_stack import Prometheus, Series, busy, find_prometheus, observed_stack
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 RESULTS = PICTURES / "dashboards_cpu.json"

@@ -8,10 +8,11 @@ import shutil
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -19,9 +20,6 @@ from slipstream.benchmarks.dummy_worker import dummy_worker
 from slipstream.benchmarks.stack import Stack, end, free_ports
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.client import AsyncClient
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
 
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "prometheus.yml"
 START_TIMEOUT_S = 30.0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import check_jsonschema
 import pytest
@@ -29,9 +30,6 @@ from slipstream.services.command_line import draft, verify
 from slipstream.services.grammar_main import grammar
 from slipstream.services.worker.config import WorkerConfig
 from tests.harness.compose_files import DEPLOY, VARIABLE, load, scraped
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 VARIANTS = {
     "gpu": ("compose.yaml", "compose.gpu.yaml"),

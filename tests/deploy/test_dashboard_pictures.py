@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.deploy.dashboard_pictures import PICTURES, RESULTS, PanelResult, draw, say
-from tests.deploy.dashboard_queries import boards, panels_of
+from tests.deploy.dashboard_queries import FoundPanel, boards, panels_of
 from tests.deploy.observed_stack import Series
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.deploy.dashboard_queries import FoundPanel
 
 BOARDS = boards()
 PICTURED = {

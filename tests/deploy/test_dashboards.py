@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,6 +12,7 @@ from slipstream.deploy.metrics_page import CATALOGUE
 from slipstream.gateway.metrics import COMPAT_SPECS
 from tests.deploy.dashboard_queries import (
     DASHBOARDS,
+    FoundPanel,
     FoundQuery,
     annotation_queries,
     boards,
@@ -21,9 +22,6 @@ from tests.deploy.dashboard_queries import (
     recording_rules,
     variable_queries,
 )
-
-if TYPE_CHECKING:
-    from tests.deploy.dashboard_queries import FoundPanel
 
 SPECS = {spec.name: spec for section in CATALOGUE for spec in section.metrics}
 UNITS = {"none", "percentunit", "µs", "ms", "s", "bytes", "reqps", "cps"}

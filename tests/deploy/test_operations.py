@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from configparser import ConfigParser
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import typer.main
@@ -16,9 +16,6 @@ from slipstream.scheduler.main import scheduler
 from slipstream.services.command_line import draft, verify
 from slipstream.services.grammar_main import grammar
 from tests.deploy.dashboard_queries import DEPLOY, alert_rules, boards, panels_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PAGE = (DEPLOY.parent / "docs" / "operations.md").read_text(encoding="utf-8")
 PROSE = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -26,9 +27,6 @@ from slipstream.common.wire.job import JobState
 from tests.harness.compose_files import DEPLOY
 from tests.harness.generation_server import text_of, tokens_of
 from tests.harness.running import free_ports
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CONFIG: dict[str, Any] = yaml.safe_load((DEPLOY / "ray" / "config.yaml").read_text(encoding="utf-8"))
 NODE = "127.0.0.2"

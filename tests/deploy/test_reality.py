@@ -7,7 +7,7 @@ import math
 import shutil
 import subprocess
 import urllib.request
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,12 +23,7 @@ from tests.deploy.dashboard_queries import (
     recording_rules,
     variable_queries,
 )
-from tests.deploy.observed_stack import SERVICES, busy, find_prometheus, observed_stack
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.deploy.observed_stack import Observed, Prometheus
+from tests.deploy.observed_stack import SERVICES, Observed, Prometheus, busy, find_prometheus, observed_stack
 
 INTERVAL_MS = 250
 RATE_INTERVAL = "3s"

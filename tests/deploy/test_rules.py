@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import yaml
@@ -19,9 +19,6 @@ from tests.deploy.dashboard_queries import (
     recording_rules,
     runbooks,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 from tests.harness.compose_files import scraped
 
 ROOT = DEPLOY.parent

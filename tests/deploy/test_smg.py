@@ -13,13 +13,13 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
 import httpx
@@ -36,9 +36,6 @@ from tests.harness.compose_files import load
 from tests.harness.generation_server import text_of
 from tests.harness.running import COMMAND
 from tests.harness.smg import until_healthy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SERVE = Path(__file__).parents[2] / "deploy" / "smg" / "serve"
 NUM_CLIENTS = 4

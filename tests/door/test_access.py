@@ -8,8 +8,10 @@ import ssl
 import sys
 import threading
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -24,14 +26,8 @@ from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota
 from tests.harness.certificates import Certificates
 from tests.harness.doors import RunningDoor, running_door
 from tests.harness.example_states import CONTEXT_TOKENS
-from tests.harness.generation_server import generation_server
+from tests.harness.generation_server import GenerationServer, generation_server
 from tests.harness.waiting import is_listening, until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tests.harness.generation_server import GenerationServer
 
 ANN, BOB = "ann-0123456789abcdef", "bob-0123456789abcdef"
 

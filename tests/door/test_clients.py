@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import openai
 import pytest
@@ -13,9 +14,6 @@ import pytest
 from tests.door.test_parsers import HERMES, WEATHER
 from tests.harness.doors import RunningDoor, running_door
 from tests.harness.generation_server import generation_server
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 TEMPLATE = "{# tools <tool_call> #}{{ messages[-1].content }}"
 

@@ -6,13 +6,16 @@ The scheduler is a scripted one without masks.
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 from jsonschema import validate
+from llguidance import LLTokenizer
 
 from slipstream.common.grammars import load_grammar_tokenizer, new_matcher
 from slipstream.door.parsers import Arguments, Forms, make_parser
@@ -21,12 +24,6 @@ from tests.harness.example_states import STATE, VOCAB_SIZE
 from tests.harness.generation_server import generation_server
 from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler
 from tests.harness.tokenizers_by_kind import make_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
-
-    from llguidance import LLTokenizer
 
 SCHEMA = {
     "type": "object",

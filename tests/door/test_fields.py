@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import openai
 import pytest
@@ -16,13 +17,8 @@ from slipstream.door.fields import ChatRequest, CompletionRequest, StreamOptions
 from slipstream.door.responses import ResponsesRequest
 from tests.harness.chat_templates import PLAIN, TOOL
 from tests.harness.doors import RunningDoor, running_door
-from tests.harness.generation_server import collect, generation_server, text_of
+from tests.harness.generation_server import GenerationServer, collect, generation_server, text_of
 from tests.harness.grpc_server import unserved_address
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.harness.generation_server import GenerationServer
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 

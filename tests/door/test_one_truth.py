@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tokenizers import pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.client import AsyncClient
+from slipstream.common.wire.job import OutputChunk
 from slipstream.door.answers import token_text
 from slipstream.gateway.model import ServedModel
 from tests.harness.chat_templates import PLAIN, TEMPLATES
 from tests.harness.doors import RunningDoor, running_door
-from tests.harness.generation_server import collect, generation_server
+from tests.harness.generation_server import GenerationServer, collect, generation_server
 from tests.harness.tokenizers_by_kind import KINDS, make_tokenizer
-
-if TYPE_CHECKING:
-    from slipstream.common.wire.job import OutputChunk
-    from tests.harness.generation_server import GenerationServer
 
 TEXT = "Hello 你好 é\n<plain> don't</s> x"
 MORE = ("byte level, bos", "byte level, prefix space", "byte level, added tokens", "llama, bos", "gemma, bos and eos")

@@ -6,9 +6,10 @@ The fake scheduler repeats the prompt, which is the last message's text: so it i
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import openai
 import pytest
@@ -18,9 +19,6 @@ from slipstream.door.responses import ResponsesRequest
 from tests.door.test_parsers import COMMENTARY, HERMES, LLAMA, MISTRAL, WEATHER
 from tests.harness.doors import RunningDoor, running_door
 from tests.harness.generation_server import generation_server
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 FORMS = {
     "hermes": ("<tool_call>", f"<think>Hm.</think>Sure. {HERMES}"),

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from slipstream.benchmarks.stack import up_server
 from slipstream.training import checkpoint
 from slipstream.training.optimizer import Course
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "adapt_draft.py"
 RATE = 1e-3

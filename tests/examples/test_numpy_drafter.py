@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -22,13 +23,8 @@ from tests.harness.counted_jobs import Job
 from tests.harness.example_drafters import NUMPY_DRAFTER, ExampleDrafted
 from tests.harness.trace_format import check
 from tests.harness.waiting import until
-from tests.harness.worker_processes import running_session, timeline_server
+from tests.harness.worker_processes import WorkerProcesses, running_session, timeline_server
 from tests.ordering.replay import Replay
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.harness.worker_processes import WorkerProcesses
 
 SEED = 5
 LOGGED = Path(__file__).parent.parent / "harness" / "logged_drafter.py"

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -20,10 +21,6 @@ from slipstream.protos import worker_pb2_grpc as pb_grpc
 from tests.harness.checkpoints import VOCAB_SIZE, write_json, write_tokenizer
 from tests.harness.example_drafters import NUMPY_DRAFTER
 from tests.harness.workers import SHAPE, SharedArenas, attachment_to
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
 
 EPOCHS = itertools.count(1)
 """The drafter takes each once."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -27,9 +28,6 @@ from tests.harness.hosted import FUZZ, REFUSALS, TIMEOUT_S, GuardedMemory, error
 from tests.harness.hostile_messages import change
 from tests.harness.workers import SHAPE
 from tests.services.worker.test_hostile_commands import hostile_commands
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
 
 import pytest
 
 from slipstream.client import AsyncClient
-from tests.harness.generation_server import generation_server
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.harness.generation_server import GenerationServer
+from tests.harness.generation_server import GenerationServer, generation_server
 
 
 @pytest.fixture

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from slipstream.bundled import target_dir
 from slipstream.client import AsyncClient
-from tests.harness.breaking_proxy import breaking_proxy
+from slipstream.common.wire.job import OutputChunk
+from tests.harness.breaking_proxy import BreakingProxy, breaking_proxy
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.gateway_processes import GatewayProcesses
 from tests.harness.generation_server import collect, tokens_of
 from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler, serving
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from slipstream.common.wire.job import OutputChunk
-    from tests.harness.breaking_proxy import BreakingProxy
 
 pytestmark = pytest.mark.timeout(120)
 

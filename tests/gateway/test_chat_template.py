@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -19,11 +20,6 @@ from tests.harness.chat_templates import CALLING, IN_PARTS, PLAIN, TEMPLATES, TO
 from tests.harness.generation_server import GenerationServer, collect, generation_server, text_of, tokens_of
 from tests.harness.scripted_scheduler import EOS_ID
 from tests.harness.tokenizers_by_kind import make_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.harness.generation_server import GenerationServer
 
 
 def tokenizer_with(template: Any, **tokens: str | None) -> Any:

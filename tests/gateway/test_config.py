@@ -6,15 +6,13 @@ import itertools
 import subprocess
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.common.errors import ConfigError
 from slipstream.gateway.config import GatewayConfig, Shard, shard_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_shard_is_the_same_in_every_process() -> None:

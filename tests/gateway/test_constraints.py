@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -23,16 +25,10 @@ from slipstream.common.grammars import load_grammar_tokenizer, new_matcher
 from slipstream.gateway.bounded_process import BoundedProcess
 from slipstream.gateway.request import MAX_CONSTRAINT_CHARACTERS
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, VOCAB_SIZE
-from tests.harness.generation_server import generation_server, killed
+from tests.harness.generation_server import GenerationServer, generation_server, killed
 from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler
 from tests.harness.tokenizers_by_kind import make_tokenizer
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tests.harness.generation_server import GenerationServer
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TAG = {"triggers": ["<f="], "structures": [{"begin": "<f=a>", "schema": OBJECT, "end": "</f>"}]}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -20,17 +22,11 @@ from slipstream.gateway.sample import Sample
 from slipstream.gateway.text import Vocabulary
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.harness.example_states import VOCAB_SIZE
-from tests.harness.generation_server import collect, generation_server, killed, text_of, tokens_of
+from tests.harness.generation_server import GenerationServer, collect, generation_server, killed, text_of, tokens_of
 from tests.harness.samples import read, request_of
 from tests.harness.sampling import examples
 from tests.harness.scripted_scheduler import EOS_ID
 from tests.harness.tokenizers_by_kind import make_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from tests.harness.generation_server import GenerationServer
 
 MAX_ID = 345
 LENGTH = 9

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from slipstream.client import AsyncClient
+from slipstream.common.wire.job import OutputChunk
 from tests.harness.gateway_processes import GatewayProcesses, gateway_processes
 from tests.harness.generation_server import collect, tokens_of
 from tests.harness.planted_faults import EXIT_STATUS, PlantedFaults
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.common.wire.job import OutputChunk
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.sampled_module(3)]
 

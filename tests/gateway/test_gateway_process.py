@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
 import psutil
@@ -24,9 +24,6 @@ from tests.harness.leaks import check_it_holds_no_more_than, held_by
 from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler, serving
 from tests.harness.tokenizers_by_kind import make_tokenizer
 from tests.harness.waiting import block_until
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 READY_S = 2.0
 

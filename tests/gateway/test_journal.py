@@ -12,10 +12,10 @@ import stat
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -41,9 +41,6 @@ from tests.harness import journal_writer
 from tests.harness.generation_server import killed, make_version_1
 from tests.harness.sampling import examples
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
 
 KILLS = 20
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -23,17 +25,10 @@ from slipstream.common.errors import (
     UnauthenticatedError,
 )
 from slipstream.common.rpc.interceptor import replaced
-from slipstream.common.wire.job import JobState
+from slipstream.common.wire.job import JobState, OutputChunk
 from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota, current_owner
 from tests.harness.example_states import TOKENS_PER_STEP
-from tests.harness.generation_server import generation_server, state_of, tokens_of
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
-    from pathlib import Path
-
-    from slipstream.common.wire.job import OutputChunk
-    from tests.harness.generation_server import GenerationServer
+from tests.harness.generation_server import GenerationServer, generation_server, state_of, tokens_of
 
 ANN, BOB = "ann-0123456789abcdef", "bob-0123456789abcdef"
 

@@ -7,7 +7,8 @@ import re
 import shutil
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -31,14 +32,9 @@ from slipstream.gateway.metrics import (
 )
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from tests.harness.example_states import STATE, TOKENS_PER_STEP
-from tests.harness.generation_server import collect, generation_server
+from tests.harness.generation_server import GenerationServer, collect, generation_server
 from tests.harness.tokenizers_by_kind import break_first_detokenizer
 from tests.harness.waiting import TIMEOUT_S, until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.harness.generation_server import GenerationServer
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -16,9 +16,6 @@ from slipstream.protos import generation_pb2
 from tests.harness.samples import read, sample_of
 from tests.harness.sampling import examples
 from tests.harness.tokenizers_by_kind import make_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MAX_ID = 345
 ENDS = (*FinishReason, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -15,19 +15,21 @@ from slipstream.common.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from slipstream.common.wire.job import JobState
+from slipstream.common.wire.job import JobState, OutputChunk
 from slipstream.gateway.request import sample_seed
 from tests.harness.example_states import TOKENS_PER_STEP
-from tests.harness.generation_server import collect, generation_server, logprobs_in, state_of, text_of, tokens_of
+from tests.harness.generation_server import (
+    GenerationServer,
+    collect,
+    generation_server,
+    logprobs_in,
+    state_of,
+    text_of,
+    tokens_of,
+)
 from tests.harness.scripted_scheduler import logprobs_of
 from tests.harness.tokenizers_by_kind import TEXT
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.common.wire.job import OutputChunk
-    from tests.harness.generation_server import GenerationServer
 
 
 def by_sample(chunks: list[OutputChunk], n: int) -> list[list[OutputChunk]]:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from slipstream.client import AsyncClient
 from slipstream.common.errors import CheckpointError, ConfigError
 from slipstream.common.wire.server import SamplingDefaults
 from slipstream.gateway.config import GatewayConfig
 from slipstream.gateway.model import ServedModel, load_model
 from tests.harness.checkpoints import write_json, write_tokenizer
 from tests.harness.doors import running_door
-from tests.harness.generation_server import collect, generation_server
+from tests.harness.generation_server import GenerationServer, collect, generation_server
 from tests.harness.scripted_scheduler import DESCRIPTION
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from slipstream.client import AsyncClient
-    from tests.harness.generation_server import GenerationServer
 
 OF_MODEL = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -19,22 +20,17 @@ from slipstream.common.errors import (
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
+    SlipstreamError,
     UnavailableError,
 )
+from slipstream.common.wire.job import JobInfo
 from slipstream.gateway.model import ServedModel
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, TOKENS_PER_STEP, VOCAB_SIZE
-from tests.harness.generation_server import collect, generation_server, tokens_of
+from tests.harness.generation_server import GenerationServer, collect, generation_server, tokens_of
 from tests.harness.scripted_scheduler import EOS_ID
 from tests.harness.tokenizers_by_kind import TEXT, make_tokenizer, text_after
 from tests.harness.waiting import TIMEOUT_S, block_until, until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from slipstream.common.errors import SlipstreamError
-    from slipstream.common.wire.job import JobInfo
-    from tests.harness.generation_server import GenerationServer
 
 
 async def is_idle(server: GenerationServer) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -14,19 +14,14 @@ from slipstream.client import AsyncClient
 from slipstream.common.errors import UnavailableError
 from slipstream.common.wire.job import FinishReason, JobState, OutputChunk, TokenLogprobs
 from slipstream.gateway.model import ServedModel
+from slipstream.gateway.sample import Sample
 from slipstream.gateway.text import StopMatcher, Vocabulary
 from tests.harness.example_states import TOKENS_PER_STEP
-from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of
+from tests.harness.generation_server import GenerationServer, collect, generation_server, state_of, text_of, tokens_of
 from tests.harness.samples import read, sample_of
 from tests.harness.sampling import examples
 from tests.harness.scripted_scheduler import EOS_ID
 from tests.harness.tokenizers_by_kind import make_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from slipstream.gateway.sample import Sample
-    from tests.harness.generation_server import GenerationServer
 
 MAX_ID = 345
 

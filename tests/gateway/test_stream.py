@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import grpc.aio
 import pytest
 
 from slipstream.client import AsyncClient
 from slipstream.gateway.config import Shard, shard_of
-from slipstream.gateway.peers import Forwarding
+from slipstream.gateway.peers import Forwarding, Peers
 from slipstream.gateway.stream import LONGEST_S, MAX_PENDING, PendingWrites, StreamWriter, StreamWrites
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.generation_server import collect, generation_server, tokens_of
 from tests.harness.hand_clock import HandClockLoop
 from tests.harness.waiting import block_until, until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from slipstream.gateway.peers import Peers
 
 
 @pytest.fixture

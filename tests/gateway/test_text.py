@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.client import AsyncClient
-from slipstream.common.wire.job import JobState
+from slipstream.common.wire.job import JobState, OutputChunk
 from slipstream.gateway.text import (
     MAX_ROW_TOKENS,
     REPLACEMENT,
@@ -20,18 +22,20 @@ from slipstream.gateway.text import (
     Vocabulary,
     WindowDetokenizer,
 )
-from tests.harness.generation_server import collect, generation_server, killed, model_of, state_of, text_of, tokens_of
+from tests.harness.generation_server import (
+    GenerationServer,
+    collect,
+    generation_server,
+    killed,
+    model_of,
+    state_of,
+    text_of,
+    tokens_of,
+)
 from tests.harness.sampling import examples
 from tests.harness.scripted_scheduler import DESCRIPTION
 from tests.harness.tokenizers_by_kind import EXACT_KINDS, KINDS, PANICS, TEXT, make_tokenizer, text_after
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from slipstream.common.wire.job import OutputChunk
-    from tests.harness.generation_server import GenerationServer
 
 MAX_ID = 370
 """Some ids are no tokens, as with a model whose vocabulary is padded."""

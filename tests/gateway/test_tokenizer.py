@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,10 +26,6 @@ from tests.harness.mutations import is_refused
 from tests.harness.sampling import examples
 from tests.harness.scripted_scheduler import DESCRIPTION
 from tests.harness.tokenizers_by_kind import KINDS, TEXT, make_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}{% endfor %}"
 CONFIG: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}

@@ -6,18 +6,14 @@ import math
 import re
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
 from slipstream.common.errors import InvalidArgumentError
-from slipstream.common.wire.sequence import SamplingParams
-from slipstream.gateway.request import JOB_ID, SEED_STEP, RequestLimits, digest_of, parse_request
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
+from slipstream.gateway.request import JOB_ID, SEED_STEP, CheckedRequest, RequestLimits, digest_of, parse_request
 from slipstream.protos import generation_pb2
-
-if TYPE_CHECKING:
-    from slipstream.common.wire.sequence import SequenceSpec
-    from slipstream.gateway.request import CheckedRequest
 
 LIMITS = RequestLimits(vocab_size=1000, context_tokens=512, eos_token_ids=frozenset({1, 2}), num_draft_tokens=4)
 

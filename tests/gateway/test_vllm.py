@@ -6,8 +6,10 @@ import hashlib
 import io
 import random
 import zipfile
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -18,20 +20,13 @@ from smg_grpc_proto.generated import common_pb2
 from slipstream.client import AsyncClient
 from slipstream.common.errors import UnavailableError
 from slipstream.common.wire.job import JobState
-from slipstream.common.wire.sequence import SamplingParams
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.gateway.keys import KeyFile, KeyInterceptor
 from slipstream.protos import scheduler_pb2
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, VOCAB_SIZE
-from tests.harness.generation_server import generation_server, state_of
+from tests.harness.generation_server import GenerationServer, generation_server, state_of
 from tests.harness.scripted_scheduler import EOS_ID, logprobs_of
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from slipstream.common.wire.sequence import SequenceSpec
-    from tests.harness.generation_server import GenerationServer
 
 PROMPT = [20, 30, 40, 50, 60]
 """Its tokens are the output, again and again."""

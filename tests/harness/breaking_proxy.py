@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
+from pathlib import Path
 
 _RESETS_WHEN_CLOSED = struct.pack("ii", 1, 0)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 VARIABLE = re.compile(r"\$\{([A-Z_]+):-([^}]*)\}")

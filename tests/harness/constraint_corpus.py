@@ -5,21 +5,18 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jsonschema.validators import validator_for
+from llguidance import LLTokenizer
 
 from slipstream.bundled import target_dir
 from slipstream.common.grammars import load_grammar_tokenizer
 from slipstream.gateway.grammar_compiler import GrammarSource
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from llguidance import LLTokenizer
 
 EOS_ID = 0
 """The bundled model's."""

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from slipstream.common.wire.job import mean_accept_length
-from slipstream.common.wire.sequence import StepOutput
+from slipstream.common.errors import SlipstreamError
+from slipstream.common.wire.job import FinishReason, TokenLogprobs, mean_accept_length
+from slipstream.common.wire.sequence import SequenceSpec, StepOutput
 from slipstream.scheduler.records import Sequence
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from slipstream.common.errors import SlipstreamError
-    from slipstream.common.wire.job import FinishReason, TokenLogprobs
-    from slipstream.common.wire.sequence import SequenceSpec
-    from slipstream.scheduler.results import Outgoing
-    from slipstream.scheduler.waiting_queue import WaitingQueue
+from slipstream.scheduler.results import Outgoing
+from slipstream.scheduler.waiting_queue import WaitingQueue
 
 
 @dataclass(slots=True)

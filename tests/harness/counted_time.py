@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+
+import torch
 
 from slipstream.common.device.cpu.device import HostArena, HostDevice, HostStream
-from slipstream.common.device.interface import ANY_TIME
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    import torch
-
-    from slipstream.common.device.cpu.fence import HostFence
-    from slipstream.common.device.interface import PollTime, Stream
-    from slipstream.common.wire.manifest import BufferSpec, Manifest
-    from slipstream.common.wire.step import FenceName
+from slipstream.common.device.cpu.fence import HostFence
+from slipstream.common.device.interface import ANY_TIME, PollTime, Stream
+from slipstream.common.wire.manifest import BufferSpec, Manifest
+from slipstream.common.wire.step import FenceName
 
 
 class CountedTime(threading.local):

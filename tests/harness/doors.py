@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -23,10 +25,6 @@ from slipstream.door.config import DoorConfig
 from slipstream.door.server import Bounds, DoorServer, bound_sockets, tls_context, uvicorn_config
 from tests.harness.checkpoints import write_json, write_weights
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from typing import TYPE_CHECKING
 
+from slipstream.scheduler.draft import Draft
+from slipstream.scheduler.draft_choice import DraftChoice
 from slipstream.scheduler.plan import consume, initial_state, plan_step, with_draft
-from slipstream.scheduler.records import NO_OUTCOME, DraftTraits, SentStep
+from slipstream.scheduler.records import NO_OUTCOME, DraftTraits, LossCause, SentStep, Step, StepResult
 from slipstream.scheduler.sizes import BatchSizes
 from slipstream.scheduler.speculation import Speculation
+from tests.harness.counted_jobs import Job
 from tests.harness.fake_drafts import FakeDraft
 from tests.harness.simulated_run import Run, make_job, reference, token_of
 from tests.harness.step_kinds import Kind, kind_of_step
-
-if TYPE_CHECKING:
-    from slipstream.scheduler.draft import Draft
-    from slipstream.scheduler.draft_choice import DraftChoice
-    from slipstream.scheduler.records import LossCause, Step, StepResult
-    from tests.harness.counted_jobs import Job
 
 SIZES = BatchSizes(num_slots=4, num_pages=200, page_tokens=4, chunk_tokens=16, num_draft_tokens=3, run_ahead=1)
 NO_DRAFT = DraftTraits(is_present=False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from slipstream.common.device.interface import Device
 from slipstream.common.wire.layout import RESULT_FENCES, BufferName, DraftShape
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.wire.step import (
@@ -17,13 +18,8 @@ from slipstream.common.wire.step import (
     WaitPlace,
 )
 from slipstream.common.wire.worker import Attachment, DraftSizes
+from slipstream.services.worker.engine import RoleEngine
 from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, epoch_shape
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from slipstream.common.device.interface import Device
-    from slipstream.services.worker.engine import RoleEngine
 
 TIMEOUT_S = 20.0
 MOST_DRAFT_TOKENS = 4

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
@@ -12,9 +12,6 @@ from slipstream.scheduler.config import SchedulerConfig
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, describe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 def make_job(prompt_tokens: int = 4, max_new_tokens: int = 8, max_draft_tokens: int | None = None) -> Job:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -11,6 +12,7 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.services.factory import make_draft
 from slipstream.services.models.head_config import DFLASH, EAGLE, EAGLE3, MTP
 from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.engine import RoleEngine
 from tests.harness.checkpoints import (
     FAMILIES,
     LLAMA,
@@ -20,12 +22,6 @@ from tests.harness.checkpoints import (
     write_tokenizer,
     write_weights,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.services.worker.engine import RoleEngine
-
 
 AUTHORS = "authors"
 SPECULATORS = "speculators"

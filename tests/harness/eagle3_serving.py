@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from slipstream.bundled import prompts
 from slipstream.client import Client
+from slipstream.common.wire.server import ServerState
 from tests.harness.running import running_up
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.common.wire.server import ServerState
 
 NUM_PROMPTS = 6
 MAX_NEW_TOKENS = 48

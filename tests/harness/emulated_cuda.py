@@ -16,12 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "cuda_drafter"
 KERNELS = (b"stamp", b"take_over", b"put", b"propose")

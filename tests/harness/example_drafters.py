@@ -6,17 +6,14 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slipstream.bundled import dflash_dir, eagle3_dir, standalone_dir, target_dir
 from slipstream.common.wire.step import Role
 from tests.harness.waiting import is_listening, until
 from tests.harness.worker_processes import WorkerProcesses
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NUMPY_DRAFTER = EXAMPLES / "numpy_drafter" / "main.py"

@@ -7,14 +7,12 @@ import enum
 import importlib
 import itertools
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PREFIX = "slipstream.common.device"
 MODULES = (

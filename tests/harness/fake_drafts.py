@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-from slipstream.common.device.interface import ANY_TIME
+from slipstream.common.device.interface import ANY_TIME, PollTime
 from slipstream.common.errors import SlipstreamError, UnavailableError
-from slipstream.common.wire.step import FenceName, FencePoint, Role
+from slipstream.common.wire.step import FenceName, FencePoint, Role, SlotUpdate, StepCommand
+from slipstream.common.wire.worker import StepCost
+from slipstream.scheduler.attachment import DraftAttachment
 from slipstream.scheduler.draft import Draft
 from slipstream.scheduler.records import NO_LIMIT, DraftKV, DraftTraits
 from tests.harness.step_kinds import Kind, kind_to_draft
-
-if TYPE_CHECKING:
-    from slipstream.common.device.interface import PollTime
-    from slipstream.common.wire.step import SlotUpdate, StepCommand
-    from slipstream.common.wire.worker import StepCost
-    from slipstream.scheduler.attachment import DraftAttachment
 
 
 class FakeFence:

@@ -10,9 +10,11 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "numpy_drafter"))
+
+from collections.abc import Iterable
 
 import grpc
 from epoch import Epoch
@@ -23,9 +25,6 @@ from servicer import DraftServicer
 
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 class SignalsFirst(Epoch):

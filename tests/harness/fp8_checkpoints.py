@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from tests.harness.checkpoints import write_json, write_weights
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BLOCK = 128
 WEIGHTS: dict[str, Any] = {

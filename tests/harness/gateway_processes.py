@@ -6,19 +6,16 @@ import asyncio
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from slipstream.bundled import target_dir
 from slipstream.cli.health import wait_until_serving
 from slipstream.common.rpc.listener import Listener
 from slipstream.gateway.config import gateway_name, shard_of
 from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler, serving
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 TIMEOUT_S = 60.0
 

@@ -6,23 +6,28 @@ import asyncio
 import shutil
 import sqlite3
 import time
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from slipstream.common.wire.job import TokenLogprobs
-from slipstream.common.wire.server import ServiceState
+from slipstream.client import AsyncClient
+from slipstream.common.errors import SlipstreamError
+from slipstream.common.wire.job import JobInfo, JobState, OutputChunk, TokenLogprobs
+from slipstream.common.wire.server import SchedulerDescription, ServerState, ServiceState
 from slipstream.gateway import vllm
 from slipstream.gateway.config import Shard
 from slipstream.gateway.constraints import GrammarCompiler
 from slipstream.gateway.job import JobStore
 from slipstream.gateway.jobs import JobManager
 from slipstream.gateway.journal_file import JournalFile, JournalMode
+from slipstream.gateway.keys import TokenQuota
 from slipstream.gateway.metrics import RequestMetrics
 from slipstream.gateway.model import ServedModel
 from slipstream.gateway.peers import GatewayState, Peers
@@ -37,16 +42,6 @@ from tests.harness.example_states import CONTEXT_TOKENS, STATE
 from tests.harness.grpc_server import FREE_PORT, running_server
 from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler, serving
 from tests.harness.tokenizers_by_kind import make_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator, Callable
-    from pathlib import Path
-
-    from slipstream.client import AsyncClient
-    from slipstream.common.errors import SlipstreamError
-    from slipstream.common.wire.job import JobInfo, JobState, OutputChunk
-    from slipstream.common.wire.server import SchedulerDescription, ServerState
-    from slipstream.gateway.keys import TokenQuota
 
 TTL_S = 600.0
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from slipstream.common.rpc.listener import Listener
+from slipstream.common.rpc.metrics import RpcMetrics
 from slipstream.common.rpc.serving import GrpcServer
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
-
-    from slipstream.common.rpc.metrics import RpcMetrics
 
 FREE_PORT = "127.0.0.1:0"
 

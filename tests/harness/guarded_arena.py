@@ -6,21 +6,16 @@ import fcntl
 import mmap
 import os
 import secrets
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from slipstream.common.device.cpu.device import FENCE_KIND, KIND
 from slipstream.common.device.cpu.shared_file import DIRECTORY, PREFIX
-from slipstream.common.wire.manifest import FENCE_BYTES, FenceWord, Manifest, Placed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import numpy.typing as npt
-
-    from slipstream.common.wire.manifest import BufferSpec
-    from slipstream.common.wire.step import FenceName
+from slipstream.common.wire.manifest import FENCE_BYTES, BufferSpec, FenceWord, Manifest, Placed
+from slipstream.common.wire.step import FenceName
 
 GAP_BYTES = 256
 _WORD_BYTES = 8

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from slipstream.common.errors import InternalError
+from slipstream.common.errors import InternalError, SlipstreamError
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.wire.layout import (
     GIVEN_FENCES,
@@ -38,18 +39,13 @@ from slipstream.common.wire.worker import (
     region_to_pb,
 )
 from slipstream.protos import worker_pb2 as pb
+from slipstream.services.worker.engine import RoleEngine
 from tests.harness.guarded_arena import GuardedArena
 from tests.harness.hostile_messages import decodes, methods, wire
 from tests.harness.leaks import Held
 from tests.harness.sampling import examples
+from tests.harness.served_worker import ServedWorker
 from tests.harness.workers import epoch_shape
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from slipstream.common.errors import SlipstreamError
-    from slipstream.services.worker.engine import RoleEngine
-    from tests.harness.served_worker import ServedWorker
 
 NUM_SLOTS, NUM_PAGES, PAGE_TOKENS, CONTEXT_TOKENS = 4, 9, 4, 64
 SLOT_PAGES = 18

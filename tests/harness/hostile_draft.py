@@ -19,16 +19,13 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.wire.manifest import Manifest
 from slipstream.common.wire.step import DRAFT_FENCES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from slipstream.common.wire.manifest import Manifest
 
 PAUSE_S = 0.0003
 """Between two writes, at most: many in a step."""

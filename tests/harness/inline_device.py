@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
-from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.device.interface import ANY_TIME
+from slipstream.common.device.cpu.device import HostArena, HostDevice
+from slipstream.common.device.cpu.fence import HostFence
+from slipstream.common.device.interface import ANY_TIME, PollTime
 from slipstream.common.errors import DeadlineExceededError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from slipstream.common.device.cpu.device import HostArena
-    from slipstream.common.device.cpu.fence import HostFence
-    from slipstream.common.device.interface import PollTime
-    from slipstream.common.wire.manifest import BufferSpec, Manifest
-    from slipstream.common.wire.step import FenceName
+from slipstream.common.wire.manifest import BufferSpec, Manifest
+from slipstream.common.wire.step import FenceName
 
 LOOK_S = 0.001
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import yaml
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Resource = dict[str, Any]
 TAKEN = {"apiVersion", "kind", "resources", "components", "patches", "images", "configMapGenerator"}

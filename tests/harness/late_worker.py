@@ -11,17 +11,14 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.benchmarks.dummy_worker import main
 from slipstream.common.rpc.service_options import run_command
-from slipstream.common.wire.step import FenceName, Role
+from slipstream.common.wire.step import FenceName, FencePoint, Role, StepCommand
 from slipstream.services.worker import server
 from slipstream.services.worker.engine import Engine
-
-if TYPE_CHECKING:
-    from slipstream.common.wire.step import FencePoint, StepCommand
-    from slipstream.services.worker.epoch import Epoch
+from slipstream.services.worker.epoch import Epoch
 
 DELAY_US = 500.0
 

@@ -6,17 +6,14 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import psutil
 
 from slipstream.common.device.cpu.shared_file import DIRECTORY, PREFIX
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import psutil
 
 _TIMEOUT_S = 10.0
 

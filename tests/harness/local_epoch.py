@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
+from collections import abc
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 
 from prometheus_client import CollectorRegistry
 
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.wire.step import FenceName, FenceOps, Role
+from slipstream.common.device.interface import Device
+from slipstream.common.wire.job import FinishReason
+from slipstream.common.wire.step import FenceName, FenceOps, Role, StepCommand
 from slipstream.scheduler.attachment import DraftAttachment
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.draft import Draft
 from slipstream.scheduler.epoch import Epoch
-from slipstream.scheduler.metrics import StepMetrics
+from slipstream.scheduler.link import Link
+from slipstream.scheduler.loop import StepLoop
+from slipstream.scheduler.metrics import StepMetrics, StepTiming
+from slipstream.scheduler.records import LossCause
+from slipstream.scheduler.results import Outgoing
 from slipstream.scheduler.sizes import EpochSizes, Workers
 from slipstream.scheduler.waiting_queue import WaitingQueue
-from tests.harness.counted_jobs import JobBook
+from slipstream.services.worker.engine import RoleEngine
+from tests.harness.counted_jobs import Job, JobBook, OutputRow
 from tests.harness.workers import LocalWorker, local_workers
-
-if TYPE_CHECKING:
-    from collections import abc
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from slipstream.common.device.interface import Device
-    from slipstream.common.wire.job import FinishReason
-    from slipstream.common.wire.step import StepCommand
-    from slipstream.scheduler.link import Link
-    from slipstream.scheduler.loop import StepLoop
-    from slipstream.scheduler.metrics import StepTiming
-    from slipstream.scheduler.records import LossCause
-    from slipstream.scheduler.results import Outgoing
-    from slipstream.services.worker.engine import RoleEngine
-    from tests.harness.counted_jobs import Job, OutputRow
-
 
 PATIENCE_MS = 20_000.0
 """For drafts on a machine that is busy with something else."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.common.wire.events import EventLog, LogOp, StreamName
 from slipstream.common.wire.layout import BufferName
@@ -12,12 +12,11 @@ from slipstream.common.wire.step import FenceName
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "numpy_drafter"))
 
+from collections.abc import Callable
+
 import arena
 import epoch
 import main
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LOG = EventLog(StreamName.DRAFT, Path(sys.argv.pop(1)))
 READS = (BufferName.SEQ_LENS, BufferName.NUM_NEW, BufferName.LAST_TOKENS)

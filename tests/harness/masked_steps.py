@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from slipstream.common.device.interface import Device
 from slipstream.common.wire.events import Site
 from slipstream.common.wire.layout import (
     GRAMMAR_GIVEN_FENCES,
@@ -28,13 +30,8 @@ from slipstream.common.wire.step import (
     WaitPlace,
 )
 from slipstream.common.wire.worker import DraftSizes, GrammarRegion
+from slipstream.services.worker.engine import RoleEngine
 from tests.harness.workers import ATTACHMENT, SHAPE, LocalWorker, SharedArenas, attach
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from slipstream.common.device.interface import Device
-    from slipstream.services.worker.engine import RoleEngine
 
 GRAMMAR, EPOCH, K = 200, 1, SHAPE.num_draft_tokens
 CONSTRAINED, FREE = 1, 2

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import random
 import struct
+from collections.abc import Callable
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from slipstream.common.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 NAN, INFINITY = float("nan"), float("inf")
 

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import Self, TypeAlias
 
+from slipstream.common.device.interface import Arena
+from slipstream.common.wire.manifest import Manifest
 from slipstream.common.wire.worker import manifest_to_pb
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from slipstream.common.device.interface import Arena
-    from slipstream.common.wire.manifest import Manifest
 
 Pair: TypeAlias = "tuple[GpuUser, GpuUser]"
 

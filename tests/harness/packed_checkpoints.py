@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 
 from tests.harness.checkpoints import write_json, write_weights
 from tests.harness.fp8_checkpoints import compressed_tensors
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column of each place in a word, lowest bits first."""

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from slipstream.services.models.attention import ForwardBatch
 from slipstream.services.models.checkpoint import load_decoder
-from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.decoder import Decoder, DecoderOutput
 from slipstream.services.models.paged_kv import PagedKV
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from slipstream.services.models.decoder import DecoderOutput
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4

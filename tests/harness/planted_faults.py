@@ -18,14 +18,12 @@ import re
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
 
 VARIABLE = "TEST_FAIL_POINTS"
 RECORD_VARIABLE = "TEST_FAIL_RECORD"

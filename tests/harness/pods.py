@@ -17,17 +17,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slipstream.bundled import target_dir
-from tests.harness.kustomize import containers
-
-if TYPE_CHECKING:
-    from tests.harness.kustomize import Resource
+from tests.harness.kustomize import Resource, containers
 
 _BIN = Path(sys.executable).parent
 _unverified = ssl.create_default_context()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from slipstream.common.wire.step import FenceName, Role, StepCommand, WaitPlace
 from slipstream.services.worker.engine import Phase
+from slipstream.services.worker.epoch import EpochState
+from slipstream.services.worker.future_map import Region
 from tests.harness.workers import LocalWorker, SharedArenas, attach, describe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.future_map import Region
 
 PUBLISH, STASH, PROPOSED = FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH, FenceName.DRAFT_PROPOSED
 

@@ -7,24 +7,22 @@ import io
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import psutil
 
 from slipstream.cli.main import main
-
-if TYPE_CHECKING:
-    import signal
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
 COMMAND = (sys.executable, "-m", "slipstream.cli.main")
 

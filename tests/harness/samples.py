@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from slipstream.common.wire.job import OutputChunk
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
@@ -10,9 +10,6 @@ from slipstream.gateway.request import CheckedRequest
 from slipstream.gateway.sample import Sample
 from slipstream.gateway.text import Vocabulary
 from tests.harness.tokenizers_by_kind import make_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def request_of(

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import pytest
+import pytest
 
 is_sampled = False
 """True while `--sampled` is given. Set before tests are imported."""

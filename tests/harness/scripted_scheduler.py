@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 
+from slipstream.common.errors import SlipstreamError
 from slipstream.common.wire.job import FinishReason, TokenLogprobs
 from slipstream.common.wire.sequence import Refusal, SequenceSpec, StepOutput
 from slipstream.common.wire.server import SchedulerDescription, SchedulerState
 from slipstream.protos import scheduler_pb2, scheduler_pb2_grpc
 from tests.harness.example_states import STATE, TOKENS_PER_STEP
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from slipstream.common.errors import SlipstreamError
 
 EOS_ID = 1
 

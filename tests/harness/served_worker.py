@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 
+from slipstream.common.wire.worker import WorkerDescription
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.models.paged_kv import PagedKV
+from slipstream.services.worker.engine import Engine, RoleEngine
 from slipstream.services.worker.server import DeviceThread, WorkerServicer
 from tests.harness.grpc_server import running_server
 from tests.harness.workers import LocalWorker
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from slipstream.common.wire.worker import WorkerDescription
-    from slipstream.services.worker.engine import Engine, RoleEngine
 
 SETTLE_TIMEOUT_S = 20.0
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from random import Random
 
 import numpy as np
 
 from slipstream.common.wire.job import FinishReason
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
+from slipstream.common.wire.step import SlotUpdate
 from slipstream.scheduler.batch import Batch
-from slipstream.scheduler.records import StepResult
+from slipstream.scheduler.records import Step, StepResult
+from slipstream.scheduler.sizes import BatchSizes
 from slipstream.scheduler.waiting_queue import WaitingQueue
 from tests.harness.counted_jobs import Job, JobBook
-
-if TYPE_CHECKING:
-    from random import Random
-
-    from slipstream.common.wire.step import SlotUpdate
-    from slipstream.scheduler.records import Step
-    from slipstream.scheduler.sizes import BatchSizes
 
 STOP = 7
 """A token that some jobs end at."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from typing import TYPE_CHECKING
+from pathlib import Path
 from urllib.error import URLError
 from urllib.request import HTTPSHandler, ProxyHandler, build_opener
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def num_healthy(openai_port: int, ca: Path | None = None) -> int:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from slipstream.common.wire.step import StepCommand
-    from slipstream.scheduler.records import Step
+from slipstream.common.wire.step import StepCommand
+from slipstream.scheduler.records import Step
 
 
 class Kind(enum.Enum):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -14,12 +15,8 @@ from slipstream.cli.process import ServiceCommand
 from slipstream.cli.service import ServiceState
 from slipstream.cli.supervisor import Supervisor
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    MakeCommand = Callable[..., ServiceCommand]
-    """`fake_command` in a folder."""
-
+MakeCommand = Callable[..., ServiceCommand]
+"""`fake_command` in a folder."""
 _FAKE_SERVICE = Path(__file__).with_name("fake_service.py")
 
 

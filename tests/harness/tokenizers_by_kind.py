@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Never
+from typing import Any, Never
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from slipstream.gateway.model import ServedModel
-
+from slipstream.gateway.model import ServedModel
 
 TEXT = "Hello world, how are you? 你好世界 👩‍👩‍👧 é ñ a\u0308e\u0301 ไทย  double  spaces\n\nnew\tline don't ▁x"
 

@@ -5,15 +5,13 @@ Weights have a standard deviation of 0.2, as those of `write_checkpoint`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.harness.checkpoints import BOS_ID, EOS_ID, VOCAB_SIZE, write_json, write_tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WINDOW = 7
 """Less than a chunk, and no multiple of a page."""

@@ -6,37 +6,31 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Self
+from pathlib import Path
+from typing import Any, Literal, Self
 
 from prometheus_client import CollectorRegistry
 
 from slipstream.benchmarks.dummy_worker import dummy_worker
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.errors import UnavailableError
-from slipstream.common.wire.server import DraftSwap, SwapTerms
+from slipstream.common.device.interface import Device
+from slipstream.common.errors import SlipstreamError, UnavailableError
+from slipstream.common.wire.server import DraftSwap, SwapOutcome, SwapTerms
 from slipstream.common.wire.step import Role
 from slipstream.protos import trace_pb2_grpc
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.draft_session import DraftSession
+from slipstream.scheduler.epoch import Epoch
+from slipstream.scheduler.results import Outgoing
 from slipstream.scheduler.session import WorkerSession
 from slipstream.scheduler.timeline import SERVICE_NAME, TimelineServicer
 from slipstream.scheduler.waiting_queue import WaitingQueue
-from tests.harness.counted_jobs import JobBook
+from tests.harness.counted_jobs import Job, JobBook
 from tests.harness.grpc_server import running_server
 from tests.harness.local_epoch import PATIENCE_MS
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
-    from pathlib import Path
-
-    from slipstream.common.device.interface import Device
-    from slipstream.common.errors import SlipstreamError
-    from slipstream.common.wire.server import SwapOutcome
-    from slipstream.scheduler.draft_session import DraftSession
-    from slipstream.scheduler.epoch import Epoch
-    from slipstream.scheduler.results import Outgoing
-    from tests.harness.counted_jobs import Job
 
 
 class WorkerProcesses:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from slipstream.common.errors import OrderingError
 from slipstream.common.wire.events import StreamName
 from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.step import FenceName, WaitPlace
-
-if TYPE_CHECKING:
-    from slipstream.scheduler.records import DraftTraits
+from slipstream.scheduler.records import DraftTraits
 
 
 class Command(NamedTuple):

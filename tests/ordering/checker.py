@@ -10,17 +10,13 @@ time (Flanagan and Freund, "FastTrack: efficient and precise dynamic race detect
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from slipstream.common.wire.events import LogOp, StreamName
-from slipstream.common.wire.step import Role
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from slipstream.common.wire.layout import BufferName
-    from slipstream.common.wire.step import FenceName
+from slipstream.common.wire.layout import BufferName
+from slipstream.common.wire.step import FenceName, Role
 
 Clock = tuple[int, ...]
 """For each lane, the latest time of it that is known."""

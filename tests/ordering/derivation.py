@@ -9,12 +9,13 @@ step n is sent once step n-R-1 is consumed; a step that is planned too early is 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from slipstream.common.errors import OrderingError
 from slipstream.common.wire.layout import ring_rows
 from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait
-from tests.ordering.accesses import BufferGroup
+from slipstream.scheduler.records import DraftTraits
+from tests.ordering.accesses import BufferGroup, Command
 from tests.ordering.knowledge import (
     CONSUMED,
     NOTHING_KNOWN,
@@ -27,12 +28,7 @@ from tests.ordering.knowledge import (
     signal,
     without_implied,
 )
-from tests.ordering.parts import DRAFT, GRAMMAR, SCHEDULER, parts_of, row_masks
-
-if TYPE_CHECKING:
-    from slipstream.scheduler.records import DraftTraits
-    from tests.ordering.accesses import Command
-    from tests.ordering.parts import PlannedAccess, StepPart
+from tests.ordering.parts import DRAFT, GRAMMAR, SCHEDULER, PlannedAccess, StepPart, parts_of, row_masks
 
 
 class DerivedState(NamedTuple):

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from slipstream.scheduler.plan import consume, initial_state, plan_grammar, plan_step, with_draft
+from slipstream.common.wire.step import FenceOps
+from slipstream.scheduler.plan import PlanState, consume, initial_state, plan_grammar, plan_step, with_draft
+from slipstream.scheduler.records import DraftTraits
 from tests.ordering.accesses import Command
-from tests.ordering.checker import Operation, run
-from tests.ordering.plan_checker import PlanChecker
+from tests.ordering.checker import Operation, Race, Stuck, run
+from tests.ordering.plan_checker import PlanChecker, Unwritten
 from tests.ordering.step_operations import (
     ATTACHMENT,
     GRAMMAR_ATTACHMENT,
+    Lanes,
+    StepOperations,
     catch_up_operations,
     step_operations,
 )
-
-if TYPE_CHECKING:
-    from slipstream.common.wire.step import FenceOps
-    from slipstream.scheduler.plan import PlanState
-    from slipstream.scheduler.records import DraftTraits
-    from tests.ordering.checker import Race, Stuck
-    from tests.ordering.plan_checker import Unwritten
-    from tests.ordering.step_operations import Lanes, StepOperations
 
 DRAFT, GRAMMAR, NUM_LANES = 0, 3, 4
 

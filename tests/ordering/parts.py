@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from slipstream.common.wire.events import StreamName
 from slipstream.common.wire.step import FenceName, WaitPlace
-from slipstream.scheduler.records import mask_of
-from tests.ordering.accesses import COPIED, Access, BufferGroup, Phase, Rows, declared_accesses
+from slipstream.scheduler.records import DraftTraits, mask_of
+from tests.ordering.accesses import COPIED, Access, BufferGroup, Command, Form, Phase, Rows, declared_accesses
 from tests.ordering.knowledge import CONSUMED
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from slipstream.scheduler.records import DraftTraits
-    from tests.ordering.accesses import Command, Form
 
 DRAFT, VERIFY, SCHEDULER, GRAMMAR = range(4)
 """The streams, numbered."""

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from slipstream.common.wire.events import LogOp
 from slipstream.common.wire.layout import BufferName
-from tests.ordering.checker import Checker, joined, run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from slipstream.common.wire.step import FenceName
-    from tests.ordering.checker import Clock, Operation
-
+from slipstream.common.wire.step import FenceName
+from tests.ordering.checker import Checker, Clock, Operation, joined, run
 
 _STASH = {BufferName.SEQ_LENS, BufferName.BONUS_TOKENS, BufferName.NUM_NEW, BufferName.LAST_TOKENS}
 

@@ -16,18 +16,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.common.errors import ConfigError
 from slipstream.common.wire.events import LogOp, StreamName
 from slipstream.common.wire.layout import PADDING_SLOT, SLOT_BUFFERS, BufferName
 from slipstream.common.wire.step import FenceName, Role
 from tests.ordering.checker import Checker, Operation, Race, Stuck, run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

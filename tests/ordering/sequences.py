@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 from slipstream.scheduler.plan import last_consumed
+from slipstream.scheduler.records import DraftTraits
 from tests.ordering.accesses import Command
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from slipstream.scheduler.records import DraftTraits
-    from tests.ordering.model import Model
+from tests.ordering.model import Model
 
 
 @dataclass(frozen=True, slots=True)

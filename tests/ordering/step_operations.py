@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from slipstream.common.wire.events import LogOp, StreamName
 from slipstream.common.wire.layout import ring_rows
-from slipstream.common.wire.step import FenceName, FenceOps, FenceWait, Role
+from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait, Role
 from slipstream.scheduler.plan import catch_up
-from tests.ordering.accesses import BufferGroup, Command, Phase, declared_accesses
+from slipstream.scheduler.records import DraftTraits
+from tests.ordering.accesses import Access, BufferGroup, Command, Phase, declared_accesses
 from tests.ordering.checker import Operation
 from tests.ordering.parts import ROWS_ORDER, row_masks
-
-if TYPE_CHECKING:
-    from slipstream.common.wire.step import FencePoint
-    from slipstream.scheduler.records import DraftTraits
-    from tests.ordering.accesses import Access
-
 
 ATTACHMENT = 1000
 """Number of a draft's attachment where there is one."""

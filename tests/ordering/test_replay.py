@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -26,9 +26,6 @@ from tests.ordering.checker import Operation
 from tests.ordering.model import plan_all
 from tests.ordering.replay import Replay, main, read_log
 from tests.ordering.step_operations import StepOperations, step_operations
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HEAD = DraftTraits(is_present=True, reads_hidden=True)
 STAMPS = (BufferName.VERIFY_STAMPS, BufferName.DRAFT_STAMPS)

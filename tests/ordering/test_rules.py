@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,11 +11,9 @@ from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.step import FenceName
 from slipstream.scheduler.records import DraftTraits
 from tests.ordering.accesses import BufferGroup, Command
+from tests.ordering.checker import Operation, Race
 from tests.ordering.model import Model
 from tests.ordering.sequences import Walk
-
-if TYPE_CHECKING:
-    from tests.ordering.checker import Operation, Race
 
 LANGUAGE_MODEL = DraftTraits(is_present=True)
 HEAD = DraftTraits(is_present=True, reads_hidden=True)

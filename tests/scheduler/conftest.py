@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.engine import RoleEngine
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import SEED, make_jobs
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.services.worker.engine import RoleEngine
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -20,9 +20,6 @@ from slipstream.scheduler.sizes import BatchSizes
 from tests.harness.counted_jobs import Job
 from tests.harness.simulated_run import Run, make_job, reference, result_of, token_of
 from tests.harness.step_kinds import Kind, kind_of_step
-
-if TYPE_CHECKING:
-    from random import Random
 
 SIZES = st.builds(
     BatchSizes,

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from slipstream.common.errors import UnavailableError
 from slipstream.common.wire.step import Role
-from tests.harness.breaking_proxy import breaking_proxy
+from tests.harness.breaking_proxy import BreakingProxy, breaking_proxy
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.waiting import until
-from tests.harness.worker_processes import WorkerProcesses, running_session
+from tests.harness.worker_processes import Client, WorkerProcesses, running_session
 from tests.scheduler.test_session import SEED, make_jobs, settings
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tests.harness.breaking_proxy import BreakingProxy
-    from tests.harness.worker_processes import Client
 
 pytestmark = pytest.mark.timeout(120)
 NUM_JOBS = 4

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -14,14 +15,10 @@ from slipstream.common.grammars import new_matcher
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker.config import DFLASH, EAGLE3, MTP, NGRAM, WorkerConfig
+from slipstream.services.worker.engine import RoleEngine
 from tests.harness.constraint_corpus import EOS_ID, Case, bundled_tokenizer, cases
 from tests.harness.local_grammar import LocalGrammar
 from tests.harness.scheduler_server import Gateway, served_scheduler
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.services.worker.engine import RoleEngine
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from slipstream import bundled
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.grammars import new_matcher
-from slipstream.common.wire.sequence import SamplingParams
+from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker.config import WorkerConfig
 from tests.harness.constraint_corpus import EOS_ID, bundled_tokenizer, cases
@@ -22,12 +23,6 @@ from tests.harness.local_grammar import LocalGrammar
 from tests.harness.scheduler_server import Gateway, served_scheduler
 from tests.harness.transformers_reference import load_reference
 from tests.scheduler.test_constraint_corpus import SETTINGS, specs_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from typing import Any
-
-    from slipstream.common.wire.sequence import SequenceSpec
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -7,23 +7,19 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import Self
 
 import pytest
 from llguidance import LLMatcher
 
 from slipstream import bundled
 from slipstream.common.wire.step import Role
+from slipstream.scheduler.constraints import GrammarWorker
 from tests.harness.counted_jobs import Job
 from tests.harness.waiting import until
-from tests.harness.worker_processes import WorkerProcesses, running_session
+from tests.harness.worker_processes import Client, WorkerProcesses, running_session
 from tests.scheduler.test_constraints import SPECS, check
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.scheduler.constraints import GrammarWorker
-    from tests.harness.worker_processes import Client
 
 pytestmark = pytest.mark.timeout(120)
 

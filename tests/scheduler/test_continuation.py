@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from slipstream.common.wire.job import FinishReason
+from slipstream.common.wire.sequence import SequenceSpec
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
-
-if TYPE_CHECKING:
-    from slipstream.common.wire.sequence import SequenceSpec
 
 pytestmark = pytest.mark.sampled_module(2)
 

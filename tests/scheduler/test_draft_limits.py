@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,17 +16,13 @@ from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.engine import RoleEngine
 from tests.harness.checkpoints import VOCAB_SIZE, write_json, write_weights
 from tests.harness.counted_jobs import Job
 from tests.harness.eagle3_checkpoints import make_head
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
 from tests.ordering.replay import Replay
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.services.worker.engine import RoleEngine
 
 CONTEXT = 24
 

@@ -8,14 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.errors import ConfigError, FailedPreconditionError, MismatchError, UnavailableError
+from slipstream.common.errors import (
+    ConfigError,
+    FailedPreconditionError,
+    MismatchError,
+    SlipstreamError,
+    UnavailableError,
+)
 from slipstream.common.rpc.listener import Listener as SocketListener
 from slipstream.common.wire.events import EventLog
 from slipstream.common.wire.layout import RESULT_FENCES, EpochShape
@@ -29,21 +36,15 @@ from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.draft import Draft, DraftState
 from slipstream.scheduler.draft_session import DraftSession
 from slipstream.scheduler.epoch import Epoch
+from slipstream.scheduler.link import Link
 from slipstream.scheduler.metrics import DraftMetrics
 from slipstream.scheduler.observer import DecodeRecord
-from slipstream.scheduler.records import DraftTarget
+from slipstream.scheduler.records import DraftTarget, LossCause
 from slipstream.scheduler.session import EpochNumbers, WorkerSession
 from slipstream.scheduler.sizes import BatchSizes, EpochSizes, Workers
 from slipstream.scheduler.waiting_queue import WaitingQueue
 from tests.harness.waiting import block_until
 from tests.harness.workers import describe
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.common.errors import SlipstreamError
-    from slipstream.scheduler.link import Link
-    from slipstream.scheduler.records import LossCause
 
 pytestmark = pytest.mark.timeout(30)
 ADDRESS = "unix:/d"

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
 
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.device.interface import Device
 from slipstream.common.wire.layout import PADDING_SLOT
 from slipstream.scheduler.draft_choice import DraftChoice
+from slipstream.scheduler.records import Step
+from slipstream.services.draft.engine import Drafter
+from slipstream.services.worker.epoch import EpochState
+from slipstream.services.worker.future_map import NextStepState
+from slipstream.services.worker.slots import SamplingMode
 from tests.harness.inline_device import InlineDevice
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import local_workers
 from tests.ordering.replay import Replay
 from tests.scheduler.test_graphed_steps import DRAFTS, Checkpoints, checkpoints, make_config, make_jobs, roles
 from tests.scheduler.test_loop import metric
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-
-    from slipstream.common.device.interface import Device
-    from slipstream.scheduler.records import Step
-    from slipstream.services.draft.engine import Drafter
-    from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.future_map import NextStepState
-    from slipstream.services.worker.slots import SamplingMode
 
 pytestmark = pytest.mark.sampled_module(2)
 

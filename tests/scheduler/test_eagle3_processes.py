@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.harness.eagle3_serving import check_tokens
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.slow

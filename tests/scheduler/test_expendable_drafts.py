@@ -6,7 +6,8 @@ import asyncio
 import json
 import signal
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,11 +18,6 @@ from tests.harness.counted_jobs import Job
 from tests.harness.waiting import until
 from tests.harness.worker_processes import Client, WorkerProcesses, running_session
 from tests.scheduler.test_session import SEED, make_jobs, settings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 
 pytestmark = pytest.mark.timeout(120)
 DRAFT = Role.DRAFT

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker.config import NGRAM, WorkerConfig
+from slipstream.services.worker.engine import RoleEngine
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.counted_jobs import Job
 from tests.harness.eagle3_checkpoints import write_head
@@ -20,11 +22,6 @@ from tests.harness.local_epoch import LocalEpoch
 from tests.harness.transformers_checkpoints import MIXTURES, write_by_transformers
 from tests.harness.transformers_reference import greedy_tokens
 from tests.harness.workers import local_workers
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.services.worker.engine import RoleEngine
 
 pytestmark = pytest.mark.sampled_module(2)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,20 +14,16 @@ from hypothesis import strategies as st
 from slipstream.common.device.cpu.device import HostArena, HostDevice
 from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.step import Role
+from slipstream.common.wire.worker import Attachment, Measurements
 from slipstream.services.factory import make_draft
 from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.engine import RoleEngine
+from tests.harness.counted_jobs import Job
 from tests.harness.eagle3_checkpoints import make_head
 from tests.harness.local_epoch import LocalEpoch, Way
 from tests.harness.sampling import examples
 from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
 from tests.harness.workers import LocalWorker, local_workers
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.common.wire.worker import Attachment, Measurements
-    from slipstream.services.worker.engine import RoleEngine
-    from tests.harness.counted_jobs import Job
 
 PAUSE_S = 0.0003
 """Between two scribbles, at most: many in a step."""

@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.device.interface import Device
 from slipstream.common.errors import MismatchError
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.link import Link
 from slipstream.services.factory import make_draft, make_verify
-from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.attention import ForwardBatch
+from slipstream.services.models.decoder import Decoder, DecoderOutput
 from slipstream.services.models.head_config import DFLASH, EAGLE3, MTP
 from slipstream.services.verify import graphs as verify_graphs
 from slipstream.services.verify.engine import VerifyEngine
 from slipstream.services.worker.config import NGRAM, WorkerConfig
+from slipstream.services.worker.engine import RoleEngine
 from slipstream.services.worker.language_model import LanguageModel, RaggedGraphs
 from tests.harness import seeded_jobs
 from tests.harness.checkpoints import write_checkpoint, write_guesser
+from tests.harness.counted_jobs import Job
 from tests.harness.eagle3_checkpoints import BLOCKS, MODULES, make_head, write_head
 from tests.harness.inline_device import InlineDevice
 from tests.harness.leaks import nothing_left
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import local_workers
 from tests.ordering.replay import Replay
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.common.device.interface import Device
-    from slipstream.scheduler.link import Link
-    from slipstream.services.models.attention import ForwardBatch
-    from slipstream.services.models.decoder import DecoderOutput
-    from slipstream.services.worker.engine import RoleEngine
-    from tests.harness.counted_jobs import Job
 
 pytestmark = pytest.mark.sampled_module(5)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from grpc_health.v1 import health_pb2
@@ -15,10 +16,6 @@ from slipstream.common.wire.step import Role
 from slipstream.scheduler.link import Heartbeats, LinkThread
 from tests.harness.grpc_server import running_server
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,12 +12,10 @@ from slipstream.common.wire.events import Site
 from slipstream.scheduler import loop, result_poller
 from slipstream.scheduler.batch import Batch
 from slipstream.scheduler.loop import LEAST_HOLD_S
+from slipstream.scheduler.records import Step
 from slipstream.scheduler.result_poller import GAP_STEPS, MOST_HOLD_S
+from tests.harness.counted_jobs import Job, OutputRow
 from tests.harness.dummy_epoch import make_epoch, make_job, workers
-
-if TYPE_CHECKING:
-    from slipstream.scheduler.records import Step
-    from tests.harness.counted_jobs import Job, OutputRow
 
 pytestmark = pytest.mark.timeout(30)
 

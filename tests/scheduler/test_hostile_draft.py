@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +16,6 @@ from tests.harness.hostile_draft import HOLD, hostile_program
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses, running_session
 from tests.scheduler.test_session import SEED, make_jobs, settings
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(120)
 NUM_JOBS = 6

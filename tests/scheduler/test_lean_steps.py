@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import gc
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 from slipstream.scheduler.plan import initial_state, plan_step
 from slipstream.scheduler.records import DraftTraits
 from slipstream.scheduler.sizes import BatchSizes
 from tests.harness.simulated_run import Run, make_job
 from tests.harness.step_kinds import Kind, kind_of_step
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
 
 
 class SomeAcceptance:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
@@ -13,20 +13,18 @@ from slipstream.benchmarks import dummy_model
 from slipstream.common.device.cpu.fence import HostFence
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.wire.layout import ring_rows
+from slipstream.common.wire.step import StepCommand
 from slipstream.scheduler.draft import Draft
 from slipstream.scheduler.metrics import DECODE
 from slipstream.scheduler.observer import TIDY_STEPS
+from slipstream.scheduler.records import StepOutcome
 from slipstream.scheduler.results import ResultReader
 from slipstream.scheduler.speculation import FIRST_STEP_TIMEOUT_S
+from tests.harness.counted_jobs import Job
 from tests.harness.dummy_epoch import make_epoch, make_job, workers
 from tests.harness.leaks import nothing_left
+from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import VOCAB_SIZE
-
-if TYPE_CHECKING:
-    from slipstream.common.wire.step import StepCommand
-    from slipstream.scheduler.records import StepOutcome
-    from tests.harness.counted_jobs import Job
-    from tests.harness.local_epoch import LocalEpoch
 
 pytestmark = pytest.mark.timeout(30)
 

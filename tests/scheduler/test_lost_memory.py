@@ -6,9 +6,10 @@ import asyncio
 import gc
 import os
 import weakref
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -17,22 +18,16 @@ from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.device.cpu.shared_file import DIRECTORY, PREFIX
 from slipstream.common.errors import UnavailableError
-from slipstream.common.wire.step import Role
+from slipstream.common.wire.step import Role, StepCommand
 from slipstream.scheduler import loop
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.link import failure_of
+from slipstream.scheduler.link import Link, failure_of
 from slipstream.scheduler.session import WorkerSession
 from tests.harness.local_epoch import PATIENCE_MS
 from tests.harness.waiting import TIMEOUT_S, until
 from tests.harness.worker_processes import Client
 from tests.harness.workers import LocalWorker, describe
 from tests.scheduler.test_loop import make_job
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from slipstream.common.wire.step import StepCommand
-    from slipstream.scheduler.link import Link
 
 NUM_LOSSES = 10
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
@@ -38,12 +40,6 @@ from slipstream.scheduler.sizes import BatchCounts
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, describe
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from numpy.typing import NDArray
-    from prometheus_client import Metric
 
 LABELS = {"fence": "host", "mps": "off", "algorithm": "standalone"}
 MS = 1_000_000

@@ -5,26 +5,21 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from slipstream.common.wire.job import FinishReason
-from slipstream.common.wire.step import FenceName, WaitPlace
+from slipstream.common.wire.step import FenceName, StepCommand, WaitPlace
 from slipstream.scheduler.draft_choice import ALONE_STEPS
 from slipstream.services.verify.engine import VerifyEngine
+from slipstream.services.worker.engine import Phase
+from slipstream.services.worker.epoch import EpochState
 from tests.harness.eagle3_checkpoints import make_head
 from tests.harness.local_epoch import LocalEpoch, Models, Served, Way
 from tests.harness.simulated_run import make_job
 from tests.harness.workers import local_workers
 from tests.scheduler.test_prefix_cache import assert_all_is_given_back, jobs_that_begin_alike
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.common.wire.step import StepCommand
-    from slipstream.services.worker.engine import Phase
-    from slipstream.services.worker.epoch import EpochState
 
 pytestmark = pytest.mark.sampled_module(4)
 

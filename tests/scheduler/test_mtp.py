@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, NamedTuple, cast
+from pathlib import Path
+from typing import NamedTuple, cast
 
 import pytest
 import torch
@@ -13,27 +14,22 @@ from torch.nn import functional as F
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.wire.step import FenceName
+from slipstream.scheduler.link import Link
 from slipstream.services.draft.drafters import HeadDrafter
 from slipstream.services.factory import make_draft
 from slipstream.services.models.head_config import MTP
 from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.engine import RoleEngine
+from slipstream.services.worker.future_map import NextStepState
+from slipstream.services.worker.slots import SamplingMode
 from slipstream.training import checkpoint
 from slipstream.training.mtp import MtpModule
-from tests.harness.counted_jobs import Job
+from tests.harness.counted_jobs import Job, OutputRow
 from tests.harness.eagle3_checkpoints import MODULES, NUM_MODULES, write_head
 from tests.harness.local_epoch import LocalEpoch, Models, Served, Way
 from tests.harness.seeded_jobs import SEED, make_jobs
 from tests.harness.workers import local_workers
 from tests.ordering.replay import Replay
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.scheduler.link import Link
-    from slipstream.services.worker.engine import RoleEngine
-    from slipstream.services.worker.future_map import NextStepState
-    from slipstream.services.worker.slots import SamplingMode
-    from tests.harness.counted_jobs import OutputRow
 
 pytestmark = pytest.mark.sampled_module(2)
 

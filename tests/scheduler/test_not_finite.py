@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,17 +14,12 @@ from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.verify.engine import VerifyEngine
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.future_map import Region
+from slipstream.services.worker.engine import RoleEngine
+from slipstream.services.worker.future_map import Region, StepNumber
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch, Way
 from tests.harness.workers import local_workers
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.services.worker.engine import RoleEngine
-    from slipstream.services.worker.future_map import StepNumber
 
 COUNTED = "slipstream_sequences_not_finite_total"
 NUM_TOKENS = 16

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ from slipstream.common.errors import UnavailableError
 from slipstream.common.wire.events import Event, EventLog, Site
 from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART, RESULT_FENCES, BufferName, DraftShape, EpochShape
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait, PrefillChunk, Role
+from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait, PrefillChunk, Role, StepCommand
 from slipstream.common.wire.trace import MAX_STEPS, TracedStep
 from slipstream.scheduler.attachment import DraftAttachment
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.draft import Draft, DraftState
+from slipstream.scheduler.link import Link
 from slipstream.scheduler.metrics import (
     DRAFT_TO_VERIFY,
     VERIFY_TO_DRAFT,
@@ -29,20 +31,13 @@ from slipstream.scheduler.metrics import (
 )
 from slipstream.scheduler.observer import StepTimes, StepTrace
 from slipstream.scheduler.records import NO_SLOTS, SentStep, SlotLease, Step, StepSlots
+from slipstream.services.worker.engine import Phase
+from slipstream.services.worker.epoch import EpochState
 from tests.harness.counted_jobs import Job
-from tests.harness.counted_time import CountedDevice
+from tests.harness.counted_time import CountedDevice, CountedTime
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.step_kinds import Kind
 from tests.harness.workers import LocalWorker, describe
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from slipstream.common.wire.step import StepCommand
-    from slipstream.scheduler.link import Link
-    from slipstream.services.worker.engine import Phase
-    from slipstream.services.worker.epoch import EpochState
-    from tests.harness.counted_time import CountedTime
 
 DECODE, PREFILL, PLAIN = Kind.DECODE, Kind.PREFILL, Kind.PLAIN
 

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
 from slipstream.common.wire.step import FenceName
 from slipstream.services.draft.engine import DraftEngine
+from slipstream.services.worker.epoch import EpochState
+from slipstream.services.worker.future_map import NextStepState
+from slipstream.services.worker.slots import FlatChunks, SamplingMode
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.random_choice import RandomChoice
 from tests.harness.seeded_jobs import make_jobs
-from tests.ordering.replay import Replay
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.future_map import NextStepState
-    from slipstream.services.worker.slots import FlatChunks, SamplingMode
-    from tests.ordering.replay import Report
+from tests.ordering.replay import Replay, Report
 
 
 class HiddenDrafter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -11,10 +11,8 @@ from slipstream.common.wire.job import FinishReason
 from slipstream.scheduler.pages import STEPS_AHEAD
 from slipstream.scheduler.sizes import BatchSizes
 from slipstream.scheduler.waiting_queue import MOST_OVERTAKING
+from tests.harness.counted_jobs import Job
 from tests.harness.simulated_run import Run, make_job, reference
-
-if TYPE_CHECKING:
-    from tests.harness.counted_jobs import Job
 
 SIZES = BatchSizes(num_slots=9, num_pages=33, page_tokens=4, chunk_tokens=64, num_draft_tokens=2, run_ahead=1)
 WHOLE = SIZES.num_pages - 1

@@ -6,7 +6,8 @@ import asyncio
 import random
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -15,16 +16,11 @@ import pytest
 from slipstream.common.errors import ResourceExhaustedError
 from slipstream.protos import scheduler_pb2 as pb
 from slipstream.scheduler import page_log
-from slipstream.scheduler.page_log import PageLog
+from slipstream.scheduler.page_log import PageLog, PageWatch
 from slipstream.scheduler.pages import PrefixCache
 from slipstream.scheduler.records import NO_DRAFT, DraftKV, Prefix
 from tests.harness.scheduler_server import Gateway, served_scheduler
 from tests.scheduler.test_service import SPEC, dummies
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.scheduler.page_log import PageWatch
 
 PAGE = 4
 

@@ -7,22 +7,19 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from slipstream.benchmarks.stack import Stack
+from slipstream.benchmarks.stack import Served, Stack
 from slipstream.benchmarks.streams import PROMPT, StepSums, TornWindowError, streaming
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.load_requests import Request
 from slipstream.client import AsyncClient
+from slipstream.client.requests import RequestOptions
 from slipstream.common.rpc.metrics import Scrape, scrape
 from slipstream.scheduler.metrics import DRAFT_TO_VERIFY, EDGES, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
 from tests.harness.late_worker import Late
-
-if TYPE_CHECKING:
-    from slipstream.benchmarks.stack import Served
-    from slipstream.client.requests import RequestOptions
 
 LATE_WORKER = Path(__file__).parents[1] / "harness" / "late_worker.py"
 KERNELS_MS = {"draft": (1.0, standalone_dir), "verify": (2.0, target_dir)}

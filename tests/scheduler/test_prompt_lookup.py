@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,16 +13,11 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.services.factory import make_draft
 from slipstream.services.worker.config import NGRAM, WorkerConfig
-from tests.harness.counted_jobs import Job
+from slipstream.services.worker.engine import RoleEngine
+from tests.harness.counted_jobs import Job, OutputRow
 from tests.harness.local_epoch import LocalEpoch, Models, Served, Way
 from tests.harness.prompt_lookup import continued, num_steps
 from tests.harness.workers import local_workers
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.services.worker.engine import RoleEngine
-    from tests.harness.counted_jobs import OutputRow
 
 pytestmark = pytest.mark.sampled_module(2)
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING
 
 import pytest
 
 from slipstream.scheduler.sizes import BatchSizes
+from tests.harness.counted_jobs import Job
 from tests.harness.simulated_run import Run, make_job
-
-if TYPE_CHECKING:
-    from tests.harness.counted_jobs import Job
 
 SIZES = BatchSizes(num_slots=17, num_pages=400, page_tokens=4, chunk_tokens=64, num_draft_tokens=2, run_ahead=1)
 

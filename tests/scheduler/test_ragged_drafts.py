@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import InvalidArgumentError, MismatchError
 from slipstream.common.wire.step import EVEN_DRAFT_TOKENS, RowTokens, StepCommand
 from slipstream.scheduler.config import MOST_DRAFT_TOKENS
+from slipstream.scheduler.draft_choice import DraftChoice
 from slipstream.scheduler.observer import DecodedStep, accepted_of_first
 from slipstream.services.factory import make_draft
 from slipstream.services.models.head_config import DFLASH, EAGLE3
 from slipstream.services.models.sampler import SimulatedAcceptance
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.slots import check_draft_tokens
+from tests.harness.counted_jobs import Job, OutputRow
 from tests.harness.eagle3_checkpoints import AUTHORS, BLOCKS, make_head, write_head
 from tests.harness.inline_device import InlineDevice
 from tests.harness.local_epoch import LocalEpoch, Models, Served, Way
@@ -28,12 +31,6 @@ from tests.harness.workers import local_workers
 from tests.ordering.replay import Replay
 from tests.scheduler.test_graphed_steps import DRAFTS, Checkpoints, checkpoints, make_config, roles
 from tests.scheduler.test_graphed_steps import make_jobs as jobs_of_all_kinds
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.scheduler.draft_choice import DraftChoice
-    from tests.harness.counted_jobs import Job, OutputRow
 
 __all__ = ["checkpoints"]
 

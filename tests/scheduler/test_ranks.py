@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -25,10 +26,6 @@ from tests.harness.worker_processes import WorkerProcesses, running_session
 from tests.scheduler.test_constraints import EOS, SPECS, check
 from tests.scheduler.test_constraints_processes import GrammarProcess
 from tests.scheduler.test_session import SEED, make_jobs, settings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(180)
 DRAFT, VERIFY = Role.DRAFT, Role.VERIFY

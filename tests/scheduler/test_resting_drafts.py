@@ -5,22 +5,19 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
+from slipstream.scheduler.draft_choice import DraftChoice
 from slipstream.scheduler.plan import catch_up
 from slipstream.scheduler.records import LossCause
 from slipstream.scheduler.speculation import CATCH_UP_TIMEOUT_S
+from tests.harness.counted_jobs import Job
 from tests.harness.drafted_run import SIZES, DraftedRun, check, make_jobs
 from tests.harness.fake_drafts import FakeDraft
 from tests.harness.random_choice import RandomChoice
 from tests.harness.simulated_run import make_job
 from tests.harness.step_kinds import Kind
-
-if TYPE_CHECKING:
-    from slipstream.scheduler.draft_choice import DraftChoice
-    from tests.harness.counted_jobs import Job
 
 NUM_RUNS = 4
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,9 +18,6 @@ from slipstream.scheduler.records import SlotLease, Step, StepResult, StepSlots
 from slipstream.scheduler.results import ResultReader
 from slipstream.services.models.sampler import Logprobs
 from slipstream.services.worker.future_map import FutureMap, VerifyResult
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SHAPE = EpochShape(num_slots=5, run_ahead=1, num_draft_tokens=2, chunk_tokens=8)
 

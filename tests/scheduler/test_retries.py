@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+
+import pytest
 
 from slipstream.scheduler import draft_session
 from slipstream.scheduler.draft_session import Retries
 from slipstream.scheduler.records import LossCause
-
-if TYPE_CHECKING:
-    import pytest
 
 
 class Clocked:

@@ -6,28 +6,23 @@ import asyncio
 import random
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.device.cpu.device import HostArena, HostDevice
 from slipstream.common.errors import ConfigError, UnavailableError
+from slipstream.common.wire.manifest import BufferSpec
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
-from slipstream.common.wire.step import Role
+from slipstream.common.wire.step import FenceName, Role
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.counted_jobs import Job
 from tests.harness.leaks import nothing_left
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses, running_session
 from tests.ordering.replay import Replay
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
-    from slipstream.common.device.cpu.device import HostArena
-    from slipstream.common.wire.manifest import BufferSpec
-    from slipstream.common.wire.step import FenceName
 
 SEED = 5
 

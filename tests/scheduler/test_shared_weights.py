@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,23 +13,18 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.device.cpu.shared_file import DIRECTORY
 from slipstream.common.errors import MismatchError
 from slipstream.common.wire.layout import BufferName
-from slipstream.common.wire.manifest import BufferSpec
+from slipstream.common.wire.manifest import BufferSpec, Manifest
 from slipstream.scheduler.attachment import check_fits
 from slipstream.scheduler.sizes import MemoryPlan
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.models.checkpoint import load_head
 from slipstream.services.models.head_config import EAGLE
 from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.engine import RoleEngine
 from tests.harness.checkpoints import LLAMA, VOCAB_SIZE, write_checkpoint
 from tests.harness.eagle3_checkpoints import ALGORITHMS, BLOCKS, EAGLE_AUTHORS, MODULES, make_head, write_head
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import make_jobs
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.common.wire.manifest import Manifest
-    from slipstream.services.worker.engine import RoleEngine
 
 CPU, HIDDEN = torch.device("cpu"), LLAMA["hidden_size"]
 ONE_TABLE = VOCAB_SIZE * HIDDEN * torch.float32.itemsize

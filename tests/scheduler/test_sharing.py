@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import pytest
 
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.device.interface import Device
 from slipstream.common.errors import MismatchError
 from slipstream.common.host import pid_namespace, shm_device
 from slipstream.common.wire.manifest import EVENT, TIMELINE
 from slipstream.common.wire.step import PROTOCOL_VERSION, Role
+from slipstream.common.wire.worker import WorkerDescription
 from slipstream.scheduler.attachment import check_sharing
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses, running_session
 from tests.harness.workers import describe
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.common.device.interface import Device
-    from slipstream.common.wire.worker import WorkerDescription
 
 GPU, OTHER_GPU = "GPU-7d9b2c3e", "GPU-00000001"
 HERE = {"device": GPU, "pid_namespace": pid_namespace(), "shm_device": shm_device()}

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from slipstream.common.errors import PendingLengthError
+from slipstream.scheduler.records import StepOutcome
 from slipstream.scheduler.slots import CommittedTokens, PendingLengths
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from slipstream.scheduler.records import StepOutcome
 
 ROWS = np.array([1, 3])
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.scheduler.sizes import MOST_WITHOUT
+from slipstream.scheduler.records import Step
+from slipstream.scheduler.sizes import MOST_WITHOUT, BatchSizes
 from tests.harness.simulated_run import make_job, reference
 from tests.harness.step_kinds import Kind, kind_of_step
 from tests.scheduler.test_batch import SMALL, run_of
-
-if TYPE_CHECKING:
-    from slipstream.scheduler.records import Step
-    from slipstream.scheduler.sizes import BatchSizes
 
 
 def _beside_a_stream(sizes: BatchSizes, *prompt_tokens: int) -> list[Step]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -14,14 +14,10 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker.config import NGRAM, WorkerConfig
+from slipstream.services.worker.engine import RoleEngine
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.prompt_lookup import PlainSuffixCache
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.services.worker.engine import RoleEngine
 
 pytestmark = pytest.mark.sampled_module(2)
 

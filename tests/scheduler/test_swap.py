@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from slipstream.common.wire.server import DraftSwap, SwapOutcome, SwapTerms
+from slipstream.scheduler.attachment import DraftAttachment
 from slipstream.scheduler.draft import Draft
 from slipstream.scheduler.draft_choice import DraftChoice
+from slipstream.scheduler.epoch import Epoch
 from slipstream.scheduler.observer import DecodeRecord
 from slipstream.scheduler.observer import figures as figures_of
 from slipstream.scheduler.records import DraftTarget
 from slipstream.scheduler.swap import IDLE_S, LOOK_S, Swap
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from slipstream.scheduler.attachment import DraftAttachment
-    from slipstream.scheduler.epoch import Epoch
 
 NUM_STEPS = 10
 OLD, NEW, BACK = 1, 2, 3

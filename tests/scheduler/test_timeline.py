@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -33,10 +35,6 @@ from tests.harness.scheduler_server import Gateway, ServedScheduler, served_sche
 from tests.harness.trace_format import check
 from tests.harness.worker_processes import WorkerProcesses, running_session, timeline_server
 from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, decode, describe
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
 
 SEED = 5
 SETTINGS: dict[str, Any] = {

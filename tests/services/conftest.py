@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,18 +11,13 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.engine import RoleEngine
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.harness.eagle3_checkpoints import write_head
 from tests.harness.hosted import Hosted
 from tests.harness.leaks import nothing_left
 from tests.harness.recording_role import Recorder
 from tests.harness.served_worker import serving
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from slipstream.services.worker.engine import RoleEngine
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from slipstream.bundled import target_dir
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.device.interface import Device
 from slipstream.common.wire.worker import StepTokens
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.factory import make_verify
@@ -19,11 +21,6 @@ from slipstream.services.worker.config import WorkerConfig
 from tests.harness.inline_device import InlineDevice
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import local_workers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from slipstream.common.device.interface import Device
 
 
 @pytest.mark.parametrize(

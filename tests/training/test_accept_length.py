@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.training.accept_length import Setting, Walk, generate, matches, measure, repeated_share, walk
 from tests.harness.checkpoints import write_checkpoint
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 T, F = True, False
 

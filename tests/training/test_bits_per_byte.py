@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.training.bits_per_byte import measure, windows
 from tests.harness.checkpoints import write_checkpoint
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(("context", "stride"), [(8, 4), (8, 8), (8, 1), (5, 3), (64, 32)])

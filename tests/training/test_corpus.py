@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from slipstream.bundled import prompts
 from slipstream.training.corpus import SourceFile, collect, is_skipped, summary
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_collected_files(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 
@@ -15,9 +15,6 @@ from slipstream.services.models.paged_kv import PagedKV
 from slipstream.training import checkpoint
 from slipstream.training.dflash import BlockDrafter, BlockShape
 from slipstream.training.distil_dflash import save
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CPU = torch.device("cpu")
 ANCHORS, NUM_TOKENS, MASK_ID = (1, 7, 15), 24, 125

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +25,6 @@ from slipstream.training.teacher import Teacher, default_layers
 from tests.harness.checkpoints import write_checkpoint, write_weights
 from tests.harness.paged_model import CPU, PagedModel
 from tests.harness.transformers_checkpoints import write_by_transformers
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 VOCAB_SIZE = 70_000
 FIRST = 65_000

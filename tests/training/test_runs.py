@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,6 @@ from slipstream.training.llama import LlamaShape
 from slipstream.training.mtp import SharedOutputLoss
 from slipstream.training.run import LOG_EVERY_STEPS
 from tests.harness.checkpoints import write_tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 

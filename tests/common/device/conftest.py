@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator
+from typing import Protocol
 
 import pytest
 import torch
@@ -11,9 +12,6 @@ from slipstream.common.device.cpu.device import HostArena, HostStream
 from slipstream.common.wire.manifest import BufferSpec
 from slipstream.common.wire.step import FenceName
 from tests.harness.leaks import nothing_left
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SPECS = (
     BufferSpec("lengths", (3, 4), torch.int64, "verify"),

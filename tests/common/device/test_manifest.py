@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -24,9 +24,6 @@ from slipstream.common.wire.manifest import (
     lay_out,
 )
 from slipstream.common.wire.step import FenceName
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 SHAPES = st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple)
 SPECS = st.lists(

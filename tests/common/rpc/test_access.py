@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import grpc
 import grpc.aio
@@ -15,22 +16,16 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from slipstream.client.connection import open_async_channel, open_channel
+from slipstream.client.connection import AccessOptions, open_async_channel, open_channel
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.access import AccessSettings, check_internal, is_public
 from slipstream.common.rpc.service_options import ServiceOptions
+from slipstream.common.rpc.serving import GrpcServer
 from slipstream.gateway.config import GatewayConfig
 from slipstream.gateway.keys import KeyFile
 from slipstream.scheduler.config import SchedulerConfig
 from tests.harness.certificates import Certificates
 from tests.harness.grpc_server import running_server
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Unpack
-
-    from slipstream.client.connection import AccessOptions
-    from slipstream.common.rpc.serving import GrpcServer
 
 SENTENCE = (
     "a loopback address or unix:PATH; any other address needs --tls-cert and --tls-key "

@@ -7,8 +7,9 @@ import gc
 import logging
 import weakref
 from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -37,9 +38,6 @@ from slipstream.protos import generation_pb2, worker_pb2
 from slipstream.protos.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
 from tests.harness.grpc_server import bytes_service, running_server
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 
 NAME = "test.v1.Test"
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc.aio
 import pytest
@@ -20,9 +20,6 @@ from slipstream.common.rpc import listener
 from slipstream.common.rpc.listener import Listener, is_claimed
 from slipstream.common.rpc.serving import GrpcServer
 from tests.harness.grpc_server import FREE_PORT, running_server
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(params=["tcp", "name", "unix"])

@@ -7,15 +7,12 @@ import logging
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.logs import RateLimitedLog, configure_logging
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}"
 

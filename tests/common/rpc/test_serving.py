@@ -8,7 +8,8 @@ import signal
 import sys
 import textwrap
 import threading
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -22,9 +23,6 @@ from slipstream.common.rpc.serving import GrpcServer
 from slipstream.protos import generation_pb2_grpc
 from tests.harness.grpc_server import FREE_PORT, bytes_service, running_server
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NAME = "slipstream.v1.Generation"
 GENERATION = (NAME, generation_pb2_grpc.add_GenerationServicer_to_server, generation_pb2_grpc.GenerationServicer())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -14,9 +15,6 @@ from google.rpc import error_details_pb2, status_pb2
 
 from slipstream.common import errors
 from slipstream.common.rpc.status import CODES, DETAILS_KEY, code_of, error_from_rpc, status_from_error
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 EXAMPLES: list[errors.SlipstreamError] = [
     errors.InvalidArgumentError("sampling_params.top_p", 2.0, "above 0 to 1"),

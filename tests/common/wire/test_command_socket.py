@@ -8,10 +8,12 @@ import stat
 import struct
 import threading
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import pytest
 
@@ -21,20 +23,15 @@ from slipstream.common.wire.command_socket import (
     MAX_COMMAND_BYTES,
     CommandReceiver,
     CommandSender,
+    Serve,
     serve_on_event_loop,
 )
+from slipstream.common.wire.step import StepCommand
 from slipstream.common.wire.worker import command_to_pb
+from slipstream.protos import worker_pb2 as pb
 from slipstream.services.worker.server import DeviceThread
 from tests.harness.waiting import until
 from tests.harness.workers import decode
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from slipstream.common.wire.command_socket import Serve
-    from slipstream.common.wire.step import StepCommand
-    from slipstream.protos import worker_pb2 as pb
 
 pytestmark = pytest.mark.timeout(20)
 

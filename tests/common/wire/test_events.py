@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from slipstream.common.wire.events import CAPACITY, Event, EventLog, LogOp, Site, StreamName
 from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.step import FenceName, Role
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_the_newest_are_kept() -> None:

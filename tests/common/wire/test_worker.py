@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -42,9 +42,6 @@ from slipstream.common.wire.worker import (
 )
 from slipstream.protos import worker_pb2 as pb
 from tests.harness.worker_messages import COMMANDS, DESCRIPTIONS, REGIONS, attachments, manifests, weights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @given(REGIONS)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import pytest
 import torch
 
 from slipstream.services.draft.drafters import HeadDrafter
 from slipstream.services.models.checkpoint import load_head
+from slipstream.services.worker.epoch import EpochState
 from tests.harness.checkpoints import VOCAB_SIZE
 from tests.harness.eagle3_checkpoints import ALGORITHMS, write_head
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.services.worker.epoch import EpochState
 
 CPU = torch.device("cpu")
 

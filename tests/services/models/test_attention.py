@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +12,6 @@ import torch
 from slipstream.services.models.attention import RaggedRows, TorchAttention
 from slipstream.services.models.paged_kv import PADDING_PAGE, PagedKV
 from tests.harness.paged_model import CAPACITY_TOKENS, CPU, PAGE_SIZE, PAGES_PER_ROW, PagedModel, random_tokens
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FAR = 2**62
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 
 from slipstream.services.models import checkpoint
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder, load_head
+from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.head_config import EAGLE3
 from tests.harness.checkpoints import (
     FAMILIES,
@@ -24,12 +27,6 @@ from tests.harness.checkpoints import (
 )
 from tests.harness.eagle3_checkpoints import AUTHORS, DRAFT_VOCAB_SIZE, write_head
 from tests.harness.paged_model import CPU, PagedModel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from slipstream.services.models.decoder import Decoder
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 INDEX = "model.safetensors.index.json"

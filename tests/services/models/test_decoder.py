@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,6 @@ from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.paged_kv import PagedKV
 from tests.harness.checkpoints import FAMILIES, write_checkpoint, write_json
 from tests.harness.paged_model import CPU, PagedModel, random_tokens
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.sampled_module(20)
 

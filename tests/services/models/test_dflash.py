@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,6 @@ from slipstream.services.models.heads import DFlashHead
 from slipstream.services.models.paged_kv import PagedKV
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.harness.eagle3_checkpoints import AUTHORS, BLOCK_SIZE, BLOCKS, LLAMA_BLOCKS, MASK_ID, write_head
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CPU = torch.device("cpu")
 FIELDS: dict[str, Any] = {"target_layer_ids": [0, 1, 3], "mask_token_id": MASK_ID}

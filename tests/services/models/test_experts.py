@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,6 @@ from slipstream.services.worker.memory import needed_for_work
 from tests.harness.checkpoints import refusal, write_json, write_weights
 from tests.harness.paged_model import CPU
 from tests.harness.transformers_checkpoints import MIXTURES, write_by_transformers
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 META = torch.device("meta")
 LAST = 3

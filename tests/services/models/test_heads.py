@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from slipstream.common.wire.step import FINAL_NORM
 from slipstream.services.models.attention import ForwardBatch
 from slipstream.services.models.checkpoint import load_decoder, load_head
 from slipstream.services.models.head_config import EAGLE, EAGLE3, MTP, Eagle3Config, EagleConfig, MtpConfig
+from slipstream.services.models.heads import DraftHead
 from slipstream.services.models.paged_kv import PagedKV
 from tests.harness.checkpoints import LLAMA, VOCAB_SIZE, write_checkpoint, write_json, write_weights
 from tests.harness.eagle3_checkpoints import (
@@ -28,11 +30,6 @@ from tests.harness.eagle3_checkpoints import (
     head_weights,
     write_head,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.services.models.heads import DraftHead
 
 CPU = torch.device("cpu")
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}

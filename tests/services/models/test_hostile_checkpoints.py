@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,10 +22,6 @@ from tests.harness.eagle3_checkpoints import AUTHORS, SPECULATORS, write_head
 from tests.harness.mutations import INFINITY, NAN, is_refused
 from tests.harness.paged_model import CPU
 from tests.harness.sampling import examples
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 def nested(depth: int) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,6 @@ from tests.harness.checkpoints import LLAMA, refusal, write_checkpoint, write_js
 from tests.harness.packed_checkpoints import LAYOUTS, awq, gptq, pack, pack_experts, packed
 from tests.harness.paged_model import CPU, PagedModel, random_tokens
 from tests.harness.transformers_checkpoints import write_by_transformers
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "attention_bias": True}
 Q_PROJ = "model.layers.1.self_attn.q_proj"

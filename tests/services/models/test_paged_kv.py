@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+from slipstream.common.device.interface import Device
 from slipstream.common.errors import ConfigError
 from slipstream.services.factory import keeps_fp8_kv
 from slipstream.services.models.paged_kv import PagedKV
 from slipstream.services.worker.config import WorkerConfig
-from tests.harness.paged_model import CPU
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.common.device.interface import Device
-    from tests.harness.paged_model import PagedModel
+from tests.harness.paged_model import CPU, PagedModel
 
 NUM_ROWS = 5 * 8
 

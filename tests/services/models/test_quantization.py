@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,6 @@ from tests.harness.checkpoints import LLAMA, refusal, write_checkpoint, write_js
 from tests.harness.fp8_checkpoints import FP8_LAYOUTS, compressed_tensors, quantise
 from tests.harness.paged_model import CPU, PagedModel, random_tokens
 from tests.harness.transformers_checkpoints import write_by_transformers
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SIZES: dict[str, Any] = {
     "hidden_size": 192,

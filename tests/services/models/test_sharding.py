@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,6 @@ from tests.harness.paged_model import CPU, PagedModel, random_tokens
 from tests.harness.threaded_ranks import ranked_model
 from tests.harness.transformers_checkpoints import VARIANTS, write_by_transformers
 from tests.harness.transformers_reference import load_reference
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.sampled(3)

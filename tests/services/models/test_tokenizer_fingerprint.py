@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.services.models.json_files import tokenizer_fingerprint
 from tests.harness.checkpoints import refusal, write_json, write_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 Document = dict[str, Any]
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.device.cpu.fence import HostFence
+from slipstream.common.device.interface import Device
 from slipstream.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -25,6 +29,7 @@ from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker import epoch, fused_future_map
 from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.engine import RoleEngine
 from slipstream.services.worker.fused_future_map import FusedFutureMap, FusedRegion
 from slipstream.services.worker.fused_masks import FusedMasks
 from slipstream.services.worker.graphs import HostCapture
@@ -35,14 +40,6 @@ from tests.harness.inline_device import InlineDevice
 from tests.harness.kernel_launches import KernelLaunches
 from tests.harness.served_worker import kv_cache
 from tests.harness.workers import SharedArenas
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from slipstream.common.device.cpu.fence import HostFence
-    from slipstream.common.device.interface import Device
-    from slipstream.services.worker.engine import RoleEngine
 
 pytestmark = pytest.mark.sampled_module(13)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -22,15 +21,13 @@ from slipstream.common.errors import (
 )
 from slipstream.common.wire.events import EventLog, Site
 from slipstream.common.wire.step import PROTOCOL_VERSION, Role, StepCommand, WaitPlace
+from slipstream.common.wire.worker import Attachment
 from slipstream.services.worker import epoch
 from slipstream.services.worker.engine import Engine, Phase
+from slipstream.services.worker.epoch import EpochState
 from tests.harness.leaks import nothing_left
 from tests.harness.recording_role import PROPOSED, STASH, Recorder, attached
 from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, decode, describe
-
-if TYPE_CHECKING:
-    from slipstream.common.wire.worker import Attachment
-    from slipstream.services.worker.epoch import EpochState
 
 pytestmark = pytest.mark.usefixtures("clean")
 

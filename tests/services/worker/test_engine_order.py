@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,14 +16,10 @@ from slipstream.common.wire.layout import DECODE_PART, BufferName
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.wire.step import FenceOps, FenceWait, Role, SlotUpdate, StepCommand, WaitPlace
 from slipstream.services.worker.engine import Phase
+from slipstream.services.worker.epoch import EpochState
 from tests.harness.recording_role import PROPOSED, PUBLISH, STASH, Recorder, attached
 from tests.harness.workers import LocalWorker, SharedArenas, attach, decode
 from tests.ordering.replay import read_log
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.services.worker.epoch import EpochState
 
 pytestmark = pytest.mark.usefixtures("clean")
 

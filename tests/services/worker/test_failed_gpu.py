@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from slipstream.common.device.cpu.fence import ReadOnlyFence
@@ -11,10 +9,7 @@ from slipstream.common.errors import DeviceError
 from slipstream.common.wire.step import FenceName
 from slipstream.services.worker import engine
 from tests.harness.recording_role import Recorder, attached
-from tests.harness.workers import attachment_to, decode
-
-if TYPE_CHECKING:
-    from tests.harness.workers import LocalWorker
+from tests.harness.workers import LocalWorker, attachment_to, decode
 
 LOST = DeviceError("cuMemcpyDtoHAsync: CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_ILLEGAL_ADDRESS")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,9 +18,6 @@ from slipstream.common.wire.worker import DraftSizes
 from slipstream.services.models.sampler import Logprobs
 from slipstream.services.worker.future_map import POISON, FutureMap, Region, VerifyResult
 from tests.harness.workers import ATTACHMENT, SharedArenas, epoch_shape
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 VOCAB_SIZE = 100
 SHAPE = DraftShape(num_slots=6, run_ahead=1, num_draft_tokens=3, chunk_tokens=8, hidden_width=2)

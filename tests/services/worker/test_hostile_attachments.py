@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from slipstream.common.device.cpu.shared_file import DIRECTORY, PREFIX
 from slipstream.common.errors import ManifestError, MismatchError, OutOfMemoryError
 from slipstream.common.wire.manifest import DTYPES
 from slipstream.common.wire.worker import command_to_pb, manifest_from_pb
+from tests.harness.guarded_arena import GuardedArena
 from tests.harness.hosted import (
     FUZZ,
     TIMEOUT_S,
@@ -25,13 +27,6 @@ from tests.harness.hosted import (
     no_arena_left,
 )
 from tests.harness.hostile_messages import change
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.harness.guarded_arena import GuardedArena
-
 
 pytestmark = pytest.mark.timeout(120)
 

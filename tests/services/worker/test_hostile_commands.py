@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -21,6 +20,7 @@ from slipstream.common.wire.step import (
     WaitPlace,
 )
 from slipstream.common.wire.worker import command_to_pb
+from slipstream.protos import worker_pb2 as pb
 from tests.harness.checkpoints import VOCAB_SIZE
 from tests.harness.hosted import (
     ATTACHMENT,
@@ -35,9 +35,6 @@ from tests.harness.hosted import (
 )
 from tests.harness.hostile_messages import change
 from tests.harness.served_worker import kv_cache
-
-if TYPE_CHECKING:
-    from slipstream.protos import worker_pb2 as pb
 
 pytestmark = pytest.mark.timeout(120)
 

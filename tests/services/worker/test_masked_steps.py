@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from slipstream import bundled
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.device.interface import Device
 from slipstream.common.wire.events import EventLog, Site
 from slipstream.services.factory import make_verify
 from slipstream.services.worker import epoch
@@ -17,9 +16,6 @@ from slipstream.services.worker.future_map import FutureMap, Region
 from slipstream.services.worker.masks import MOST_TIMED, GrammarMasks, MaskWaits
 from tests.harness.inline_device import InlineDevice
 from tests.harness.masked_steps import check_masked_steps
-
-if TYPE_CHECKING:
-    from slipstream.common.device.interface import Device
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from slipstream.services.models.attention import ForwardBatch
 from slipstream.services.models.ranks import Ranks
 from slipstream.services.worker import crew, follower
 from slipstream.services.worker.graphs import NoRoomForGraphError, RankedCapture
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.paged_model import PAGE_SIZE, PagedModel, random_tokens
 from tests.harness.threaded_ranks import ranked_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from slipstream.services.models.attention import ForwardBatch
 
 
 class RecordingRanks(Ranks):

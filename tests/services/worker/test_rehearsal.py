@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.wire.step import PrefillChunk
 from slipstream.scheduler.sizes import BatchSizes
 from slipstream.services.worker import rehearsal
 from slipstream.services.worker.graphs import with_padding
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from slipstream.common.wire.sequence import SamplingParams
 
 
 @pytest.mark.parametrize("num_slots", [2, 9])

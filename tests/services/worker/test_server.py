@@ -6,9 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -20,10 +20,6 @@ from tests.harness.checkpoints import write_checkpoint
 from tests.harness.leaks import check_it_holds_no_more_than, held_by
 from tests.harness.worker_processes import WorkerProcesses
 from tests.harness.workers import SharedArenas, attachment_to, decode
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 STUCK_WORKER = Path(__file__).parents[2] / "harness" / "stuck_worker.py"
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -23,11 +25,6 @@ from slipstream.services.worker.server import DeviceThread, WorkerServicer
 from tests.harness.grpc_server import running_server
 from tests.harness.waiting import until
 from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, decode, describe
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
 
 pytestmark = pytest.mark.timeout(30)
 STUCK_AFTER_S = 1.0

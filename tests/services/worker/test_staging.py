@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,11 +13,6 @@ from hypothesis import strategies as st
 from slipstream.common.wire.step import PrefillChunk
 from slipstream.services.worker import slots as slots_module
 from slipstream.services.worker.slots import FlatChunks, HostStaging, PinnedStaging
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import pytest
 
 CPU = torch.device("cpu")
 DTYPES = (torch.int64, torch.int32, torch.float32, torch.bool, torch.float16)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from slipstream.bundled import eagle3_dir, target_dir
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.device.interface import Device
 from slipstream.common.wire.layout import EpochShape
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.factory import make_draft, make_verify
@@ -19,11 +20,6 @@ from slipstream.services.worker.step_costs import BUDGET_S, measure_costs
 from tests.harness.inline_device import InlineDevice
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import local_workers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from slipstream.common.device.interface import Device
 
 CPU = torch.device("cpu")
 SHAPE = EpochShape(num_slots=7, run_ahead=1, num_draft_tokens=4, chunk_tokens=8)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,17 +27,11 @@ from slipstream.common.wire.step import (
 )
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.engine import RoleEngine
 from slipstream.services.worker.language_model import PagedSlots
 from slipstream.services.worker.slots import SamplingMode
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.workers import SHAPE, LocalWorker, SharedArenas, attach, decode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from slipstream.services.worker.engine import RoleEngine
-
 
 CHUNK = PrefillChunk(slot=1, start=0, tokens=(5, 6, 7), is_last=True)
 

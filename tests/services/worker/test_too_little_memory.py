@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +21,6 @@ from slipstream.services.worker.graphs import forward_size
 from slipstream.services.worker.memory import WORK_BYTES, is_out_of_memory, needed_for_work
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.eagle3_checkpoints import ALGORITHMS, AUTHORS, BLOCKS, write_head
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,14 +24,9 @@ from slipstream.common.errors import DeviceError, FailedPreconditionError, Manif
 from slipstream.common.wire.manifest import BufferSpec
 from slipstream.common.wire.step import FenceName
 from slipstream.common.wire.worker import manifest_from_pb, manifest_to_pb
-from tests.common.device.conftest import SPECS
+from slipstream.protos import worker_pb2 as pb
+from tests.common.device.conftest import SPECS, MakeStream
 from tests.harness.other_process import ArenaReader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from slipstream.protos import worker_pb2 as pb
-    from tests.common.device.conftest import MakeStream
 
 INTERESTING = st.sampled_from([0, 1, 2, 63, 64, 255, 256, 512, 4096, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
 NUMBERS = st.one_of(INTERESTING, st.integers(0, 4096), st.integers(0, 2**64 - 1))

@@ -6,24 +6,19 @@ import mmap
 import random
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from slipstream.common.device.cpu.device import HostDevice, HostStream
+from slipstream.common.device.cpu.device import HostArena, HostDevice, HostStream
 from slipstream.common.device.cpu.fence import HostFence
+from slipstream.common.device.interface import Fence
 from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.wire.step import FenceName
+from tests.common.device.conftest import MakeStream
 from tests.harness.other_process import FenceUser
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from slipstream.common.device.cpu.device import HostArena
-    from slipstream.common.device.interface import Fence
-    from tests.common.device.conftest import MakeStream
 
 
 def test_a_wait_may_be_enqueued_before_its_signal(arena: HostArena, make_stream: MakeStream) -> None:

@@ -5,24 +5,19 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
-from slipstream.common.device.interface import PollTime
+from slipstream.common.device.interface import Arena, PollTime
 from slipstream.common.errors import DeviceError, FailedPreconditionError, ManifestError
 from slipstream.common.wire.manifest import BufferSpec
 from slipstream.common.wire.step import FenceName
 from tests.harness import fake_cuda
-from tests.harness.fake_cuda import Result
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from slipstream.common.device.interface import Arena
-    from tests.harness.fake_cuda import FakeCuda
+from tests.harness.fake_cuda import FakeCuda, Result
 
 SPECS = (BufferSpec("lengths", (3, 4), torch.int64, "verify"),)
 PROPOSED = FenceName.DRAFT_PROPOSED

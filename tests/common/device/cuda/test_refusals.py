@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,7 @@ from slipstream.common.errors import ConfigError, DeviceError, ManifestError, Mi
 from slipstream.common.wire.manifest import EVENT, EVENTS, TIMELINE, BufferSpec, FenceWord, Manifest, lay_out
 from slipstream.common.wire.step import FenceName
 from tests.harness import fake_cuda
-from tests.harness.fake_cuda import Result
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.harness.fake_cuda import FakeCuda
+from tests.harness.fake_cuda import FakeCuda, Result
 
 SPECS = (BufferSpec("lengths", (3, 4), torch.int64, "verify"),)
 

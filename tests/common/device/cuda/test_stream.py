@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,6 @@ from slipstream.common.device.interface import ANY_TIME, PollTime
 from slipstream.common.errors import DeadlineExceededError
 from tests.harness import fake_cuda
 from tests.harness.fake_cuda import Result
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 AHEAD_NS = 1_700_000_000_000_000_000
 """The GPU clock's lead over the host's, in nanoseconds."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.harness import fake_cuda
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Side:

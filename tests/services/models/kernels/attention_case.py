@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,6 @@ from slipstream.services.models.attention import ForwardBatch, RaggedRows, Torch
 from slipstream.services.models.config import ModelConfig, RopeConfig
 from slipstream.services.models.kernels.paged_attention import PagedAttention
 from slipstream.services.models.paged_kv import PADDING_PAGE, PagedKV
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Absolute, of values whose standard deviation is at most 1."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,6 @@ from slipstream.services.models.linear import FP8, Linear, dequantised
 from slipstream.services.models.packed import Quantised
 from slipstream.services.models.packed_ints import PackedInts
 from slipstream.services.models.quantization import BLOCK, PackedWeights
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 HAS_CUDA = torch.cuda.is_available()
 FP8_ROUNDING = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from slipstream.common.wire.step import FINAL_NORM
 from slipstream.services.models import decoder
 from slipstream.services.models.attention import ForwardBatch, JoinedBatch, RaggedRows
 from slipstream.services.models.checkpoint import load_decoder, load_head
-from slipstream.services.models.config import ALONE
+from slipstream.services.models.config import ALONE, ModelConfig
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.head_config import DFLASH
 from slipstream.services.models.heads import DFlashHead, Eagle3Head, EagleHead
@@ -29,11 +30,6 @@ from tests.harness.fp8_checkpoints import quantise
 from tests.harness.packed_checkpoints import LAYOUTS as PACKED_LAYOUTS
 from tests.harness.packed_checkpoints import pack
 from tests.harness.transformers_checkpoints import write_by_transformers
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.services.models.config import ModelConfig
 
 pytestmark = pytest.mark.sampled_module(4)
 

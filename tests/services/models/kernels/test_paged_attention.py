@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,6 @@ from slipstream.services.models.attention import RaggedRows, TorchAttention
 from slipstream.services.models.kernels import paged_attention
 from slipstream.services.models.kernels.paged_attention import PagedAttention, RaggedPlan
 from tests.services.models.kernels.attention_case import TOLERANCES, AttentionCase, some_config
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 pytestmark = pytest.mark.sampled_module(10)
 

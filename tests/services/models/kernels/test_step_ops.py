@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 import torch
 
 from slipstream.common.wire.events import EventLog
 from slipstream.common.wire.layout import NOT_FINITE, BufferName, DraftShape, EpochShape
+from slipstream.common.wire.manifest import BufferSpec
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.wire.worker import DraftSizes
 from slipstream.services.models import sampler
@@ -26,11 +27,6 @@ from slipstream.services.worker import fused_future_map
 from slipstream.services.worker.fused_future_map import HIDDEN_BLOCK, FusedFutureMap, FusedRegion
 from slipstream.services.worker.future_map import NO_REGION, CapturedStep, FutureMap, Region, StampPlace, VerifyResult
 from tests.harness.kernel_launches import KernelLaunches
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    from slipstream.common.wire.manifest import BufferSpec
 
 SLOTS = 6
 RING = 3
