@@ -15,6 +15,7 @@ from slipstream.common.wire.events import WORKER_STALLS
 from slipstream.gateway import metrics as gateway_metrics
 from slipstream.scheduler import link, metrics
 from slipstream.services.grammar import metrics as grammar_metrics
+from slipstream.services.worker import rank_metrics
 
 if TYPE_CHECKING:
     from slipstream.common.rpc.metrics import MetricSpec
@@ -33,7 +34,7 @@ class Section:
     text: str
     metrics: tuple[MetricSpec, ...]
     services: tuple[str, ...] = SCHEDULER
-    """The services whose endpoints have them."""
+    """The services whose endpoints have them, whatever their settings."""
 
 
 CATALOGUE = (
@@ -66,6 +67,13 @@ CATALOGUE = (
     ),
     Section("The grammar worker", "On its endpoint.", grammar_metrics.SPECS, ("grammar",)),
     Section("Workers, as the scheduler sees them", "On the scheduler's endpoint.", link.SPECS),
+    Section(
+        "Ranks of a target on several devices",
+        "On verify's endpoint, which is rank 0's, with `--tensor-parallel-size` above 1. On a GPU collectives are in "
+        "graphs, and their time is not measured; what is free on rank 0's GPU is not asked.",
+        rank_metrics.SPECS,
+        (),
+    ),
     Section(
         "Host threads",
         "On the endpoints of scheduler, draft and verify.",

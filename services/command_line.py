@@ -35,8 +35,7 @@ def serve(role: Role, values: Mapping[str, Any], *, make_role: MakeRole | None =
         with started_crew(config, options) as crew:
             make = make_role or (make_draft if role is Role.DRAFT else partial(make_verify, crew=crew))
             place = options.metrics_port, options.metrics_host
-            free = (lambda: None) if crew is None else (lambda: crew.least_free)
-            return uvloop.run(run_worker(role, config, listener, *place, make, free_elsewhere=free))
+            return uvloop.run(run_worker(role, config, listener, *place, make, crew=crew))
 
     service_options.serve(role.value, WorkerConfig, values, run)
 

@@ -26,7 +26,7 @@ from prometheus_client import (
     disable_created_metrics,
     make_wsgi_app,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 T = TypeVar("T")
+MetricFamily = CounterMetricFamily | GaugeMetricFamily
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,10 @@ class MetricSpec:
         self._check(MetricKind.HISTOGRAM)
         return BulkHistogram(self.name, self.help, self.labels, registry=registry, buckets=self.buckets)
 
-    def family(self) -> GaugeMetricFamily:
-        """Returns an empty family, for a collector that makes its gauges at each scrape."""
+    def family(self) -> MetricFamily:
+        """Returns an empty family, for a collector that makes its gauges or counters at each scrape."""
+        if self.kind is MetricKind.COUNTER:
+            return CounterMetricFamily(self.name, self.help, labels=self.labels)
         self._check(MetricKind.GAUGE)
         return GaugeMetricFamily(self.name, self.help, labels=self.labels)
 

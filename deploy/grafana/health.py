@@ -18,6 +18,7 @@ from slipstream.scheduler.metrics import (
     MISSING_SECONDS,
     SWAPS,
 )
+from slipstream.services.worker.rank_metrics import RANK_FREE, RANK_RESIDENT, RANK_UP, RANK_WAITED
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -55,8 +56,10 @@ def _services() -> list[Panel]:
         ),
         numbers(
             "Workers that serve",
-            "1 where a worker told its scheduler in the last heartbeat that it serves.",
+            "1 where a worker told its scheduler in the last heartbeat that it serves, and of a target on several "
+            "devices where a rank is loaded.",
             Query(series(WORKER_UP), "{{service}} {{instance}}"),
+            Query(series(RANK_UP), "rank {{rank}} {{instance}}"),
             unit="none",
             limits=AWAY_BELOW_1,
             base="red",
@@ -186,15 +189,18 @@ def _processes() -> list[Panel]:
     return [
         graph(
             "Processor time",
-            "Processor seconds per second: 1 is a whole core.",
+            "Processor seconds per second: 1 is a whole core. Of a target's ranks on a CPU the time in collectives.",
             Query(cpu, "{{job}} {{instance}}"),
+            Query(rate(RANK_WAITED), "collectives: rank {{rank}} {{instance}}"),
             unit="none",
             span=8,
         ),
         graph(
             "Memory",
-            "Resident memory of each process.",
+            "Resident memory of each process, and of a target's ranks also what is free on their GPUs.",
             Query(series("process_resident_memory_bytes", job=JOBS), "{{job}} {{instance}}"),
+            Query(series(RANK_RESIDENT), "rank {{rank}} {{instance}}"),
+            Query(series(RANK_FREE), "free on a GPU: rank {{rank}} {{instance}}"),
             unit="bytes",
             span=8,
         ),

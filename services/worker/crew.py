@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -28,9 +29,10 @@ from slipstream.common.settings import arguments
 from slipstream.services.models.config import ModelConfig, Rank
 from slipstream.services.models.ranks import Ranks, file_store
 from slipstream.services.models.sharding import sharded
+from slipstream.services.worker.rank_metrics import RankReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from slipstream.common.errors import SlipstreamError
     from slipstream.common.rpc.service_options import LogSettings
@@ -54,15 +56,23 @@ _LOADING_ERRORS: Mapping[str, type[SlipstreamError]] = MappingProxyType(
 class Member:
     """A rank after the first, as rank 0 knows it."""
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
+    def __init__(self, rank: int, connection: socket.socket, pid: int | None) -> None:
         self.rank = rank
         self.connection = connection
+        self.pid = pid
+        self.is_loaded = False
         self.answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self.said: Message = {"free": 0}
+        self.said: Message = {"free": 0, "waited_s": None}
         """Its last message; `free`: bytes of its device's memory, 0 where this is the host's."""
         # Made here: the connection may be closed before the thread runs that reads.
         self._received = connection.makefile("rb", buffering=0)
         self._rest = b""
+
+    def report(self) -> RankReport:
+        """Describes it by its last message."""
+        said = self.said
+        free, waited_s = said["free"], said["waited_s"]
+        return RankReport(rank=self.rank, pid=self.pid, is_loaded=self.is_loaded, free_bytes=free, waited_s=waited_s)
 
     def watch(self, lose: Callable[[int, str], None]) -> None:
         """Takes its messages until it ends, or hangs."""
@@ -82,6 +92,7 @@ class Member:
                 *lines, self._rest = (self._rest + some).split(b"\n")
                 for self.said in map(json.loads, lines):
                     if "error" in self.said:
+                        self.is_loaded |= not self.said["error"]
                         self.answers.put(self.said)
         return lose(self.rank, f"has shown no sign of life for {HANG_TIMEOUT_S:g} s")
 
@@ -89,12 +100,24 @@ class Member:
 class Crew:
     """Implements `Channel`: rank 0's ends of the connections with the others."""
 
-    def __init__(self, connections: list[socket.socket], store: int, lose: Callable[[int, str], None]) -> None:
-        """`store`: descriptor of the file by which ranks meet. `lose` is called with a rank and what became of it."""
+    def __init__(
+        self,
+        connections: Sequence[socket.socket],
+        store: int,
+        lose: Callable[[int, str], None],
+        pids: Sequence[int] = (),
+    ) -> None:
+        """`store`: descriptor of the file by which ranks meet. `lose` is called with a rank and what became of it.
+
+        `pids`: of the others' processes, if they have any.
+        """
         self._store = store
         self._lose = lose
-        self._members = [Member(rank, connection) for rank, connection in enumerate(connections, 1)]
-        self._is_closing = False
+        self._own: Ranks | None = None
+        """Rank 0's collectives, where they are measured."""
+        numbered = enumerate(zip_longest(connections, pids), 1)
+        self._members = [Member(rank, connection, pid) for rank, (connection, pid) in numbered]
+        self._is_loaded = self._is_closing = False
         for member in self._members:
             threading.Thread(target=member.watch, args=(self._report,), name=f"rank-{member.rank}", daemon=True).start()
 
@@ -119,10 +142,19 @@ class Crew:
 
     def meet(self, device: torch.device) -> Ranks:
         """Makes rank 0's collectives."""
-        return join_ranks(Rank(0, len(self)), self._store, device, self)
+        ranks = join_ranks(Rank(0, len(self)), self._store, device, self)
+        self._own = ranks if device.type == "cpu" else None
+        return ranks
+
+    def reports(self) -> list[RankReport]:
+        """Describes all ranks; those after the first by their last messages."""
+        waited_s = None if self._own is None else self._own.waited_s
+        first = RankReport(rank=0, pid=os.getpid(), is_loaded=self._is_loaded, waited_s=waited_s)
+        return [first, *(member.report() for member in self._members)]
 
     def wait_until_loaded(self) -> None:
-        """Returns once each rank has its part of the model. Raises CheckpointError, OutOfMemoryError."""
+        """Returns once each other rank has its part, as rank 0 has. Raises CheckpointError, OutOfMemoryError."""
+        self._is_loaded = True
         for answer in self.answers():
             if answer["error"]:
                 raise _LOADING_ERRORS.get(answer["kind"], UnavailableError)(answer["error"])
@@ -187,7 +219,7 @@ def started_crew(config: WorkerConfig, logs: LogSettings) -> Iterator[Crew | Non
             with theirs:
                 processes.append(_start(rank, config, logs, store, theirs.fileno()))
             connections.append(own)
-        crew = Crew(connections, store, end_with_it)
+        crew = Crew(connections, store, end_with_it, [process.pid for process in processes])
         held.callback(crew.close)
         yield crew
 

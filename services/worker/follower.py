@@ -126,7 +126,8 @@ class Line:
         self._free_bytes = free_bytes
         self._sending = threading.Lock()
         self._ranks: Ranks | None = None
-        """Set while the thread that serves does what it was told, where its waits for other ranks are seen."""
+        """Those whose collectives say when and how long the thread that serves waits in them."""
+        self._is_busy = False
         self._clock = time.CLOCK_MONOTONIC
         self._used_s = 0.0
 
@@ -143,12 +144,12 @@ class Line:
         `ranks`: those whose collectives say when this thread waits in them; there are no signs of life while it hangs
         elsewhere. None: it is not known where it waits.
         """
-        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._ranks, self._clock = ranks, time.pthread_getcpuclockid(threading.get_ident())
         with self._connection.makefile("rb") as lines:
             for line in lines:
-                self._ranks = ranks
+                self._is_busy = True
                 error = follower.do(json.loads(line))
-                self._ranks = None
+                self._is_busy = False
                 if error is not None:
                     self.answer(error)
 
@@ -159,8 +160,8 @@ class Line:
 
     def is_alive(self) -> bool:
         """Returns whether the thread that serves waits for other ranks, or has computed since the last call."""
-        ranks, before, self._used_s = self._ranks, self._used_s, time.clock_gettime(self._clock)
-        return ranks is None or ranks.is_waiting or self._used_s != before
+        before, self._used_s = self._used_s, time.clock_gettime(self._clock)
+        return not self._is_busy or self._ranks is None or self._ranks.is_waiting or self._used_s != before
 
     def _show_life(self) -> None:
         with suppress(OSError):
@@ -170,5 +171,7 @@ class Line:
                 time.sleep(SIGN_INTERVAL_S)
 
     def _send(self, message: Message) -> None:
+        waited_s = None if self._ranks is None else self._ranks.waited_s
         with self._sending:
-            self._connection.sendall(json.dumps({"free": self._free_bytes(), **message}).encode() + b"\n")
+            line = json.dumps({"free": self._free_bytes(), "waited_s": waited_s, **message})
+            self._connection.sendall(line.encode() + b"\n")

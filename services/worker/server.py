@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, TypeVarTuple
 
 import torch
-from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from slipstream.common.device.choose import choose_device
@@ -50,6 +49,7 @@ from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.worker.engine import Engine
+from slipstream.services.worker.rank_metrics import RankMetrics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -61,11 +61,13 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Device
     from slipstream.common.rpc.listener import Listener
+    from slipstream.common.rpc.metrics import MetricFamily
     from slipstream.common.wire.command_socket import CommandReader
     from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.step import Role, StepCommand
     from slipstream.common.wire.worker import Attachment, Measurements
     from slipstream.services.worker.config import WorkerConfig
+    from slipstream.services.worker.crew import Crew
     from slipstream.services.worker.engine import RoleEngine
 
     MakeRole = Callable[[WorkerConfig, Device, int], RoleEngine]
@@ -98,11 +100,11 @@ async def run_worker(
     metrics_host: str,
     make_role: MakeRole,
     *,
-    free_elsewhere: Callable[[], int | None] = lambda: None,
+    crew: Crew | None = None,
 ) -> int:
     """Serves until a signal; returns the exit status. `make_role` loads the model, on the device thread.
 
-    `free_elsewhere`: see `Engine`.
+    `crew`: the other ranks of a target that has several.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     device = choose_device(config.device)
@@ -110,6 +112,8 @@ async def run_worker(
         yield_to_streams()
     torch.set_num_threads(config.threads or worker_threads())
     registry = make_registry()
+    if crew is not None:
+        registry.register(RankMetrics(crew.reports))
     broken: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
     with ExitStack() as held:
         signals = held.enter_context(ShutdownSignals())
@@ -130,7 +134,7 @@ async def run_worker(
             log,
             refuses_waits=config.debug_sync,
             on_stuck=end_at_once,
-            free_elsewhere=free_elsewhere,
+            free_elsewhere=lambda: None if crew is None else crew.least_free,
         )
         _describe(registry, device, engine)
         collection, commands = IdleCollection(), CommandReceiver()
@@ -200,8 +204,8 @@ class _Stalls(Collector):
         self._log = log
         self._labels = labels
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        family = CounterMetricFamily(HOST_STALL_SECONDS.name, HOST_STALL_SECONDS.help, labels=HOST_STALL_SECONDS.labels)
+    def collect(self) -> Iterator[MetricFamily]:
+        family = HOST_STALL_SECONDS.family()
         for site in WORKER_STALLS:
             family.add_metric((*self._labels, site.name.lower()), self._log.stalled_ns[site] / 1e9)
         yield family

@@ -9,14 +9,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
 from slipstream import bundled
 from slipstream.common.errors import UnavailableError
+from slipstream.common.rpc.metrics import scrape
 from slipstream.common.wire.step import Role
+from slipstream.protos import worker_pb2 as pb
+from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker.config import NGRAM, STANDALONE
+from slipstream.services.worker.rank_metrics import RANK_FREE, RANK_RESIDENT, RANK_UP, RANK_WAITED
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.counted_jobs import Job
 from tests.harness.eagle3_checkpoints import write_head
@@ -83,6 +88,21 @@ async def test_tokens_do_not_depend_on_the_draft(
     if algorithm == EAGLE3:
         greedy = make_jobs(1)[0].spec
         assert greedy_tokens(target, [greedy.prompt], len(expected[0])) == [expected[0]]
+
+
+async def test_each_rank_has_metrics(processes: WorkerProcesses) -> None:
+    await undisturbed(processes, 1, 5)
+    with grpc.insecure_channel(processes.address(VERIFY)) as channel:
+        port = pb_grpc.WorkerStub(channel).Describe(pb.DescribeRequest()).metrics_port
+    while True:  # the other rank says how long it waited with its next sign of life
+        page = await scrape(port)
+        waited = page.by("rank", RANK_WAITED.name)
+        if all(waited.values()):
+            break
+    assert waited.keys() == {"0", "1"}
+    assert page.by("rank", RANK_UP.name) == {"0": 1, "1": 1}
+    assert min(page.by("rank", RANK_RESIDENT.name).values()) > 10e6
+    assert not page.by("rank", RANK_FREE.name), "it is the host's"
 
 
 @pytest.mark.slow

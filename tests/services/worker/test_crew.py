@@ -104,6 +104,10 @@ def test_what_a_rank_cannot_load_is_said_by_rank_0(
     with pytest.raises(kind, match="no room for its part"):
         crew.wait_until_loaded()
     assert crew.least_free == 7
+    assert [(rank.rank, rank.is_loaded, rank.free_bytes) for rank in crew.reports()[1:]] == [
+        (1, True, 0),
+        (2, False, 7),
+    ]
 
 
 def test_an_answer_that_arrives_with_a_sign_of_life_does_not_wait_for_the_next_one(
