@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
@@ -20,11 +21,13 @@ from rich.text import Text
 from slipstream import bundled
 from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.display import StateLines
+from slipstream.cli.draft_swaps import swap_at
 from slipstream.cli.models import ModelOptions
 from slipstream.cli.status import read_server
 from slipstream.cli.up import supervising
 from slipstream.cli.up_config import UpConfig, free_address, gateway_commands, scheduler_command, worker_command
 from slipstream.client import AsyncClient
+from slipstream.common.wire.server import DraftSwap, SwapTerms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,12 +38,15 @@ if TYPE_CHECKING:
 
 PROMPT_STRIDE = 16
 """Stride through the bundled prompts; this one takes four of them."""
-MAX_NEW_TOKENS = 192
+TURNS = 5
+"""Passes with drafting and without, in turns. The median counts: what else runs may slow down a pass of either."""
+MAX_NEW_TOKENS = 128
 TEMPERATURE = 0.8
 SEED = 1
 """Seed of the first prompt; each later prompt has the next seed."""
 DTYPE = "float32"
 """In float32 drafting changes no token, on a GPU either; in bfloat16 it may change a near tie."""
+DRAFTING, NO_DRAFTING = "drafting as many tokens as pay", "no drafting"
 ACCEPTED_STYLE, OWN_STYLE, PROMPT_STYLE = "bold green", "yellow", "dim"
 _ROWS_KEPT_FREE = 3
 _COLUMNS = 2
@@ -104,35 +110,45 @@ class _Demo:
         workers = (replace(worker_command(config, name), is_optional=False) for name in config.workers)
         self._supervisor.start(*workers)
         await self._supervisor.wait_ready()
-        drafted = await self._measure(config, "drafting as many tokens as pay")
-        # The workers stay: verify decodes plainly for a scheduler that has no draft.
-        await self._supervisor.stop("scheduler", "gateway")
-        plain = replace(config, models=config.models.without_draft())
-        undrafted = await self._measure(plain, "no drafting")
-        return report(self._console, drafted, undrafted)
-
-    async def _measure(self, config: UpConfig, title: str) -> DemoRun:
         (gateway,) = gateway_commands(config, free_address(config.listen, field="listen"))
         self._supervisor.start(scheduler_command(config))
         self._supervisor.start(gateway)
         await self._supervisor.wait_ready()
-        return await self._supervisor.while_alive(self._run_prompts(gateway.address, title))
+        return await self._supervisor.while_alive(self._compare(config, gateway.address))
 
-    async def _run_prompts(self, server: str, title: str) -> DemoRun:
+    async def _compare(self, config: UpConfig, server: str) -> int:
+        runs: dict[str, list[DemoRun]] = {DRAFTING: [], NO_DRAFTING: []}
+        drafts = {DRAFTING: config.socket(config.draft_instance), NO_DRAFTING: ""}
+        titles, now = [DRAFTING, NO_DRAFTING], DRAFTING
+        for turn in range(TURNS):
+            for title in titles:
+                if title != now:
+                    swap = DraftSwap(address=drafts[title], terms=SwapTerms(judge_steps=0))
+                    await swap_at(config.socket("scheduler"), swap)
+                    now = title
+                runs[title].append(await self._run_prompts(server, title, is_shown=not turn))
+            titles.reverse()  # as a machine may become slower or faster meanwhile
+        return report(self._console, *runs.values())
+
+    async def _run_prompts(self, server: str, title: str, *, is_shown: bool) -> DemoRun:
         before = await read_server(server)
         state = before.status.state
         order = f"{state.fence} fences" + (", MPS" if state.under_mps else "")
-        self._console.rule(f"{title} ({order})")
-        self._console.print(legend(self._console))
+        console = self._console if is_shown else Console(quiet=True)
+        console.rule(f"{title} ({order})")
+        console.print(legend(console))
         async with AsyncClient(server) as client:
             start = time.monotonic()
-            with DemoScreen(self._console, self._prompts) as screen:
+            with DemoScreen(console, self._prompts) as screen:
                 outputs = (self._generate(client, index, screen) for index in range(len(self._prompts)))
                 token_ids = await asyncio.gather(*outputs)
             seconds = time.monotonic() - start
         interval = (await read_server(server)).since(before)
         assert interval is not None, "the demo's own services have metrics"
-        return DemoRun(title=title, token_ids=tuple(token_ids), seconds=seconds, interval=interval)
+        run = DemoRun(title=title, token_ids=tuple(token_ids), seconds=seconds, interval=interval)
+        if not is_shown:
+            self._console.print(f"again, {title}: {run.tokens_per_second:.1f} tokens per second", highlight=False)
+        return run
 
     async def _generate(self, client: AsyncClient, index: int, screen: DemoScreen) -> tuple[int, ...]:
         token_ids: list[int] = []
@@ -222,19 +238,23 @@ _FIGURES: dict[str, Callable[[DemoRun], str]] = {
 }
 
 
-def report(console: Console, drafted: DemoRun, undrafted: DemoRun) -> int:
-    """Prints both runs side by side; returns 1 if their tokens differ."""
-    table, runs = Table("", title="The same prompts, seeds and target"), (drafted, undrafted)
-    for run in runs:
+def report(console: Console, drafted: Sequence[DemoRun], undrafted: Sequence[DemoRun]) -> int:
+    """Prints the median of both kinds of runs, made in turns, side by side; returns 1 if any of their tokens differ."""
+    medians = [sorted(runs, key=lambda run: run.tokens_per_second)[len(runs) // 2] for runs in (drafted, undrafted)]
+    table = Table("", title="The same prompts, seeds and target")
+    for run in medians:
         table.add_column(run.title, justify="right")
     for name, figure in _FIGURES.items():
-        table.add_row(name, *map(figure, runs))
+        table.add_row(name, *map(figure, medians))
     console.print(table)
-    ratio = drafted.tokens_per_second / undrafted.tokens_per_second
-    console.print(f"Drafting is {ratio:.2f} times as fast as no drafting here.", highlight=False)
-    difference = first_difference(drafted, undrafted)
+    both = zip(drafted, undrafted, strict=True)
+    ratios = [with_draft.tokens_per_second / without.tokens_per_second for with_draft, without in both]
+    turns = f"{len(ratios)} turns: {min(ratios):.2f} to {max(ratios):.2f}"
+    console.print(f"Drafting is {median(ratios):.2f} times as fast as no drafting here ({turns}).", highlight=False)
+    first, *others = (*drafted, *undrafted)
+    difference = next(filter(None, (first_difference(first, other) for other in others)), None)
     if difference is None:
-        count = f"{drafted.num_tokens} tokens of {len(drafted.token_ids)} prompts"
+        count = f"{first.num_tokens} tokens of {len(first.token_ids)} prompts"
         console.print(f"Token ids with and without drafting: the same, all {count}.", highlight=False)
         return 0
     prompt, token = difference
@@ -243,9 +263,9 @@ def report(console: Console, drafted: DemoRun, undrafted: DemoRun) -> int:
     return 1
 
 
-def first_difference(drafted: DemoRun, undrafted: DemoRun) -> tuple[int, int] | None:
+def first_difference(one: DemoRun, other: DemoRun) -> tuple[int, int] | None:
     """Returns prompt and token index of the first token id that differs. None: all are equal."""
-    for prompt, both in enumerate(zip(drafted.token_ids, undrafted.token_ids, strict=True)):
+    for prompt, both in enumerate(zip(one.token_ids, other.token_ids, strict=True)):
         for token, (left, right) in enumerate(zip_longest(*both)):
             if left != right:
                 return prompt, token

@@ -51,10 +51,6 @@ class ModelChoice:
         """True if there is a draft service."""
         return self.algorithm != NONE
 
-    def without_draft(self) -> ModelChoice:
-        """Returns the target without a draft."""
-        return ModelChoice(target=self.target, draft=None, algorithm=NONE)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(Settings, heading="Models"):

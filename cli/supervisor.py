@@ -186,15 +186,14 @@ class Supervisor:
             result: T = await working
         return result
 
-    async def stop(self, *names: str) -> None:
-        """Stops the services of these names, or all: the last started first, each given time to finish its work.
+    async def stop(self) -> None:
+        """Stops all services: the last started first, each given time to finish its work.
 
         Raises, when all are stopped, the first error.
         """
         errors: list[BaseException] = []
         for batch in reversed(self._batches):
-            leaving = [service for service in batch if not names or service.name in names]
-            ends = await asyncio.gather(*(self.retire(service) for service in leaving), return_exceptions=True)
+            ends = await asyncio.gather(*map(self.retire, tuple(batch)), return_exceptions=True)
             errors += [end for end in ends if end is not None]
         for error in errors[1:]:
             logger.error("while stopping: %r", error)

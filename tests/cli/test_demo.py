@@ -40,7 +40,8 @@ def services_in(folder: Path) -> list[psutil.Process]:
 
 
 def test_the_demo_compares_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 64)
+    monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 32)
+    monkeypatch.setattr(demo, "TURNS", 2)
     found = slipstream("demo", timeout_s=80)
     assert found.returncode == 0, found.stdout + found.stderr
     for words in (
@@ -50,7 +51,9 @@ def test_the_demo_compares_and_leaves_nothing(tmp_path: Path, monkeypatch: pytes
         "bubble",
         "overlap efficiency",
         "no drafting (host fences)",
-        "Token ids with and without drafting: the same, all 256 tokens of 4 prompts.",
+        "again, no drafting: ",
+        "again, drafting as many tokens as pay: ",
+        "Token ids with and without drafting: the same, all 128 tokens of 4 prompts.",
     ):
         assert words in found.stdout
     assert not services_in(tmp_path)
@@ -125,9 +128,11 @@ def test_the_legend_reads_like_the_screen() -> None:
     assert "«" in legend(Console(file=io.StringIO())).plain
 
 
-def test_the_report_has_both_runs() -> None:
+def test_the_report_has_the_median_runs_and_the_median_of_the_ratios() -> None:
     output = io.StringIO()
-    assert report(Console(file=output, width=100), run(accept_length=2.5), run(seconds=3.0)) == 0
+    drafted = [run(accept_length=length, seconds=seconds) for length, seconds in ((1.5, 9.0), (2.5, 1.0), (3.5, 0.5))]
+    undrafted = [run(seconds=seconds) for seconds in (9.0, 3.0, 2.0)]
+    assert report(Console(file=output, width=100), drafted, undrafted) == 0
     for words in (
         "tokens per second",
         "6.0",
@@ -137,15 +142,17 @@ def test_the_report_has_both_runs() -> None:
         "1.00",
         "500 ms",
         "0.750",
-        "3.00 times",
+        "3.00 times as fast as no drafting here (3 turns: 1.00 to 4.00)",
     ):
         assert words in output.getvalue()
     assert "the same, all 6 tokens of 2 prompts" in output.getvalue()
 
 
-def test_different_tokens_fail() -> None:
-    output = io.StringIO()
-    assert report(Console(file=output, width=100), run(), run(((1, 2, 3), (4, 9, 6)))) == 1
+@pytest.mark.parametrize("at", range(1, 4))
+def test_different_tokens_of_any_run_fail(at: int) -> None:
+    output, runs = io.StringIO(), [run() for _ in range(4)]
+    runs[at] = run(((1, 2, 3), (4, 9, 6)))
+    assert report(Console(file=output, width=100), runs[:2], runs[2:]) == 1
     assert "DIFFER, first at token 1 of prompt 2" in output.getvalue()
 
 

@@ -131,7 +131,7 @@ async def test_stops_the_last_started_first(fake_service: MakeCommand, tmp_path:
         supervisor.start(fake_service("verify", *options), fake_service("draft", *options))
         supervisor.start(fake_service("scheduler", *options))
         await supervisor.wait_ready()
-        await supervisor.stop("draft")
+        await supervisor.retire(supervisor.service("draft"))
         assert journal.read_text().split("/")[-1] == "draft.sock SIGTERM\n"
     names = [line.split("/")[-1] for line in journal.read_text().splitlines()]
     assert names == [f"{name}.sock SIGTERM" for name in ("draft", "scheduler", "verify")]

@@ -227,7 +227,7 @@ def test_a_grammar_worker_needs_its_extra(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_without_a_draft_nothing_names_one(tmp_path: Path) -> None:
-    config = UpConfig(models=MODELS.without_draft(), state_dir=tmp_path)
+    config = UpConfig(models=replace(MODELS, draft=None, algorithm="none"), state_dir=tmp_path)
     assert config.workers == ("verify",)
     assert "--draft" not in scheduler_command(config).argv
 
