@@ -18,8 +18,6 @@ from slipstream.cli.main import app
 from tests.harness.grpc_server import unserved_address
 from tests.harness.running import free_ports, slipstream
 
-pytestmark = pytest.mark.timeout(30)
-
 
 @pytest.mark.parametrize(
     ("modules", "heavy"),

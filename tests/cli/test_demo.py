@@ -16,7 +16,7 @@ from slipstream.cli.demo import DemoRun, DemoScreen, first_difference, legend, p
 from slipstream.common.device.choose import cuda_obstacle
 from tests.harness.running import running, slipstream, until
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def services_in(folder: Path) -> list[psutil.Process]:
 def test_the_demo_compares_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 32)
     monkeypatch.setattr(demo, "TURNS", 2)
-    found = slipstream("demo", timeout_s=80)
+    found = slipstream("demo", timeout_s=220)
     assert found.returncode == 0, found.stdout + found.stderr
     for words in (
         "«",

@@ -19,8 +19,6 @@ from slipstream.common.errors import InternalError
 from slipstream.common.rpc.shutdown import raise_failure
 from tests.harness.waiting import until
 
-pytestmark = pytest.mark.timeout(10)
-
 
 async def test_whole_lines_while_they_come_and_the_rest_at_the_end(tmp_path: Path) -> None:
     output = io.BytesIO()

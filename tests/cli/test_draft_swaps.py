@@ -39,9 +39,6 @@ from tests.harness.grpc_server import running_server
 from tests.harness.supervised import MakeCommand
 from tests.harness.waiting import until
 
-pytestmark = pytest.mark.timeout(30)
-
-
 SWAPPED = SwapOutcome(
     before=DraftFigures(algorithm="standalone", num_draft_tokens=4),
     after=DraftFigures(algorithm="eagle3", num_draft_tokens=2, num_steps=9, accept_length=2.0),

@@ -87,7 +87,7 @@ async def check(folder: Path, family: str, *options: str) -> list[list[OutputChu
             outputs = await asyncio.gather(*(generate(client, prompt) for prompt in [*prompts, TEXT]))
         up.signal(signal.SIGTERM)
         assert up.end() == 0, up.errors()
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not psutil.wait_procs(children, timeout=60)[1]
     assert not leftovers(state_dir)
 
     assert [[token for chunk in chunks for token in chunk.token_ids] for chunks in outputs] == expected

@@ -193,6 +193,7 @@ def check_refusal(kind: type[Message], sent: bytes, error: Any) -> None:
         assert first.isdigit() or first in (*descriptor.fields_by_name, *descriptor.oneofs_by_name), found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("method", METHODS)
 def test_any_message_gets_a_proper_status(server: Server, method: str) -> None:
     kind, _ = METHODS[method]

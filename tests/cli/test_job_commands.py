@@ -18,8 +18,6 @@ from slipstream.common.wire.job import FinishReason, JobState, OutputChunk
 from tests.harness.example_states import USAGE
 from tests.harness.running import Running, slipstream, until
 
-pytestmark = pytest.mark.timeout(60)
-
 ENDLESS = ("--max-new-tokens", "1000", "--ignore-eos")
 
 

@@ -29,9 +29,6 @@ from tests.harness.transformers_checkpoints import write_by_transformers
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.timeout(60)
-
-
 TARGET = bundled.target_dir()
 DRAFTS = {
     STANDALONE: bundled.standalone_dir(),

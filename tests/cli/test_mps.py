@@ -15,9 +15,7 @@ from slipstream.cli.mps import MpsMode, mps_daemon, outside_mps
 from slipstream.cli.process import ServiceCommand
 from slipstream.cli.up_config import placed
 from slipstream.common.errors import ConfigError, FailedPreconditionError
-from tests.harness.waiting import runs, until
-
-pytestmark = pytest.mark.timeout(60)
+from tests.harness.waiting import DEADLINES_S, runs, until
 
 
 @pytest.fixture
@@ -99,11 +97,15 @@ async def test_auto_goes_without_where_no_server_can_be_started(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("FAKE_MPS", "refuses")
-    monkeypatch.setattr(mps, "START_TIMEOUT_S", 1.0)
     before = children()
-    async with mps_daemon(MpsMode.AUTO, directory) as daemon:
-        assert daemon is None
-    assert "not supported on this device" in caplog.text
+    for timeout_s in DEADLINES_S:
+        monkeypatch.setattr(mps, "START_TIMEOUT_S", timeout_s)
+        async with mps_daemon(MpsMode.AUTO, directory) as daemon:
+            assert daemon is None
+        if "not supported on this device" in caplog.text:
+            break
+    else:
+        pytest.fail("the reason is not said")
     assert children() == before
 
 

@@ -20,8 +20,6 @@ from slipstream.common.wire.job import OutputChunk
 from slipstream.gateway.request import sample_seed
 from tests.harness.running import running_up, slipstream
 
-pytestmark = pytest.mark.timeout(60)
-
 PROMPT = "def read_lines(path):\n"
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_new_tokens": 60, "ignore_eos": True}
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}

@@ -15,8 +15,6 @@ import pytest
 
 from tests.harness.running import Running, leftovers, running, running_up, slipstream, status, until
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_status_shows_every_service(server: str, up: Running) -> None:
     names = {"gateway", "scheduler", "draft", "verify", "grammar"}
@@ -106,7 +104,7 @@ def test_up_starts_a_dead_service_again(tmp_path: Path, name: str) -> None:
         children = up.children()
         up.signal(signal.SIGINT)
         assert up.end() == 0
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not psutil.wait_procs(children, timeout=60)[1]
     assert not leftovers(tmp_path)
 
 
@@ -129,7 +127,7 @@ def loading_up(state_dir: Path) -> Iterator[tuple[Running, list[psutil.Process]]
         children = up.children()
         assert len(children) == 5
         yield up, children
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not psutil.wait_procs(children, timeout=60)[1]
 
 
 def test_up_ends_when_a_service_dies_while_it_loads(tmp_path: Path) -> None:
@@ -157,7 +155,7 @@ def test_services_die_with_a_killed_up_and_the_next_one_drains(tmp_path: Path) -
             assert job.end() == 0, job.errors()
             assert len(json.loads(job.output())["token_ids"]) == 400
         assert up.end() == 0
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not psutil.wait_procs(children, timeout=60)[1]
     assert not leftovers(tmp_path)
 
 

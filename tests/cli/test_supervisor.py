@@ -23,8 +23,6 @@ from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from tests.harness.supervised import Kills, MakeCommand, States, serving, sockets_in, supervisor_of
 from tests.harness.waiting import block_until, runs, until
 
-pytestmark = pytest.mark.timeout(30)
-
 
 async def until_health(health: str, address: str) -> None:
     """Returns when the service there answers, and that is its answer."""

@@ -34,9 +34,6 @@ from tests.harness.planted_faults import PlantedFaults
 from tests.harness.running import leftovers, running, running_up, status, until
 from tests.harness.waiting import block_until, runs
 
-pytestmark = pytest.mark.timeout(90)
-
-
 UP = Path(__file__).parent.parent / "harness" / "up_on_fakes.py"
 
 
@@ -88,7 +85,7 @@ def test_it_starts_a_dead_gateway_again_and_ends_in_order(tmp_path: Path, monkey
         until_so(lambda: errors.read_text().count("gateway: ready") == 2, up)
         assert fake_process(up, "gateway").pid != dead.pid
         up.send_signal(signal.SIGINT)
-        assert up.wait(10) == 0
+        assert up.wait(60) == 0
     assert "gateway was killed by SIGKILL and is started again; its log is now" in errors.read_text()
     assert has_stopped_its_service(tmp_path)
     assert not (tmp_path / "gateway.sock").exists()
@@ -100,7 +97,7 @@ def test_it_ends_in_order_when_its_terminal_is_gone(tmp_path: Path) -> None:
         until_so((tmp_path / "server").exists, up)
         os.close(side)
         os.close(terminal)
-        assert up.wait(10) == 0
+        assert up.wait(60) == 0
     assert has_stopped_its_service(tmp_path)
 
 
@@ -111,14 +108,14 @@ def test_it_ends_in_order_when_the_reader_of_its_output_is_gone(tmp_path: Path) 
         until_so((tmp_path / "server").exists, up)
         os.close(reader)
         up.send_signal(signal.SIGINT)
-        assert up.wait(10) == 0
+        assert up.wait(60) == 0
     assert has_stopped_its_service(tmp_path)
 
 
 def test_it_fails_with_the_message_of_a_draft_that_cannot_be_served(tmp_path: Path) -> None:
     errors = tmp_path / "errors"
     with errors.open("wb") as file, up_on_fakes(tmp_path, "--draft", "/", stderr=file.fileno()) as up:
-        assert up.wait(20) == 1
+        assert up.wait(60) == 1
     assert "draft ended with exit status 2 before it was ready; the end of its log" in errors.read_text()
     assert errors.read_text().count("fake service cannot load its model") == 1
     assert not (tmp_path / "scheduler.sock").exists()
@@ -132,7 +129,7 @@ def test_it_serves_on_without_a_draft_that_cannot_be_served_any_more(tmp_path: P
         broken.touch()
         until_so(lambda: "is not tried again: the others serve without it" in errors.read_text(), up)
         up.send_signal(signal.SIGINT)
-        assert up.wait(10) == 0
+        assert up.wait(60) == 0
     assert has_stopped_its_service(tmp_path)
 
 
@@ -162,7 +159,7 @@ def test_a_signal_while_the_mps_daemon_starts_ends_both(
         processes = psutil.Process(up.pid).children(recursive=True)
         assert len(processes) == 3  # the daemon, its server, and who says "start_server"
         up.send_signal(signal.SIGTERM)
-        assert up.wait(10) == 0
+        assert up.wait(60) == 0
     assert told(pipes) == ["start_server", "quit"]
     block_until(lambda: not any(map(runs, processes)))
 
@@ -180,7 +177,7 @@ def test_a_signal_while_the_mps_daemon_quits_hides_no_error(
         up.send_signal(signal.SIGTERM)
         until_so(lambda: "stopping" in errors.read_text(), up)
         (pipes / "go").touch()
-        assert up.wait(10) == 1
+        assert up.wait(60) == 1
     assert "scheduler was killed by SIGKILL" in errors.read_text()
     block_until(lambda: not any(map(runs, processes)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ import psutil
 
 from slipstream.cli.main import main
 
+_NUMBERS = itertools.count(os.getpid())
 COMMAND = (sys.executable, "-m", "slipstream.cli.main")
 
 
@@ -65,14 +67,18 @@ def _called(arguments: tuple[str, ...], stdin: str) -> subprocess.CompletedProce
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports on loopback that follow each other and are free."""
+    """The first of so many ports on loopback, 16 at most, that follow each other and are free.
+
+    They are below those that a system gives to connections and to listeners without a number, and apart from those of
+    neighbouring test processes: nothing takes one before a command listens there.
+    """
+    lowest = 30_200 + 800 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 3)
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as first, ExitStack() as others:
-            port: int = first.getsockname()[1]
-            with suppress(OSError, OverflowError):
-                for number in range(1, count):
-                    others.enter_context(socket.create_server(("127.0.0.1", port + number)))
-                return port
+        first = lowest + 16 * (next(_NUMBERS) % 50)
+        with suppress(OSError), ExitStack() as held:
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 class Running:

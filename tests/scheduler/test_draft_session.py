@@ -46,7 +46,6 @@ from slipstream.scheduler.waiting_queue import WaitingQueue
 from tests.harness.waiting import block_until
 from tests.harness.workers import describe
 
-pytestmark = pytest.mark.timeout(30)
 ADDRESS = "unix:/d"
 CONFIG = SchedulerConfig(
     verify="unix:/v",

@@ -17,8 +17,6 @@ from slipstream.scheduler.link import Heartbeats, LinkThread
 from tests.harness.grpc_server import running_server
 from tests.harness.waiting import until
 
-pytestmark = pytest.mark.timeout(30)
-
 INTERVAL_S = 0.05
 
 

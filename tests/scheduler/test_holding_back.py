@@ -17,8 +17,6 @@ from slipstream.scheduler.result_poller import GAP_STEPS, MOST_HOLD_S
 from tests.harness.counted_jobs import Job, OutputRow
 from tests.harness.dummy_epoch import make_epoch, make_job, workers
 
-pytestmark = pytest.mark.timeout(30)
-
 
 @pytest.mark.parametrize("verify_ms", [0.0, 60.0])
 def test_long_steps_are_decided_on_late(verify_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:

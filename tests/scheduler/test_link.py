@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
     Linked = Callable[..., AbstractAsyncContextManager[tuple["Served", WorkerLink]]]
 
-pytestmark = pytest.mark.timeout(30)
-
 
 def ignore() -> None:
     """For losses that a test looks for by itself."""

@@ -26,8 +26,6 @@ from tests.harness.leaks import nothing_left
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import VOCAB_SIZE
 
-pytestmark = pytest.mark.timeout(30)
-
 
 def metric(epoch: LocalEpoch, line_start: str) -> float:
     """The value of the one metric whose line begins so."""

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from slipstream.services.worker.engine import RoleEngine
 
-pytestmark = pytest.mark.timeout(30)
 
 SPEC = SequenceSpec(
     job_id="job", prompt=(1, 2, 3), max_new_tokens=9, sampling=SamplingParams(), stop_token_ids=frozenset()

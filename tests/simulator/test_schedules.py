@@ -1,4 +1,4 @@
-"""Schedules of the simulator: 150 of the first 300 in the quick tests, 10,300 in all tests."""
+"""Schedules of the simulator: 100 of the first 300 in the quick tests, 10,300 in all tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_all(first: int, count: int) -> None:
     assert sum(result.num_tokens for result in results) > 5 * count, "and clients get tokens"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(0, QUICK, QUICK_AT_ONCE))
 def test_some_schedules(first: int) -> None:
     """Whatever goes wrong, every job ends with the reference's tokens, and everything is given back."""

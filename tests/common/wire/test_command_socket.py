@@ -33,8 +33,6 @@ from slipstream.services.worker.server import DeviceThread
 from tests.harness.waiting import until
 from tests.harness.workers import decode
 
-pytestmark = pytest.mark.timeout(20)
-
 
 @pytest.fixture
 async def receiver(tmp_path: Path) -> AsyncIterator[CommandReceiver]:

@@ -26,7 +26,6 @@ from tests.harness.grpc_server import running_server
 from tests.harness.waiting import until
 from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, decode, describe
 
-pytestmark = pytest.mark.timeout(30)
 STUCK_AFTER_S = 1.0
 
 
