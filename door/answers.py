@@ -1,4 +1,4 @@
-"""What answers of completions and conversations have in common: choices, usage, logprobs, several prompts at once."""
+"""What answers have in common: how they are sent; choices, usage, logprobs, several prompts at once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,41 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slipstream.door.events import DONE, encode
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Sequence
 
+    from starlette.types import Send
+
     from slipstream.common.wire.job import OutputChunk, TokenLogprobs, Usage
     from slipstream.common.wire.server import ServerState
+    from slipstream.door.errors import ApiError
     from slipstream.door.fields import Sampling
+
+DONE = b"data: [DONE]\n\n"
+JSON = "application/json"
+TEXT = "text/plain; charset=utf-8"
+encode = msgspec.json.Encoder().encode
+
+
+def event(content: Any, *, name: str = "") -> bytes:
+    """Encodes an event of this content, under a name if there is one."""
+    return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % encode(content)
+
+
+async def send_whole(
+    send: Send, body: bytes, *, kind: str = JSON, status: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
+    """Sends an answer of this type."""
+    own = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": [*own, *headers]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    """Sends an error as an answer of its own."""
+    await send_whole(send, encode(error.content), status=error.status, headers=error.headers)
 
 
 def usage_of(jobs: Sequence[Usage], num_reasoning_tokens: int) -> dict[str, Any]:

@@ -12,16 +12,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.routing import Route, Router
 
 from slipstream.common.errors import InvalidArgumentError, SlipstreamError
-from slipstream.door.answers import token_text
+from slipstream.door.answers import TEXT, encode, send_error, token_text
 from slipstream.door.call import Call, Door
-from slipstream.door.chat import NAMES as CHAT_NAMES
 from slipstream.door.chat import chat_completions
-from slipstream.door.completions import NAMES as COMPLETION_NAMES
 from slipstream.door.completions import completions
 from slipstream.door.errors import ApiError, api_error
-from slipstream.door.events import TEXT, encode, send_error, send_whole
 from slipstream.door.fields import DetokenizeRequest, TokenizeRequest, conversation_of
-from slipstream.door.responses import NAMES as RESPONSE_NAMES
 from slipstream.door.responses import responses
 
 if TYPE_CHECKING:
@@ -43,25 +39,17 @@ _OPEN = ("/health", "/version")
 class Endpoint:
     """Serves one path: receives the body, calls, and answers errors. The end of the connection ends the call."""
 
-    def __init__(
-        self,
-        door: Door,
-        name: str,
-        handle: Callable[[Call], Awaitable[None]],
-        names: dict[str, str],
-        *,
-        is_open: bool = False,
-    ) -> None:
-        """`name`: in metrics. `names`: fields that the call has other names for. `is_open`: it needs no key."""
+    def __init__(self, door: Door, method: str, path: str, handle: Callable[[Call], Awaitable[None]]) -> None:
         self._door = door
-        self._name = name
+        self._methods = ("GET", "HEAD") if method == "GET" else (method,)
+        self._name = f"{method} {path}"
+        """In metrics."""
         self._handle = handle
-        self._names = names
-        self._is_open = is_open
+        self._is_open = path in _OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 499  # of a client that went away, as nginx has it
-        names = dict(self._names)
+        names: dict[str, str] = {}
 
         async def send_counted(message: Any) -> None:
             nonlocal status
@@ -88,6 +76,10 @@ class Endpoint:
             self._door.metrics.count(self._name, str(status))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, names: dict[str, str]) -> None:
+        if scope["method"] not in self._methods:
+            accepted = ", ".join(self._methods)
+            message = f"{scope['path']}: got {scope['method']}, accepted: {accepted}"
+            raise ApiError(405, message, code="method_not_allowed", headers=[(b"allow", accepted.encode())])
         client = self._door.client
         if not self._is_open:
             given = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -179,42 +171,22 @@ async def _metrics(registry: CollectorRegistry, call: Call) -> None:
     await call.send_whole(page, kind=CONTENT_TYPE_LATEST)
 
 
-class _Route(Route):
-    """A path, where calls of another method are answered in OpenAI's form, too."""
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        accepted = ", ".join(sorted(self.methods or ()))
-        if scope["method"] in accepted.split(", "):
-            await super().handle(scope, receive, send)
-            return
-        error = ApiError(
-            405, f"{scope['path']}: got {scope['method']}, accepted: {accepted}", code="method_not_allowed"
-        )
-        await send_whole(send, error.body, status=405, more=[(b"allow", accepted.encode())])
-
-
 def make_app(door: Door, registry: CollectorRegistry) -> Router:
     """Makes the application."""
-    calls: list[tuple[str, str, Callable[[Call], Awaitable[None]], dict[str, str]]] = [
-        ("POST", "/v1/completions", completions, COMPLETION_NAMES),
-        ("POST", "/v1/chat/completions", chat_completions, CHAT_NAMES),
-        ("POST", "/v1/responses", responses, RESPONSE_NAMES),
-        ("GET", "/v1/models", _models, {}),
-        ("GET", "/v1/models/{model:path}", _model, {}),
-        ("POST", "/tokenize", _tokenize, {}),
-        ("POST", "/detokenize", _detokenize, {"prompt": "tokens"}),
-        ("GET", "/health", _health, {}),
-        ("GET", "/version", _version, {}),
-        ("GET", "/metrics", partial(_metrics, registry), {}),
+    calls: list[tuple[str, str, Callable[[Call], Awaitable[None]]]] = [
+        ("POST", "/v1/completions", completions),
+        ("POST", "/v1/chat/completions", chat_completions),
+        ("POST", "/v1/responses", responses),
+        ("GET", "/v1/models", _models),
+        ("GET", "/v1/models/{model:path}", _model),
+        ("POST", "/tokenize", _tokenize),
+        ("POST", "/detokenize", _detokenize),
+        ("GET", "/health", _health),
+        ("GET", "/version", _version),
+        ("GET", "/metrics", partial(_metrics, registry)),
     ]
-    return Router(
-        [
-            _Route(path, Endpoint(door, f"{method} {path}", handle, names, is_open=path in _OPEN), methods=[method])
-            for method, path, handle, names in calls
-        ],
-        redirect_slashes=False,
-        default=_no_such_path,
-    )
+    routes = [Route(path, Endpoint(door, method, path, handle)) for method, path, handle in calls]
+    return Router(routes, redirect_slashes=False, default=_no_such_path)
 
 
 async def _no_such_path(scope: Scope, receive: Receive, send: Send) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from slipstream.common.errors import UnauthenticatedError, UnavailableError
+from slipstream.common.errors import SlipstreamError, UnauthenticatedError, UnavailableError
+from slipstream.door.answers import JSON, event, send_whole
 from slipstream.door.errors import ApiError, api_error
-from slipstream.door.events import JSON, send_stream, send_whole
 from slipstream.door.fields import parse
 from slipstream.door.parsers import Forms
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from slipstream.door.fields import RequestT
 
 T = TypeVar("T")
+
+_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 STATE_AGE_S = 1.0
 """Age up to which what the server said of itself is not asked for again."""
@@ -93,7 +95,9 @@ class Door:
                         accepted = f"at most {MAX_BODY_BYTES} bytes"
                         raise ApiError(413, f"the body is too large, accepted: {accepted}", code="request_too_large")
                     if self._num_arriving_bytes > MAX_ARRIVING_BYTES:
-                        raise ApiError(503, "too many bodies arrive", kind="server_error", retry_after_s=1)
+                        raise ApiError(
+                            503, "too many bodies arrive", kind="server_error", headers=[(b"retry-after", b"1")]
+                        )
                     parts.append(part)
                     if not message.get("more_body"):
                         break
@@ -136,7 +140,7 @@ class Call:
         names: dict[str, str],
         path_params: dict[str, str],
     ) -> None:
-        """`names`: fields that the call has other names for; it may add to them."""
+        """`names`: gets the fields that the call has other names for."""
         self.path_params = path_params
         self.door = door
         self.client = client
@@ -157,6 +161,7 @@ class Call:
             if (count := self.body.count(b",")) > most:
                 accepted = f"at most {most} commas, in JSON and in text: two for each token of the context, and some"
                 raise ApiError(413, f"the body: got {count}, accepted: {accepted}", code="request_too_large")
+        self._names |= kind.names
         request = await self.aside(partial(parse, self.body, kind))
         return request, await self.served(request.model)
 
@@ -203,5 +208,19 @@ class Call:
         await send_whole(self._send, body, kind=kind, status=status)
 
     async def send_stream(self, events: AsyncGenerator[bytes, None]) -> None:
-        """Answers with events. Errors before the first one are raised, later ones sent."""
-        await send_stream(self._send, events, partial(api_error, names=self._names))
+        """Answers with events as they arrive. Raises what the first one raises; a later error is an event."""
+
+        async def send_part(part: bytes, *, has_more: bool = True) -> None:
+            await self._send({"type": "http.response.body", "body": part, "more_body": has_more})
+
+        # The end of the events ends their job.
+        async with aclosing(events):
+            first = await anext(events, b"")
+            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM})
+            await send_part(first)
+            try:
+                async for part in events:
+                    await send_part(part)
+            except SlipstreamError as error:
+                await send_part(event(api_error(error, self._names).content))
+            await send_part(b"", has_more=False)

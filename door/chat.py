@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from slipstream.door.call import Call
     from slipstream.door.parsers import Delta, Forms
 
-NAMES = {"max_tokens": "max_completion_tokens"}
-"""Fields that this call has other names for."""
-
 
 async def chat_completions(call: Call) -> None:
     """Answers a request, with a stream or without."""

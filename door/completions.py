@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from slipstream.common.wire.job import OutputChunk
     from slipstream.door.call import Call
 
-NAMES = {"top_logprobs": "logprobs"}
-"""Fields that this call has other names for."""
-
 
 async def completions(call: Call) -> None:
     """Answers a request, with a stream or without."""

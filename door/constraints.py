@@ -71,7 +71,7 @@ def _constraints_of(request: Any) -> Sequence[Constraint]:
             found.append((f"structured_outputs.{name}", name, value))
     guided = ((f"guided_{name}", name, getattr(request, f"guided_{name}", None)) for name in _OF_VLLM)
     found += [(param, name, value) for param, name, value in guided if value is not None]
-    given, param = request.response_format or {"type": "text"}, request.format_field
+    given, param = request.response_format or {"type": "text"}, request.names.get("response_format", "response_format")
     match given.get("type"):
         case "json_schema":
             inner = given.get("json_schema")

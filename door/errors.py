@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from slipstream.common.errors import (
     AlreadyExistsError,
@@ -22,6 +20,9 @@ from slipstream.common.errors import (
     UnavailableError,
     shorten,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 INVALID = "invalid_request_error"
 _KINDS: dict[type[SlipstreamError], tuple[int, str, str | None]] = {
@@ -66,22 +67,12 @@ class ApiError(Exception):
         kind: str = INVALID,
         param: str | None = None,
         code: str | None = None,
-        retry_after_s: int | None = None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.retry_after_s = retry_after_s
-        self._error = {"message": message, "type": kind, "param": param, "code": code}
-
-    @property
-    def content(self) -> dict[str, Any]:
+        self.status, self.headers = status, headers
+        self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         """The object of the answer."""
-        return {"error": self._error}
-
-    @property
-    def body(self) -> bytes:
-        """The answer in JSON."""
-        return msgspec.json.encode(self.content)
 
 
 def refused(param: str, given: object, accepted: str, *, code: str | None = None) -> ApiError:
@@ -101,8 +92,9 @@ def api_error(error: SlipstreamError, names: dict[str, str]) -> ApiError:
     retry_after_ms = getattr(error, "retry_after_ms", None)
     if isinstance(error, ResourceExhaustedError) and retry_after_ms is None:
         return ApiError(413, str(error), code="request_too_large")
-    retry_after_s = None if retry_after_ms is None else max(1, math.ceil(retry_after_ms / 1000))
-    return ApiError(status, str(error), kind=kind, code=code, retry_after_s=retry_after_s)
+    headers = [] if retry_after_ms is None else [(b"retry-after", b"%d" % max(1, math.ceil(retry_after_ms / 1000)))]
+    headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
+    return ApiError(status, str(error), kind=kind, code=code, headers=headers)
 
 
 def _name(field: str) -> str:

@@ -57,6 +57,8 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What all requests have. Null is absent."""
 
+    names: ClassVar[dict[str, str]] = {}
+    """Our names of fields that have other names here than in most requests, and those."""
     model: str | None = None
 
     def check(self) -> None:
@@ -91,8 +93,6 @@ class Generation(Request, kw_only=True):
 class Sampling(Generation, kw_only=True):
     """The fields that completions and conversations have in common."""
 
-    format_field: ClassVar[str] = "response_format"
-    """The name by which errors point to `response_format` in the request."""
     stream_options: StreamOptions | None = None
     n: int | None = None
     stop: str | list[str] | None = None
@@ -154,6 +154,7 @@ class Sampling(Generation, kw_only=True):
 class CompletionRequest(Sampling, kw_only=True):
     """/v1/completions."""
 
+    names: ClassVar[dict[str, str]] = {"top_logprobs": "logprobs"}
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
@@ -244,6 +245,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
 class ChatRequest(Sampling, kw_only=True):
     """/v1/chat/completions."""
 
+    names: ClassVar[dict[str, str]] = {"max_tokens": "max_completion_tokens"}
     messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -309,6 +311,7 @@ class TokenizeRequest(Request, kw_only=True):
 class DetokenizeRequest(Request, kw_only=True):
     """/detokenize, as vLLM has it."""
 
+    names: ClassVar[dict[str, str]] = {"prompt": "tokens"}
     tokens: list[int]
     skip_special_tokens: bool | None = None
 

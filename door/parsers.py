@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.door.tools import CALL_FORMS, Arguments, Call, CallParser, Content, ObjectEnd, held_back
 
@@ -40,20 +40,8 @@ class Reasoning:
 
 
 Delta: TypeAlias = "Content | Reasoning | Call | Arguments"
-
-
-class Parser(Protocol):
-    """Reads the output of a sample."""
-
-    @property
-    def is_thinking(self) -> bool:
-        """True within thoughts."""
-
-    def push(self, text: str) -> Sequence[Delta]:
-        """Returns what is certain with more text."""
-
-    def finish(self) -> Sequence[Delta]:
-        """Returns the rest at the end of the output."""
+Parser: TypeAlias = "CallParser | ThinkParser | HarmonyParser"
+"""Reads the output of a sample."""
 
 
 def make_parser(forms: Forms, tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> Parser | None:
@@ -64,7 +52,7 @@ def make_parser(forms: Forms, tools: Sequence[Mapping[str, Any]], kwargs: Mappin
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     if "harmony" in (forms.reasoning, forms.tools if tools else ""):
         return HarmonyParser(functions)
-    inner: Parser | None = None
+    inner: CallParser | None = None
     if functions:
         inner = CallParser(CALL_FORMS[forms.tools], functions)
     if not forms.reasoning:
@@ -80,7 +68,7 @@ def thinks(kwargs: Mapping[str, Any]) -> bool:
 class ThinkParser:
     """Finds thoughts between <think> and </think>; the rest is content, or for another parser."""
 
-    def __init__(self, inner: Parser | None, *, is_open: bool) -> None:
+    def __init__(self, inner: CallParser | None, *, is_open: bool) -> None:
         """`is_open`: the output begins in the midst of thoughts."""
         self._inner = inner
         self._held = ""
@@ -90,11 +78,11 @@ class ThinkParser:
 
     @property
     def is_thinking(self) -> bool:
-        """See `Parser`."""
+        """True within thoughts."""
         return self._state == "thoughts"
 
     def push(self, text: str) -> list[Delta]:
-        """See `Parser`."""
+        """Returns what is certain with more text."""
         if self._state == "content":
             return self._content(text)
         self._held += text
@@ -117,7 +105,7 @@ class ThinkParser:
         return self._thought(certain)
 
     def finish(self) -> list[Delta]:
-        """See `Parser`."""
+        """Returns the rest at the end of the output."""
         held, self._held = self._held, ""
         found = self._thought(held.rstrip()) if self._state == "thoughts" else self._content(held)
         return [*found, *(self._inner.finish() if self._inner is not None else ())]
@@ -156,11 +144,11 @@ class HarmonyParser:
 
     @property
     def is_thinking(self) -> bool:
-        """See `Parser`."""
+        """True within thoughts."""
         return self._header is None and self._channel == "analysis"
 
     def push(self, text: str) -> list[Delta]:
-        """See `Parser`."""
+        """Returns what is certain with more text."""
         pieces = re.split(f"({'|'.join(map(re.escape, self._MARKS))})", self._held + text)
         last = pieces[-1]
         certain = min((held_back(last, mark) for mark in self._MARKS), key=len)
@@ -168,7 +156,7 @@ class HarmonyParser:
         return [delta for piece in (*pieces[:-1], certain) if piece for delta in self._read(piece)]
 
     def finish(self) -> list[Delta]:
-        """See `Parser`."""
+        """Returns the rest at the end of the output."""
         held, self._held = self._held, ""
         found = self._read(held) if held else []
         if self._header is None:

@@ -11,10 +11,9 @@ import msgspec
 
 from slipstream.common.errors import SlipstreamError
 from slipstream.common.wire.job import FinishReason
-from slipstream.door.answers import logprob_items, token_by_token
+from slipstream.door.answers import encode, event, logprob_items, token_by_token
 from slipstream.door.chat import Sample, prepare
 from slipstream.door.errors import ApiError, api_error, refused
-from slipstream.door.events import encode, event
 from slipstream.door.fields import (
     ChatRequest,
     Generation,
@@ -35,13 +34,6 @@ if TYPE_CHECKING:
     from slipstream.door.call import Call as ApiCall
     from slipstream.door.parsers import Delta
 
-NAMES = {
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "reasoning_effort": "reasoning.effort",
-    "top_logprobs": "top_logprobs",
-}
-"""Fields that this call has other names for."""
 LOGPROBS = "message.output_text.logprobs"
 """The part of an answer that a request may ask for."""
 _SAME = ("tool_choice", "parallel_tool_calls", "chat_template_kwargs", "store")
@@ -68,7 +60,7 @@ class Item(msgspec.Struct, forbid_unknown_fields=True):
 class _Conversation(ChatRequest, kw_only=True):
     """A response's request as that of a conversation."""
 
-    format_field: ClassVar[str] = "text.format"
+    names: ClassVar[dict[str, str]] = {"response_format": "text.format"}
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -81,6 +73,11 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
 class ResponsesRequest(Generation, kw_only=True):
     """/v1/responses."""
 
+    names: ClassVar[dict[str, str]] = {
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+    }
     input: str | list[Item]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -273,7 +270,7 @@ class _Answer:
             except SlipstreamError as error:
                 if not is_begun:
                     raise
-                failed: ApiError = api_error(error, NAMES)
+                failed: ApiError = api_error(error, ResponsesRequest.names)
                 self._fields |= {"status": "failed", "error": {"code": "server_error", "message": str(failed)}}
                 yield self._event("failed")
                 return

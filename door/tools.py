@@ -7,7 +7,7 @@ import re
 import uuid
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -62,7 +62,7 @@ class CallForm:
     """The beginning of what is after the mark before calls, of which more may arrive; other text is no call."""
     head: re.Pattern[str] | None
     """What is before arguments that can be sent as they arrive; the last group is the name."""
-    end_finder: Callable[[], _EndFinder]
+    end_finder: type[ObjectEnd | _TagsEnd]
     """Finds the end of calls that have another head."""
     read: Callable[[str, Functions], list[tuple[str, str]]]
     """Reads such calls up to that end: names and arguments. Raises ValueError for what is no call."""
@@ -94,13 +94,13 @@ class CallParser:
         """Text that is not certain yet."""
         self._before = ""
         """What was read before the head, which is text if no call follows."""
-        self._end: _EndFinder = ObjectEnd()
+        self._end: ObjectEnd | _TagsEnd = ObjectEnd()
         self._num_read = 0
         """Characters of the held text that the end was looked for in."""
         self._is_after_call = False
 
     def push(self, text: str) -> Found:
-        """See `Parser`."""
+        """Returns what is certain with more text."""
         self._held += text
         steps = {
             _State.FIRST: self._read_first,
@@ -117,7 +117,7 @@ class CallParser:
         return found
 
     def finish(self) -> Found:
-        """See `Parser`."""
+        """Returns the rest at the end of the output."""
         held, self._held = self._held, ""
         match self._state:
             case _State.HEAD:
@@ -200,13 +200,6 @@ class CallParser:
         return [Content(text)] if text else []
 
 
-class _EndFinder(Protocol):
-    """Finds the end of calls."""
-
-    def find(self, text: str) -> int | None:
-        """Returns the index after the end, counted from the next part of the text; None if the calls go on."""
-
-
 class ObjectEnd:
     """Finds the end of an object of JSON, whatever is before it."""
 
@@ -218,7 +211,7 @@ class ObjectEnd:
         self._is_escaped = False
 
     def find(self, text: str) -> int | None:
-        """See `_EndFinder`."""
+        """Returns the index after the end, counted from the next part of the text; None if it goes on."""
         begin, self._is_escaped = int(self._is_escaped), self._is_escaped and not text
         for sign in self._SIGNS.finditer(text, begin):
             if sign[0][0] == "\\":
@@ -240,7 +233,7 @@ class _TagsEnd:
         self._num_marks = 0
 
     def find(self, text: str) -> int | None:
-        """See `_EndFinder`."""
+        """Returns the index after the end, counted from the next part of the text; None if it goes on."""
         begin, self._text = len(self._text), self._text + text
         if _CODER_END not in self._text[max(0, begin - len(_CODER_END)) :] or self._num_marks == _MOST_MARKS:
             return None
