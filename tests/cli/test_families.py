@@ -16,7 +16,7 @@ from slipstream.client import AsyncClient
 from slipstream.common.wire.job import OutputChunk
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.running import leftovers, running_up, status
-from tests.harness.transformers_reference import greedy_tokens
+from tests.harness.transformers_checkpoints import greedy_tokens
 from tests.scheduler.test_families import CHANGES
 
 pytestmark = pytest.mark.timeout(120)

@@ -1,11 +1,14 @@
-"""A gateway whose scheduler comes and goes, or is not there yet: clients notice only the time that it takes."""
+"""A gateway whose scheduler comes and goes, is not there yet or is behind a broken connection: clients only wait."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, aclosing, asynccontextmanager, closing
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -16,16 +19,17 @@ from slipstream.bundled import target_dir
 from slipstream.client import AsyncClient, Client
 from slipstream.common.errors import FailedPreconditionError, InternalError, ResourceExhaustedError, UnavailableError
 from slipstream.common.rpc.status import error_from_rpc
-from slipstream.common.wire.job import JobState
+from slipstream.common.wire.job import JobState, OutputChunk
 from slipstream.common.wire.sequence import SequenceSpec
 from slipstream.gateway.scheduler import MAX_SEQUENCES_PER_MESSAGE, MAX_TOKENS_PER_MESSAGE
 from slipstream.protos import generation_pb2 as pb
 from slipstream.protos import generation_pb2_grpc
+from tests.harness.breaking_proxy import BreakingProxy, breaking_proxy
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, TOKENS_PER_STEP
-from tests.harness.gateway_processes import TIMEOUT_S, gateway_processes
+from tests.harness.gateway_processes import TIMEOUT_S, GatewayProcesses, gateway_processes
 from tests.harness.generation_server import collect, generation_server, logprobs_in, state_of, text_of, tokens_of
 from tests.harness.samples import sample_of
-from tests.harness.scripted_scheduler import DESCRIPTION, logprobs_of
+from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler, logprobs_of, serving
 from tests.harness.tokenizers_by_kind import TEXT
 from tests.harness.waiting import until
 
@@ -414,7 +418,7 @@ async def test_a_client_learns_when_to_come_back_to_a_full_scheduler(
     assert caught.value.retry_after_ms == 700
 
 
-PROMPT = pb.TokenIds(ids=[5, 6, 7])
+FEW = pb.TokenIds(ids=[5, 6, 7])
 
 
 def calls_of(channel: grpc.Channel, *, has_jobs: bool) -> Iterator[tuple[str, Any]]:
@@ -422,10 +426,10 @@ def calls_of(channel: grpc.Channel, *, has_jobs: bool) -> Iterator[tuple[str, An
     stub: Any = generation_pb2_grpc.GenerationStub(channel)  # type: ignore[no-untyped-call]
     engine: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
     resume = pb.Resume(from_tokens=[3], attempt=17)
-    yield "Generate", lambda: list(stub.Generate(pb.GenerateRequest(input_ids=PROMPT)))
+    yield "Generate", lambda: list(stub.Generate(pb.GenerateRequest(input_ids=FEW)))
     yield "Generate of a text", lambda: list(stub.Generate(pb.GenerateRequest(text="a" * 5000)))
-    yield "Generate again", lambda: list(stub.Generate(pb.GenerateRequest(job_id="a", input_ids=PROMPT, resume=resume)))
-    yield "CreateJob", lambda: stub.CreateJob(pb.CreateJobRequest(job_id="a", input_ids=PROMPT))
+    yield "Generate again", lambda: list(stub.Generate(pb.GenerateRequest(job_id="a", input_ids=FEW, resume=resume)))
+    yield "CreateJob", lambda: stub.CreateJob(pb.CreateJobRequest(job_id="a", input_ids=FEW))
     yield "GetServerInfo", lambda: stub.GetServerInfo(pb.GetServerInfoRequest())
     tokenized = vllm_engine_pb2.TokenizedInput(input_ids=[5])
     yield "vLLM's Generate", lambda: list(engine.Generate(vllm_engine_pb2.GenerateRequest(tokenized=tokenized)))
@@ -464,3 +468,89 @@ def test_every_call_is_unavailable_with_the_time_to_come_back(tmp_path: Path, ha
         with Client(gateways.addresses[0]) as client:
             text = list(client.generate([5, 6, 7], job_id="a", max_new_tokens=9))
             assert [token for chunk in text for token in chunk.token_ids] == [5, 6, 7] * 3
+
+
+PROMPT = [5, 6, 7, 8, 9]
+NUM_JOBS = 4
+NUM_TOKENS = 120
+
+
+@asynccontextmanager
+async def behind_a_proxy(folder: Path) -> AsyncIterator[tuple[ScriptedScheduler, BreakingProxy, AsyncClient]]:
+    """A gateway's process with its way to the scheduler, and its client."""
+    scheduler = ScriptedScheduler(replace(DESCRIPTION, tokenizer_path=str(target_dir())))
+    with ExitStack() as held:
+        behind = held.enter_context(serving(scheduler, folder))
+        async with breaking_proxy(behind, folder / "proxy.sock") as (way, proxy):
+            gateways = GatewayProcesses(folder, scheduler, way, [f"unix:{folder}/clients.sock"])
+            with closing(gateways):
+                gateways.start(0)
+                await gateways.serve(0)
+                async with AsyncClient(gateways.addresses[0]) as client:
+                    yield scheduler, proxy, client
+
+
+def start(client: AsyncClient) -> list[asyncio.Task[list[OutputChunk]]]:
+    """Starts the jobs."""
+    return [
+        asyncio.create_task(collect(client.generate(PROMPT, job_id=f"job-{number}", max_new_tokens=NUM_TOKENS)))
+        for number in range(NUM_JOBS)
+    ]
+
+
+async def check(outputs: list[asyncio.Task[list[OutputChunk]]]) -> None:
+    """Every job has its tokens, each once."""
+    for chunks in await asyncio.gather(*outputs):
+        assert tokens_of(chunks) == (PROMPT * NUM_TOKENS)[:NUM_TOKENS]
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == NUM_TOKENS
+
+
+@pytest.mark.timeout(120)
+async def test_a_connection_that_is_reset_again_and_again(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    async with behind_a_proxy(tmp_path) as (scheduler, proxy, client):
+        scheduler.pause_tokens = TOKENS_PER_STEP
+        outputs = start(client)
+        for _ in range(8):
+            await until(lambda: len(scheduler.running) == NUM_JOBS)
+            scheduler.pause_tokens += TOKENS_PER_STEP * rng.randrange(1, 4)
+            # In the middle of what is sent, or after it.
+            await asyncio.sleep(rng.random() * 0.02)
+            before = scheduler.num_streams
+            proxy.cut()
+            await until(lambda before=before: scheduler.num_streams > before)  # type: ignore[misc]
+        scheduler.pause_tokens = None
+        await check(outputs)
+        assert proxy.num_connections > 8
+
+
+@pytest.mark.timeout(120)
+async def test_a_slow_connection(tmp_path: Path) -> None:
+    async with behind_a_proxy(tmp_path) as (scheduler, proxy, client):
+        proxy.delay_s = 0.05
+        scheduler.pause_tokens = 10 * TOKENS_PER_STEP
+        outputs = start(client)
+        await until(lambda: len(scheduler.running) == NUM_JOBS)
+        scheduler.pause_tokens = None
+        proxy.cut()
+        await check(outputs)
+
+
+@pytest.mark.timeout(120)
+async def test_a_connection_that_stands_still_is_given_up(tmp_path: Path) -> None:
+    async with behind_a_proxy(tmp_path) as (scheduler, proxy, client):
+        scheduler.pause_tokens = 10 * TOKENS_PER_STEP
+        outputs = start(client)
+        await until(lambda: len(scheduler.running) == NUM_JOBS)
+        proxy.loses_everything = True
+        scheduler.pause_tokens = None
+        # Only pings find out. What the scheduler has sent meanwhile is lost.
+        before = proxy.num_connections
+        await until(lambda: proxy.num_connections > before)
+        assert not any(output.done() for output in outputs)
+        proxy.loses_everything = False
+        proxy.cut()
+        await check(outputs)

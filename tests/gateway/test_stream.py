@@ -16,8 +16,26 @@ from slipstream.gateway.peers import Forwarding, Peers
 from slipstream.gateway.stream import LONGEST_S, MAX_PENDING, PendingWrites, StreamWriter, StreamWrites
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.generation_server import collect, generation_server, tokens_of
-from tests.harness.hand_clock import HandClockLoop
 from tests.harness.waiting import block_until, until
+
+
+class HandClockLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock the test sets: due callbacks run when it advances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+
+    def time(self) -> float:
+        """The test's clock."""
+        return self.now
+
+    def advance(self, seconds: float = 0.0) -> None:
+        """Moves the clock on by `seconds` and runs the callbacks that are due by then."""
+        self.now += seconds
+        for _ in range(3):
+            self.call_soon(self.stop)
+            self.run_forever()
 
 
 @pytest.fixture

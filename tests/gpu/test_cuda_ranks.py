@@ -20,7 +20,7 @@ from slipstream.services.worker.config import NGRAM
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.cuda_sums import check_sums
 from tests.harness.eagle3_checkpoints import write_head
-from tests.harness.transformers_reference import greedy_tokens
+from tests.harness.transformers_checkpoints import greedy_tokens
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses, running_session
 from tests.scheduler.test_session import SEED, make_jobs, settings

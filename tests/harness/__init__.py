@@ -4,7 +4,7 @@ Checkpoints and tokenizers
     checkpoints              small random checkpoints of each model family, with a byte-level tokenizer
     eagle3_checkpoints       small EAGLE-3 and EAGLE heads in published layouts, and one that guesses right now and then
     tokenizers_by_kind       a tokenizer of every kind of decoder, and one that fails on a token
-    transformers_reference   greedy tokens of transformers, the reference
+    transformers_checkpoints small checkpoints of further families, and greedy tokens of transformers, the reference
 
 Workers in this process
     workers                  `LocalWorker`, a real engine on a real stream without gRPC; `local_workers` starts them
@@ -50,6 +50,6 @@ Checks and inputs
     compose_files            the compose files, merged as Docker merges them
     kustomize                the manifests for Kubernetes, rendered as kustomize renders them
     pods                     a pod of these manifests as processes of this host
-    fake_cuda, hand_clock    a CUDA driver and a clock that tests control
+    fake_cuda                a CUDA driver that tests control
     waiting                  waits until a condition is true
 """

@@ -1,10 +1,12 @@
-"""Small checkpoints with random weights of further families, made and written by transformers.
+"""Small checkpoints with random weights of further families, made and written by transformers, and its outputs.
 
 Weights have a standard deviation of 0.2, as those of `write_checkpoint`.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +167,30 @@ def write_by_transformers(path: Path, name: str, *, seed: int = 0, has_tokenizer
     if has_tokenizer:
         write_tokenizer(path)
     return path
+
+
+def load_reference(path: Path) -> Any:
+    """The checkpoint's model in float32; of a multimodal one, all of it."""
+    is_text = "text_config" not in json.loads((path / "config.json").read_text(encoding="utf-8"))
+    kind = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+    # By plain products: the fused ones have no bounds of scores.
+    return kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+
+def greedy_tokens(path: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+    """The next `num_tokens` token ids of each prompt, in float32, by the checkpoint in `path`; no token ends them."""
+    model = load_reference(path)
+    outputs = []
+    for prompt in prompts:
+        tokens = torch.tensor([list(prompt)])
+        # Without a mask every token that equals the padding's would be hidden.
+        output = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        outputs.append(output[0, len(prompt) :].tolist())
+    return outputs

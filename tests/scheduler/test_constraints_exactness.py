@@ -21,7 +21,7 @@ from slipstream.services.worker.config import WorkerConfig
 from tests.harness.constraint_corpus import EOS_ID, bundled_tokenizer, cases
 from tests.harness.local_grammar import LocalGrammar
 from tests.harness.scheduler_server import Gateway, served_scheduler
-from tests.harness.transformers_reference import load_reference
+from tests.harness.transformers_checkpoints import load_reference
 from tests.scheduler.test_constraint_corpus import SETTINGS, specs_of
 
 pytestmark = pytest.mark.timeout(180)

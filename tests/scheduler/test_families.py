@@ -19,8 +19,7 @@ from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.counted_jobs import Job
 from tests.harness.eagle3_checkpoints import write_head
 from tests.harness.local_epoch import LocalEpoch
-from tests.harness.transformers_checkpoints import MIXTURES, write_by_transformers
-from tests.harness.transformers_reference import greedy_tokens
+from tests.harness.transformers_checkpoints import MIXTURES, greedy_tokens, write_by_transformers
 from tests.harness.workers import local_workers
 
 pytestmark = pytest.mark.sampled_module(2)

@@ -25,7 +25,7 @@ from slipstream.services.worker.rank_metrics import RANK_FREE, RANK_RESIDENT, RA
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.counted_jobs import Job
 from tests.harness.eagle3_checkpoints import write_head
-from tests.harness.transformers_reference import greedy_tokens
+from tests.harness.transformers_checkpoints import greedy_tokens
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses, running_session
 from tests.scheduler.test_constraints import EOS, SPECS, check

@@ -26,8 +26,7 @@ from tests.harness.checkpoints import refusal, write_json, write_weights
 from tests.harness.mutations import is_refused
 from tests.harness.paged_model import CPU, PagedModel, random_tokens
 from tests.harness.sampling import examples
-from tests.harness.transformers_checkpoints import VARIANTS, write_by_transformers
-from tests.harness.transformers_reference import load_reference
+from tests.harness.transformers_checkpoints import VARIANTS, load_reference, write_by_transformers
 
 CHUNK = 16
 MULTIMODAL = ("gemma3-multimodal", "mistral3-multimodal")

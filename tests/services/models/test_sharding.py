@@ -24,8 +24,7 @@ from tests.harness.fp8_checkpoints import FP8_LAYOUTS, quantise
 from tests.harness.packed_checkpoints import LAYOUTS, pack, pack_experts
 from tests.harness.paged_model import CPU, PagedModel, random_tokens
 from tests.harness.threaded_ranks import ranked_model
-from tests.harness.transformers_checkpoints import VARIANTS, write_by_transformers
-from tests.harness.transformers_reference import load_reference
+from tests.harness.transformers_checkpoints import VARIANTS, load_reference, write_by_transformers
 
 
 @pytest.mark.sampled(3)
