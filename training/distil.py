@@ -1,6 +1,5 @@
 """Distil the standalone draft from the target, on the corpus and on the target's own samples."""
 
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -11,6 +10,21 @@ from slipstream.training import checkpoint
 from slipstream.training.distillation import TEMPERATURE, load_sources, train
 from slipstream.training.llama import Llama
 from slipstream.training.optimizer import Course, OptimizerConfig
+from slipstream.training.options import (
+    Corpus,
+    Device,
+    Log,
+    Minutes,
+    Out,
+    OverlapWeight,
+    Rate,
+    Samples,
+    Seed,
+    Steps,
+    Target,
+    begin,
+    run,
+)
 from slipstream.training.run import write_log
 
 
@@ -48,23 +62,21 @@ class Distillation:
 
 
 def main(
-    corpus: Annotated[Path, typer.Option(help="Folder with train.npy.")],
-    samples: Annotated[list[Path], typer.Option(help="Rows that the sample command wrote; may be repeated.")],
-    target: Annotated[Path, typer.Option(help="Folder of the target model.")],
-    out: Annotated[Path, typer.Option(help="Folder for the draft model.")],
-    log: Annotated[Path, typer.Option(help="The training log, JSON.")],
-    steps: Annotated[int, typer.Option(help="Steps of one batch from each source.")] = 4000,
-    minutes: Annotated[float, typer.Option(help="Stop here at the latest; the learning rate follows.")] = 10.0,
+    corpus: Corpus,
+    samples: Samples,
+    target: Target,
+    out: Out,
+    log: Log,
+    steps: Steps = 4000,
+    minutes: Minutes = 10.0,
     batch: Annotated[int, typer.Option(help="Sequences of corpus a step; of samples, as many tokens.")] = 24,
-    overlap_weight: Annotated[float, typer.Option(help="Weight of 1 - overlap beside KL.")] = 1.0,
-    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 4e-3,
-    seed: Annotated[int, typer.Option(help="Of weights and order.")] = 0,
-    device: Annotated[str, typer.Option(help="PyTorch device.")] = "cuda",
+    overlap_weight: OverlapWeight = 1.0,
+    rate: Rate = 4e-3,
+    seed: Seed = 0,
+    device: Device = "cuda",
 ) -> None:
     """Train the standalone draft on the target's distributions and write it as bfloat16."""
-    torch.manual_seed(seed)
-    torch.set_float32_matmul_precision("high")
-    where = torch.device(device)
+    where = begin(seed, device)
     sources = load_sources(corpus, samples, where, batch=batch, seed=seed)
     teacher = checkpoint.load_for_training(target).to(where).eval().requires_grad_(False)
     student = Llama(checkpoint.STANDALONE).to(where)
@@ -79,4 +91,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

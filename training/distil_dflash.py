@@ -14,6 +14,23 @@ from slipstream.training.distillation import TEMPERATURE, load_sources, train
 from slipstream.training.llama import Llama
 from slipstream.training.mtp import SharedOutputLoss
 from slipstream.training.optimizer import Course, OptimizerConfig
+from slipstream.training.options import (
+    Batch,
+    Corpus,
+    Device,
+    Length,
+    Log,
+    Minutes,
+    Out,
+    OverlapWeight,
+    Rate,
+    Samples,
+    Seed,
+    Steps,
+    Target,
+    begin,
+    run,
+)
 from slipstream.training.run import write_log
 
 PLACE_WEIGHT = 0.8
@@ -77,26 +94,24 @@ def save(drafter: BlockDrafter, folder: Path) -> None:
 
 
 def main(
-    corpus: Annotated[Path, typer.Option(help="Folder with train.npy.")],
-    samples: Annotated[list[Path], typer.Option(help="Rows that the sample command wrote; may be repeated.")],
-    target: Annotated[Path, typer.Option(help="Folder of the target model.")],
-    out: Annotated[Path, typer.Option(help="Folder for the drafter.")],
-    log: Annotated[Path, typer.Option(help="The training log, JSON.")],
-    steps: Annotated[int, typer.Option(help="Steps of one batch from each source.")] = 20000,
-    minutes: Annotated[float, typer.Option(help="Stop here at the latest; the learning rate follows.")] = 10.0,
-    batch: Annotated[int, typer.Option(help="Sequences of corpus a step; of samples, twice as many tokens.")] = 12,
-    length: Annotated[int | None, typer.Option(help="Tokens of a sequence of corpus; default: a context.")] = None,
+    corpus: Corpus,
+    samples: Samples,
+    target: Target,
+    out: Out,
+    log: Log,
+    steps: Steps = 20000,
+    minutes: Minutes = 10.0,
+    batch: Batch = 12,
+    length: Length = None,
     num_layers: Annotated[int, typer.Option(help="Layers of the drafter.")] = 4,
     block_size: Annotated[int, typer.Option(help="Tokens of a block, the first one included.")] = 8,
-    overlap_weight: Annotated[float, typer.Option(help="Weight of 1 - overlap beside KL.")] = 1.0,
-    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
-    seed: Annotated[int, typer.Option(help="Of weights, order and places.")] = 0,
-    device: Annotated[str, typer.Option(help="PyTorch device.")] = "cuda",
+    overlap_weight: OverlapWeight = 1.0,
+    rate: Rate = 3e-3,
+    seed: Seed = 0,
+    device: Device = "cuda",
 ) -> None:
     """Train the DFlash drafter on the target's distributions and write it as bfloat16."""
-    torch.manual_seed(seed)
-    torch.set_float32_matmul_precision("high")
-    where = torch.device(device)
+    where = begin(seed, device)
     text, own = sources = load_sources(
         corpus, samples, where, batch=batch, seed=seed, samples_per_text=2, length=length
     )
@@ -138,4 +153,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -1,7 +1,6 @@
 """Distil an EAGLE-3 head from a target, on texts: best on such as the target writes."""
 
 import hashlib
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,12 +8,14 @@ import torch
 import typer
 from torch import Tensor
 
-from slipstream.common.errors import CheckpointError, ConfigError
+from slipstream.common.errors import ConfigError
+from slipstream.services.models.checkpoint import LoadFormat
 from slipstream.training import checkpoint
 from slipstream.training.distillation import TEMPERATURE, train
 from slipstream.training.eagle3 import Eagle3Head, HeadShape
 from slipstream.training.llama import LlamaShape
 from slipstream.training.optimizer import Course, OptimizerConfig
+from slipstream.training.options import Device, Minutes, OverlapWeight, Rate, Seed, begin, run
 from slipstream.training.run import Record, SavedRun, write_log
 from slipstream.training.teacher import Teacher
 from slipstream.training.texts import read_texts
@@ -107,23 +108,21 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the head, and for the state of a run that is ended.")],
     log: Annotated[Path | None, typer.Option(help="The training log, JSON; default: in the head's folder.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of one batch.")] = 8000,
-    minutes: Annotated[float, typer.Option(help="Stop here at the latest; the learning rate follows.")] = 600.0,
+    minutes: Minutes = 600.0,
     batch: Annotated[int, typer.Option(help="Sequences a step.")] = 4,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
     depth: Annotated[int, typer.Option(help="Tokens of a chain.")] = 5,
     draft_vocab: Annotated[int, typer.Option(help="Tokens that the head drafts, the most frequent ones.")] = 32_000,
     intermediate_size: Annotated[int | None, typer.Option(help="Of the head's MLP; default: the target's.")] = None,
-    overlap_weight: Annotated[float, typer.Option(help="Weight of 1 - overlap beside KL.")] = 1.0,
-    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
-    seed: Annotated[int, typer.Option(help="Of weights and order.")] = 0,
-    device: Annotated[str, typer.Option(help="PyTorch device.")] = "cuda",
-    load_format: Annotated[str, typer.Option(help="auto; dummy: a target of random weights, to measure.")] = "auto",
+    overlap_weight: OverlapWeight = 1.0,
+    rate: Rate = 1e-3,
+    seed: Seed = 0,
+    device: Device = "cuda",
+    load_format: Annotated[LoadFormat, typer.Option(help="dummy: random weights, to measure.")] = LoadFormat.AUTO,
     resume: Annotated[bool, typer.Option(help="Go on with the run whose state is in the head's folder.")] = False,
 ) -> None:
     """Train an EAGLE-3 head on the target's distributions and write it as bfloat16."""
-    torch.manual_seed(seed)
-    torch.set_float32_matmul_precision("high")
-    where = torch.device(device)
+    where = begin(seed, device)
     if not resume and (out / STATE).exists():
         raise ConfigError("out", str(out), f"a folder without the {STATE} of a run that was ended, or --resume")
     text = Windows(read_texts(data, target).to(where), length=length, batch=batch, seed=seed)
@@ -163,14 +162,5 @@ def main(
         typer.echo(f"{batch * length * records[-1]['step'] / records[-1]['seconds']:.0f} tokens/s")
 
 
-def command() -> None:
-    """Entry point: a wrong option, file or folder is one line, and status 2."""
-    try:
-        typer.run(main)
-    except (CheckpointError, ConfigError) as error:
-        typer.echo(f"slipstream: {error}", err=True)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    command()
+    run(main)

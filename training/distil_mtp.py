@@ -14,6 +14,23 @@ from slipstream.training.distillation import TEMPERATURE, load_sources, train
 from slipstream.training.llama import Llama
 from slipstream.training.mtp import MtpHead, SharedOutputLoss
 from slipstream.training.optimizer import Course, OptimizerConfig
+from slipstream.training.options import (
+    Batch,
+    Corpus,
+    Device,
+    Length,
+    Log,
+    Minutes,
+    Out,
+    OverlapWeight,
+    Rate,
+    Samples,
+    Seed,
+    Steps,
+    Target,
+    begin,
+    run,
+)
 from slipstream.training.run import Record, write_log
 
 NUM_MODULES = 3
@@ -75,25 +92,23 @@ def save(head: MtpHead, folder: Path) -> None:
 
 
 def main(
-    corpus: Annotated[Path, typer.Option(help="Folder with train.npy.")],
-    samples: Annotated[list[Path], typer.Option(help="Rows that the sample command wrote; may be repeated.")],
-    target: Annotated[Path, typer.Option(help="Folder of the target model.")],
-    out: Annotated[Path, typer.Option(help="Folder for the modules.")],
-    log: Annotated[Path, typer.Option(help="The training log, JSON.")],
-    steps: Annotated[int, typer.Option(help="Steps of one batch from each source.")] = 8000,
-    minutes: Annotated[float, typer.Option(help="Stop here at the latest; the learning rate follows.")] = 10.0,
-    batch: Annotated[int, typer.Option(help="Sequences of corpus a step; of samples, twice as many tokens.")] = 12,
-    length: Annotated[int | None, typer.Option(help="Tokens of a sequence of corpus; default: a context.")] = None,
+    corpus: Corpus,
+    samples: Samples,
+    target: Target,
+    out: Out,
+    log: Log,
+    steps: Steps = 8000,
+    minutes: Minutes = 10.0,
+    batch: Batch = 12,
+    length: Length = None,
     start: Annotated[Path | None, typer.Option(help="Folder of modules to train further.")] = None,
-    overlap_weight: Annotated[float, typer.Option(help="Weight of 1 - overlap beside KL.")] = 1.0,
-    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
-    seed: Annotated[int, typer.Option(help="Of weights and order.")] = 0,
-    device: Annotated[str, typer.Option(help="PyTorch device.")] = "cuda",
+    overlap_weight: OverlapWeight = 1.0,
+    rate: Rate = 2e-3,
+    seed: Seed = 0,
+    device: Device = "cuda",
 ) -> None:
     """Train the modules on the target's distributions and write them as bfloat16: one for all first, then each."""
-    torch.manual_seed(seed)
-    torch.set_float32_matmul_precision("high")
-    where = torch.device(device)
+    where = begin(seed, device)
     text, own = sources = load_sources(
         corpus, samples, where, batch=batch, seed=seed, samples_per_text=2, length=length
     )
@@ -118,4 +133,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

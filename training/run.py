@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -78,7 +79,13 @@ class SavedRun:
         """Fills in weights and optimizers; returns steps, seconds and log. Raises ``ConfigError``."""
         if not self._path.is_file():
             raise ConfigError("resume", str(self._path), "the folder of a run that was ended before its last step")
-        saved = torch.load(self._path, weights_only=True)
+        try:
+            saved = torch.load(self._path, weights_only=True)
+        except (RuntimeError, EOFError, UnpicklingError) as error:
+            reason = str(error).partition("\n")[0] or "it is empty"
+            raise ConfigError(
+                "resume", str(self._path), f"the state of a run, and it cannot be read ({reason})"
+            ) from None
         for name, value in self._settings.items():
             if saved["settings"].get(name) != value:
                 raise ConfigError(name, value, f"{saved['settings'].get(name)}, as the run began")

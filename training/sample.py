@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 from slipstream.training import checkpoint
+from slipstream.training.options import Device, Seed, Target, begin, run
 from slipstream.training.texts import smallest_dtype
 from slipstream.training.windows import load_tokens
 
@@ -37,19 +38,19 @@ def continue_text(
 
 def main(
     corpus: Annotated[Path, typer.Option(help="Folder with train.npy, where the prefixes come from.")],
-    target: Annotated[Path, typer.Option(help="Folder of the target model.")],
+    target: Target,
     out: Annotated[Path, typer.Option(help="The sampled rows, [rows, length], .npy.")],
     num_tokens: Annotated[int, typer.Option(help="Tokens to sample, prefixes not counted.")] = 3_000_000,
     minutes: Annotated[float, typer.Option(help="Start no further batch after this time.")] = 2.0,
     batch: Annotated[int, typer.Option(help="Rows sampled at once.")] = 4096,
     length: Annotated[int, typer.Option(help="Tokens a row, the prefix included.")] = 320,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.8,
-    seed: Annotated[int, typer.Option(help="Of prefixes and samples.")] = 0,
-    device: Annotated[str, typer.Option(help="PyTorch device.")] = "cuda",
+    seed: Seed = 0,
+    device: Device = "cuda",
 ) -> None:
     """Continue random pieces of training text with the target; prefixes have 48 to 96 tokens."""
     began = time.monotonic()
-    where = torch.device(device)
+    where = begin(seed, device)
     model = checkpoint.load(target, where, torch.bfloat16)
     stream = load_tokens(corpus / "train.npy", where)
     random = torch.Generator(where).manual_seed(seed)
@@ -68,4 +69,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from slipstream.training import checkpoint
 from slipstream.training.llama import Llama
 from slipstream.training.optimizer import Course, Optimizer, OptimizerConfig
+from slipstream.training.options import Device, Log, Minutes, Out, Rate, Seed, begin, run
 from slipstream.training.run import LOG_EVERY_STEPS, Record, Step, steps, write_log
 from slipstream.training.windows import Windows, load_tokens
 
@@ -72,21 +73,19 @@ def train(model: Llama, windows: Windows, heldout: Tensor, course: Course, confi
 def main(
     corpus: Annotated[Path, typer.Option(help="Folder with train.npy and heldout.npy.")],
     tokenizer: Annotated[Path, typer.Option(help="Folder of the tokenizer.")],
-    out: Annotated[Path, typer.Option(help="Folder for the model.")],
-    log: Annotated[Path, typer.Option(help="The training log, JSON.")],
+    out: Out,
+    log: Log,
     epochs: Annotated[float, typer.Option(help="Passes over the training text.")] = 20.0,
-    minutes: Annotated[float, typer.Option(help="Stop here at the latest; the learning rate follows.")] = 10.0,
+    minutes: Minutes = 10.0,
     batch: Annotated[int, typer.Option(help="Sequences a step.")] = 64,
     dropout: Annotated[float, typer.Option(help="On the embedding and each layer's two branches.")] = 0.2,
     weight_decay: Annotated[float, typer.Option(help="Decoupled; none on norms.")] = 0.5,
-    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 4e-3,
-    seed: Annotated[int, typer.Option(help="Of weights, windows and dropout.")] = 0,
-    device: Annotated[str, typer.Option(help="PyTorch device.")] = "cuda",
+    rate: Rate = 4e-3,
+    seed: Seed = 0,
+    device: Device = "cuda",
 ) -> None:
     """Train the target model on the training tokens and write it as bfloat16."""
-    torch.manual_seed(seed)
-    torch.set_float32_matmul_precision("high")
-    where = torch.device(device)
+    where = begin(seed, device)
     length = checkpoint.CONTEXT_TOKENS
     windows = Windows(load_tokens(corpus / "train.npy", where), length=length, batch=batch, seed=seed)
     heldout = load_tokens(corpus / "heldout.npy", where)
@@ -102,4 +101,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -19,9 +19,14 @@ class Teacher:
     """A decoder that serves elsewhere, in float32 on a CPU and in bfloat16 on a GPU. It is not trained."""
 
     def __init__(
-        self, folder: Path, device: torch.device, *, fused_layers: tuple[int, ...] = (), load_format: str = "auto"
+        self,
+        folder: Path,
+        device: torch.device,
+        *,
+        fused_layers: tuple[int, ...] = (),
+        load_format: LoadFormat = LoadFormat.AUTO,
     ) -> None:
-        """Raises `CheckpointError` for what is no target. ``load_format``: ``dummy`` for random weights."""
+        """Raises `CheckpointError` for what is no target."""
         decoder_class, self.dtype = Decoder, torch.float32
         if device.type == "cuda":
             from slipstream.services.models.kernels.fused import FusedDecoder  # which needs Triton
@@ -31,7 +36,7 @@ class Teacher:
             folder,
             device=device,
             dtype=self.dtype,
-            load_format=LoadFormat(load_format),
+            load_format=load_format,
             decoder_class=decoder_class,
         )
         self.config, self.device = self.decoder.config, device

@@ -69,7 +69,7 @@ def _lines(file: Path) -> Iterator[str | list[dict[str, Any]]]:
         for number, line in enumerate(lines, start=1):
             try:
                 given = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 given = None
             if isinstance(given, dict) and isinstance(given.get("text"), str):
                 yield given["text"]

@@ -7,10 +7,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.common.errors import ConfigError
+
 
 def load_tokens(path: Path, device: torch.device) -> Tensor:
-    """Read a file of token ids as an int32 tensor of the same shape."""
-    return torch.from_numpy(np.load(path).astype(np.int32)).to(device)
+    """Read a file of token ids as an int32 tensor of the same shape. Raises ``ConfigError`` for another file."""
+    try:
+        return torch.from_numpy(np.load(path).astype(np.int32)).to(device)
+    except (ValueError, EOFError) as error:  # of NumPy
+        raise ConfigError(
+            "corpus", f"{path}: {error}", "token ids, as the tokenizer and sample commands write them"
+        ) from None
 
 
 class Windows:

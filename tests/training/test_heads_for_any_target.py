@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from safetensors.torch import load_file
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import ConfigError
 from slipstream.services.factory import make_draft, make_verify
-from slipstream.services.models.checkpoint import load_decoder, load_head
+from slipstream.services.models.checkpoint import LoadFormat, load_decoder, load_head
 from slipstream.services.models.heads import Eagle3Head
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.training import distillation, run
-from slipstream.training.distil_eagle3 import command, main, shape_for
+from slipstream.training import distil, distil_dflash, distil_eagle, distil_mtp, distillation, run
+from slipstream.training.distil_eagle3 import main, shape_for
 from slipstream.training.eagle3 import Eagle3Head as TrainedHead
+from slipstream.training.options import run as run_command
 from slipstream.training.teacher import Teacher, default_layers
 from tests.harness.checkpoints import write_checkpoint, write_weights
 from tests.harness.paged_model import CPU, PagedModel
@@ -89,7 +91,7 @@ def test_a_run_that_is_ended_goes_on_to_the_same_weights(
     with pytest.raises(ConfigError, match=r"^data: "):  # whose most frequent tokens are not the head's
         main(target, [tmp_path / "other.npy"], parts, steps=STEPS, resume=True, **SETTINGS)
     with pytest.raises(ConfigError, match=r"^target: "):
-        main(target, [data], parts, steps=STEPS, resume=True, load_format="dummy", **SETTINGS)
+        main(target, [data], parts, steps=STEPS, resume=True, load_format=LoadFormat.DUMMY, **SETTINGS)
     main(target, [data], parts, steps=STEPS, resume=True, **SETTINGS)
     expected = load_file(whole / "model.safetensors")
     for name, weight in load_file(parts / "model.safetensors").items():
@@ -125,11 +127,16 @@ def test_layers_that_are_fused(num_layers: int, expected: tuple[int, ...]) -> No
     assert default_layers(num_layers) == expected
 
 
-def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """Runs the command, which ends with status 2, and returns its only line."""
-    monkeypatch.setattr(sys, "argv", ["distil_eagle3", *arguments, "--device", "cpu"])
+def refused(
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: Callable[..., None] = main,
+) -> str:
+    """Runs a command, which ends with status 2, and returns its only line."""
+    monkeypatch.setattr(sys, "argv", ["command", "--device", "cpu", *arguments])
     with pytest.raises(SystemExit) as ended:
-        command()
+        run_command(command)
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line
@@ -175,6 +182,37 @@ def test_runs_that_cannot_go_on(
     assert "resume" in refused(arguments, monkeypatch, capsys)
     (tmp_path / "run.pt").touch()
     assert "out" in refused(arguments[:-3], monkeypatch, capsys)
+    for content in (b"", b"PK\3\4 cut short"):
+        (tmp_path / "run.pt").write_bytes(content)
+        line = refused(arguments, monkeypatch, capsys)
+        assert f"resume: got '{tmp_path / 'run.pt'}', accepted: the state of a run, and it cannot be read" in line
+
+
+@pytest.mark.parametrize("command", [module.main for module in (distil, distil_dflash, distil_eagle, distil_mtp)])
+def test_a_wrong_option_of_a_sister_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: Callable[..., None]
+) -> None:
+    (tmp_path / "train.npy").write_bytes(b"no array")
+    given = [word for name in ("--samples", "--target", "--out", "--log") for word in (name, str(tmp_path))]
+    for options, expected in (
+        (["--corpus", str(tmp_path / "gone")], "No such file or directory: '"),
+        (["--corpus", str(tmp_path)], f"corpus: got '{tmp_path / 'train.npy'}: "),
+        (["--corpus", str(tmp_path), "--device", "gpu"], "device: got 'gpu', accepted: a device that this PyTorch has"),
+    ):
+        assert expected in refused([*given, *options], monkeypatch, capsys, command)
+
+
+def test_a_wrong_load_format_names_those_that_there_are(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--target", str(target), "--data", str(data), "--out", str(tmp_path), "--load-format", "gguf"]
+    monkeypatch.setattr(sys, "argv", ["distil_eagle3", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        run_command(main)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "'gguf' is not one of 'auto', 'dummy'" in said
+    assert "Traceback" not in said
 
 
 def test_sequences_are_no_longer_than_the_targets_context(target: Path, tmp_path: Path) -> None:
