@@ -329,7 +329,13 @@ def check_draft_memory(draft: WorkerDescription, sizes: EpochSizes) -> None:
     page_bytes = batch.page_tokens * draft.kv_bytes_per_token
     if page_bytes:
         plan = MemoryPlan([draft], page_bytes, batch.most_tokens, choices, reserve_bytes=0)
-        plan.check(batch.num_pages)
+        try:
+            plan.check(batch.num_pages)
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"{error}, or start the server with this draft, which is then planned for, or with a larger "
+                "memory_reserve_mib"
+            ) from None
 
 
 def leading_bits(number: int, num_bits: int) -> int:

@@ -16,7 +16,7 @@ from slipstream.common.wire.worker import DeviceMemory
 from slipstream.scheduler import sizes as scheduler_sizes
 from slipstream.scheduler.attachment import check_fits
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.sizes import EpochSizes, Workers
+from slipstream.scheduler.sizes import EpochSizes, Workers, check_draft_memory
 from tests.harness.workers import describe
 
 VERIFY = describe(Role.VERIFY, max_context_tokens=800, kv_bytes_per_token=1024)
@@ -180,6 +180,15 @@ def test_pages_that_were_asked_for_must_fit_as_well() -> None:
     with pytest.raises(OutOfMemoryError, match="KV pages 99 MiB"):
         EpochSizes.decide(config, replace_free(150))
     assert EpochSizes.decide(config, ON_GPU).batch.num_pages == 100 * 81 + 1
+
+
+def test_a_draft_that_arrives_where_it_was_not_planned_for_is_told_what_makes_room() -> None:
+    sizes = EpochSizes.decide(replace(GPU_CONFIG, slots=16), replace(ON_GPU, draft=None))
+    draft = replace(DRAFT, memory=replace(MEMORY, free=400 * MIB))
+    check_draft_memory(draft, sizes)
+    remedy = "or start the server with this draft, which is then planned for, or with a larger memory_reserve_mib"
+    with pytest.raises(OutOfMemoryError, match=f"MiB are needed and 50 MiB of 1000 MiB are free: .*{remedy}$"):
+        check_draft_memory(replace(draft, memory=replace(MEMORY, free=50 * MIB)), sizes)
 
 
 def replace_free(mib: int) -> Workers:
