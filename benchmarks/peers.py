@@ -15,8 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, StaticCache
-from transformers.utils import logging as transformers_logging
 
 from slipstream.benchmarks.models import ACCEPT_LENGTH, BUNDLED, EAGLE3, NUM_DRAFT_TOKENS, STANDALONE, write_shape
 from slipstream.benchmarks.runner import DevicePlan, Names, Row, Scenario, Table, benchmark, host, run
@@ -75,6 +73,8 @@ class Case(NamedTuple):
 
 async def measure(case: Case, device: str, table: Table) -> None:
     """Measures all ways, one after the other; only ways with the same models are in memory together."""
+    from transformers import AutoTokenizer
+
     prompt = AutoTokenizer.from_pretrained(case.target).encode(prompts()[0].text)
     prompt = (prompt * -(-PROMPT_TOKENS // len(prompt)))[:PROMPT_TOKENS]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -139,6 +139,8 @@ async def _generate(client: AsyncClient, prompt: Sequence[int]) -> tuple[float, 
 
 def load(directory: Path, device: str, dtype: torch.dtype, *, is_dummy: bool) -> Any:
     """Loads a causal model, or makes one with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     auto: Any = AutoModelForCausalLM
     if not is_dummy:
         return auto.from_pretrained(directory, dtype=dtype).to(device).eval()
@@ -190,6 +192,8 @@ class TransformersPeer:
 
         One cache for all runs: with one for each, graphs would be recorded again where it lies elsewhere.
         """
+        from transformers import StaticCache
+
         cache = StaticCache(config=self._target.config, max_cache_len=self._longest)
         # The second run uses what the first one compiled. Forwards are not counted: a hook would have the model
         # compiled again, and each forward is a token.
@@ -254,6 +258,9 @@ class TransformersPeer:
 @benchmark(Plan)
 async def main(plan: Plan, file: Path | None) -> list[str]:
     """Measures both systems, one after the other."""
+    # Imported where they are used, as it takes seconds, and `figures.py` reads the names of the ways only.
+    from transformers.utils import logging as transformers_logging
+
     table = Table(file, "case", "way", order=itemgetter("case"))
     # Without progress bars and warnings, such as of arguments that assisted generation itself passes on.
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]

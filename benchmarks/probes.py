@@ -393,9 +393,8 @@ async def watchers(target: Target) -> None:
         channels = [await stack.enter_async_context(target.connect()) for _ in range(4)]
         job_id = await target.create(channels[0])
         request = generation_pb2.WatchJobRequest(job_id=job_id)
-        streams = [
-            asyncio.create_task(target.stream(channels[n % 4], "WatchJob", request)) for n in range(target.number(1000))
-        ]
+        watching = (target.stream(channels[n % 4], "WatchJob", request) for n in range(target.number(1000)))
+        streams = [*map(asyncio.create_task, watching)]
         await asyncio.sleep(2 * target.seconds)
         await target.cancel(channels[0], job_id)
         await asyncio.gather(*streams)
@@ -491,9 +490,7 @@ def hostile_constraints() -> dict[str, dict[str, Any]]:
 
 async def hostile_schemas(target: Target) -> None:
     """Two callers with constraints that take long to compile, beside requests whose first tokens are timed."""
-    requests = [
-        generation_pb2.CreateJobRequest(text="a", **constraint) for constraint in hostile_constraints().values()
-    ]
+    requests = (generation_pb2.CreateJobRequest(text="a", **one) for one in hostile_constraints().values())
     async with target.connect() as channel:
         timing = asyncio.create_task(target.time_first_tokens(channel))
         await target.repeat(2, "CreateJob", *requests)

@@ -158,7 +158,7 @@ class Batch:
         *,
         decodes_first: bool = False,
         mixes: bool = True,
-        evens: tuple[int, ...] | None = None,
+        evens: tuple[int, ...] = (),
         draft: DraftKV = NO_DRAFT,
         choose: ChooseDraftTokens = most_tokens,
     ) -> Step | None:
@@ -166,7 +166,7 @@ class Batch:
 
         `num_draft_tokens`: K of the draft that takes part; 0 decodes plainly. `decodes_first`: where sequences can
         decode, the step takes in no prompts. `mixes`: False if this draft cannot take part in steps that do both.
-        `evens`, `choose`: see `ChooseDraftTokens`; `evens` of None allows only K. `draft`: takes part, and drafts.
+        `evens`, `choose`: see `ChooseDraftTokens`. `draft`: takes part, and drafts.
         """
         if draft != self._prompts.draft:
             self._prompts.draft, self._decoding = draft, None
@@ -176,7 +176,7 @@ class Batch:
         decoding = self._decoding_with(num_draft_tokens)
         if not self._prompts.sequences and not decoding.decoded.slots:
             return None
-        decoding = self._with_draft_tokens(decoding, choose, (num_draft_tokens,) if evens is None else evens)
+        decoding = self._with_draft_tokens(decoding, choose, evens)
         step = self._make_step(decoding, decodes_first=decodes_first, mixes=mixes and self.sizes.mixes)
         if step.yielding.slots:
             self.accounts.lengths.begin(step.yielding.rows, step.most_more)

@@ -265,7 +265,8 @@ class Speculation:
 
     def _made(self, draft: Draft | None, *, decodes_first: bool) -> tuple[Step | None, Draft | None]:
         """Makes a step that this draft takes part in: drafted if the draft is active, else plain and stashed for it."""
-        num_draft_tokens, kv, mixes, evens, choice = 0, NO_DRAFT, True, None, self._choice
+        num_draft_tokens, kv, mixes, choice = 0, NO_DRAFT, True, self._choice
+        evens: tuple[int, ...] = ()
         if draft is not None:
             traits = draft.attachment.traits
             mixes = self._mixes_heads or not traits.reads_hidden
