@@ -6,6 +6,7 @@ a job's id is refused, as it would reach any replica. The file config.yaml besid
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -13,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from importlib.util import find_spec
+from inspect import isasyncgenfunction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,69 @@ _POLL_S = 0.1
 _HEALTH_TIMEOUT_S = 5.0
 _NOT_PASSED = (":", "grpc-", "user-agent", "te", "content-type")
 """Beginnings of the names of metadata that are about a connection."""
+
+
+def _passed(grpc_context: RayServegRPCContext) -> tuple[tuple[str, str], ...]:
+    """The caller's metadata, without what is about its connection."""
+    given: Iterable[tuple[str, str]] = grpc_context.invocation_metadata()
+    return tuple((name, value) for name, value in given if not name.startswith(_NOT_PASSED))
+
+
+@asynccontextmanager
+async def _errors_of(grpc_context: RayServegRPCContext) -> AsyncIterator[None]:
+    """Gives the caller the server's own status; UNAVAILABLE where the server is gone."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        grpc_context.set_code(error.code())
+        grpc_context.set_details(error.details() or "")
+        grpc_context.set_trailing_metadata(list(error.trailing_metadata() or ()))
+        raise RuntimeError(f"the server answered {error.code().name}: {error.details()}") from None
+
+
+def _answered(name: str) -> Any:
+    """Returns the method of `Server` that passes a call with one answer to its server."""
+
+    async def call(self: Server, request: Any, grpc_context: RayServegRPCContext) -> Any:
+        async with _errors_of(grpc_context):
+            stub = self._health if name == "Check" else self._server
+            return await getattr(stub, name)(request, metadata=_passed(grpc_context))
+
+    return call
+
+
+def _refused(name: str) -> Any:
+    """Returns the method of `Server` that refuses a call by a job's id."""
+    message = f"{name} is not served by Ray Serve, which may choose a server that does not have the job"
+
+    async def call(self: Server, request: Any, grpc_context: RayServegRPCContext) -> None:
+        grpc_context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        grpc_context.set_details(message)
+        raise NotImplementedError(message)
+
+    return call
+
+
+def cancelling(stream: Any) -> Any:
+    """Returns a handler of Serve's proxy that ends its call whenever the caller leaves.
+
+    Serve cancels the replica's task only if the caller leaves while it waits for that task, and not while it sends.
+    """
+
+    async def call(request: Any, context: Any) -> None:
+        messages = stream(request, context)
+        async for message in messages:
+            try:
+                await context.write(message)
+            except asyncio.CancelledError:
+                waiting = asyncio.ensure_future(anext(messages))
+                await asyncio.sleep(0)  # now it waits
+                waiting.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await waiting
+                raise
+
+    return call
 
 
 class Server:
@@ -86,46 +151,32 @@ class Server:
         finally:
             call.cancel()
 
-    async def GetServerInfo(self, request: Any, grpc_context: RayServegRPCContext) -> Any:
-        """Describes one of the servers."""
-        return await self._answer(self._server.GetServerInfo, request, grpc_context)
+    GetServerInfo = _answered("GetServerInfo")
+    Tokenize = _answered("Tokenize")
+    Detokenize = _answered("Detokenize")
+    Check = _answered("Check")
+    CreateJob = _refused("CreateJob")
+    GetJob = _refused("GetJob")
+    ListJobs = _refused("ListJobs")
+    CancelJob = _refused("CancelJob")
 
-    async def Tokenize(self, request: Any, grpc_context: RayServegRPCContext) -> Any:
-        """Passes it to the server."""
-        return await self._answer(self._server.Tokenize, request, grpc_context)
-
-    async def Detokenize(self, request: Any, grpc_context: RayServegRPCContext) -> Any:
-        """Passes it to the server."""
-        return await self._answer(self._server.Detokenize, request, grpc_context)
-
-    async def Check(self, request: Any, grpc_context: RayServegRPCContext) -> Any:
-        """Says by gRPC's health service whether one of the servers serves."""
-        return await self._answer(self._health.Check, request, grpc_context)
-
-    async def CreateJob(self, _: Any, grpc_context: RayServegRPCContext) -> None:
+    async def WatchJob(self, request: Any, grpc_context: RayServegRPCContext) -> AsyncIterator[Any]:
         """Refuses it."""
-        _refuse("CreateJob", grpc_context)
+        yield await _refused("WatchJob")(self, request, grpc_context)
 
-    async def WatchJob(self, _: Any, grpc_context: RayServegRPCContext) -> AsyncIterator[Any]:
-        """Refuses it."""
-        _refuse("WatchJob", grpc_context)
-        yield
 
-    async def GetJob(self, _: Any, grpc_context: RayServegRPCContext) -> None:
-        """Refuses it."""
-        _refuse("GetJob", grpc_context)
+def add_services(servicer: Any, server: Any) -> None:
+    """Adds the services of a server to Serve's proxy, which calls this as it starts."""
+    factory = server.service_handler_factory
 
-    async def ListJobs(self, _: Any, grpc_context: RayServegRPCContext) -> None:
-        """Refuses it."""
-        _refuse("ListJobs", grpc_context)
+    def handler_of(**method: Any) -> Any:
+        handler = factory(**method)
+        return cancelling(handler) if isasyncgenfunction(handler) else handler
 
-    async def CancelJob(self, _: Any, grpc_context: RayServegRPCContext) -> None:
-        """Refuses it."""
-        _refuse("CancelJob", grpc_context)
-
-    async def _answer(self, method: Any, request: Any, grpc_context: RayServegRPCContext) -> Any:
-        async with _errors_of(grpc_context):
-            return await method(request, metadata=_passed(grpc_context))
+    server.service_handler_factory = handler_of
+    generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    server.service_handler_factory = factory
 
 
 def build(options: dict[str, Any]) -> Any:
@@ -154,29 +205,3 @@ def _command(directory: Path, options: Mapping[str, Any]) -> tuple[str, ...]:
         "slipstream.cli.main",
         *up,
     )
-
-
-def _passed(grpc_context: RayServegRPCContext) -> tuple[tuple[str, str], ...]:
-    """The caller's metadata, without what is about its connection."""
-    given: Iterable[tuple[str, str]] = grpc_context.invocation_metadata()
-    return tuple((name, value) for name, value in given if not name.startswith(_NOT_PASSED))
-
-
-@asynccontextmanager
-async def _errors_of(grpc_context: RayServegRPCContext) -> AsyncIterator[None]:
-    """Gives the caller the server's own status; UNAVAILABLE where the server is gone."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        grpc_context.set_code(error.code())
-        grpc_context.set_details(error.details() or "")
-        grpc_context.set_trailing_metadata(list(error.trailing_metadata() or ()))
-        raise RuntimeError(f"the server answered {error.code().name}: {error.details()}") from None
-
-
-def _refuse(method: str, grpc_context: RayServegRPCContext) -> None:
-    """Raises NotImplementedError, with its status."""
-    message = f"{method} is not served by Ray Serve, which may choose a server that does not have the job"
-    grpc_context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-    grpc_context.set_details(message)
-    raise NotImplementedError(message)
