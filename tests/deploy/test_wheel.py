@@ -24,6 +24,8 @@ IMPORT_ALL = f"""
 import importlib, sys
 from pathlib import Path
 
+if (Path(sys.argv[1]) / "ray").exists():
+    import ray.serve  # it needs some of these, and brings them
 for name in {ONLY_OURS}:
     sys.modules[name] = None
 for path in sorted(Path(sys.argv[1]).rglob("*.py")):
