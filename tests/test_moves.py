@@ -20,7 +20,7 @@ from tests.harness.generation_server import text_of, tokens_of
 from tests.harness.running import Running, free_ports, running_up
 from tests.harness.waiting import block_until
 
-NUM_KILLS = 12
+NUM_KILLS = 30
 NUM_SERVERS = 2
 WHOLE = 0.25
 """Share of the kills that end all of a server's processes."""
