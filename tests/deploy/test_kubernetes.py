@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import ssl
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,7 +40,7 @@ from tests.harness.certificates import Certificates
 from tests.harness.compose_files import DEPLOY, scraped
 from tests.harness.generation_server import text_of, tokens_of
 from tests.harness.kustomize import containers, one_of, render
-from tests.harness.pods import Pod
+from tests.harness.pods import Images, Pod
 
 OVERLAYS = ("cpu", "gpu", "two-gpus", "openai", "inference-pool")
 VERSION = "1.37"
@@ -56,6 +57,8 @@ COMMANDS: dict[str, tuple[Any, type]] = {
     "door": (door, DoorConfig),
 }
 KEY = "a-token-of-a-caller"
+IMAGES = bool(os.environ.get("POD_IMAGES"))
+"""True: pods run in the images of `make images`, as in `make test-all`. False: with this tree's programs."""
 COMPATIBLE = {"vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"}
 COMPATIBLE |= {"vllm:cache_config_info"}
 BUNDLED_IN_IMAGE = "/opt/slipstream/bundled"
@@ -240,16 +243,24 @@ async def output_of(client: AsyncClient, request: dict[str, Any]) -> tuple[list[
     return tokens_of(chunks), text_of(chunks)
 
 
-def secured(statefulset: dict[str, Any], files: Certificates, keys: Path) -> None:
+def secured(statefulset: dict[str, Any], files: Certificates, directory: Path) -> None:
     """Gives the pods a public door that has TLS, and a file of keys, as docs/security.md says."""
+    keys = directory / "keys"
     keys.write_text(f"caller:{KEY}\n", encoding="utf-8")
-    keys.chmod(0o600)
+    for path in (keys, files.key):
+        path.chmod(0o600)
+        if IMAGES:
+            os.chown(path, 10001, 10001)
+    place = "/etc/slipstream"
+    statefulset["spec"]["template"]["spec"]["volumes"].append({"name": "keys", "hostPath": {"path": str(directory)}})
     for one in containers(statefulset):
+        one["volumeMounts"] = [*one["volumeMounts"], {"name": "keys", "mountPath": place}]
         if one["name"] == "gateway":
-            one["command"].append(f"--api-keys={keys}")
+            one["command"].append(f"--api-keys={place}/{keys.name}")
         if one["name"] == "door":
             one["command"].remove("--insecure-public")
-            one["command"] += ["--asks-for-keys", f"--tls-cert={files.cert}", f"--tls-key={files.key}"]
+            one["command"] += ["--asks-for-keys"]
+            one["command"] += [f"--tls-cert={place}/{files.cert.name}", f"--tls-key={place}/{files.key.name}"]
             for probe in ("startupProbe", "readinessProbe"):
                 one[probe]["httpGet"]["scheme"] = "HTTPS"
 
@@ -293,10 +304,13 @@ async def test_a_rolling_update_under_load_fails_no_request(tmp_path: Path) -> N
     second late. Jobs are back with the pod. `tests/harness/pods.py` says what of a kubelet it does not do.
     """
     statefulset, scaling = (one_of(rendered("openai"), kind) for kind in ("StatefulSet", "HorizontalPodAutoscaler"))
-    files = Certificates(tmp_path)
-    secured(statefulset, files, tmp_path / "keys")
-    with TemporaryDirectory() as directory, ThreadPoolExecutor(4) as threads:
-        pods = [Pod(statefulset, ordinal, Path(directory)) for ordinal in range(scaling["spec"]["minReplicas"])]
+    (keys := tmp_path / "secrets").mkdir()
+    files = Certificates(keys)
+    secured(statefulset, files, keys)
+    with TemporaryDirectory() as directory, ThreadPoolExecutor(4) as threads, ExitStack() as entered:
+        images = entered.enter_context(Images()) if IMAGES else None
+        ordinals = range(scaling["spec"]["minReplicas"])
+        pods = [Pod(statefulset, ordinal, Path(directory), images) for ordinal in ordinals]
         loop = asyncio.get_running_loop()
         try:
             await asyncio.gather(*(loop.run_in_executor(threads, pod.start) for pod in pods))

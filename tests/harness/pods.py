@@ -4,12 +4,17 @@ It starts each container's command with its env, its volumes as folders and its 
 first, each when the startup probe of the one before it passes; runs the probes as they are written; and ends the pod as
 a kubelet does: preStop, SIGTERM, the sidecars after the containers in reverse order, and SIGKILL after the grace.
 
-It does none of this: images and their root file systems, users and rights, limits of memory, namespaces (/dev/shm, /tmp
-and the processes are this host's), restarts of containers, endpoints of Services, claims of devices.
+With `Images` a container is its image: its root, read-only, with the pod's volumes, /dev/shm and /tmp in it, its user
+and its variables. Without, it is the programs and models of this tree, run by the test's user, with this host's
+/dev/shm and /tmp.
+
+It does none of this: limits of memory, namespaces of processes and networks, restarts of containers, endpoints of
+Services, claims of devices.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import ssl
@@ -17,6 +22,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
@@ -32,15 +38,66 @@ _unverified.check_hostname, _unverified.verify_mode = False, ssl.CERT_NONE
 _http = build_opener(ProxyHandler({}), HTTPSHandler(context=_unverified))
 """As a kubelet, which trusts every certificate of a pod."""
 _HOSTS = ("/dev/shm", "/tmp")
+_IN_IMAGE = """
+root=$1 user=$2
+shift 2
+mount --bind "$root" "$root"
+mount --rbind /dev "$root/dev"
+mount -t proc proc "$root/proc"
+while [ "$1" != -- ]; do
+  mkdir -p "$root$2"
+  mount --bind "$1" "$root$2"
+  shift 2
+done
+shift
+mount -o remount,bind,ro "$root"
+exec chroot --userspec="$user" "$root" env -i "$@"
+"""
+"""The script of a container, in mounts of its own: ROOT USER [FOLDER PATH]... -- [NAME=VALUE]... COMMAND."""
+
+
+class Images:
+    """Images of buildah, as root of this host: a working container of each, which is removed with the context."""
+
+    def __init__(self) -> None:
+        self._containers: dict[str, str] = {}
+        self._lock = Lock()  # pods start at the same time
+
+    def __enter__(self) -> Images:
+        """Nothing is made before an image is used."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Removes what was made."""
+        for container in self._containers.values():
+            _buildah("rm", container)
+
+    def command(self, image: str, mounts: dict[str, Path], env: dict[str, str], words: list[str]) -> list[str]:
+        """Returns the command that runs `words` in an image with folders at the paths that `mounts` has."""
+        with self._lock:
+            if image not in self._containers:
+                self._containers[image] = _buildah("from", "--pull-never", f"localhost/{image}")
+            container = self._containers[image]
+        config = json.loads(_buildah("inspect", container))["OCIv1"]["config"]
+        places = [part for path, folder in mounts.items() for part in (str(folder), path)]
+        variables = [*config["Env"], f"HOME={config['WorkingDir']}", *(f"{name}={env[name]}" for name in env)]
+        script = ["unshare", "--mount", "sh", "-e", "-c", _IN_IMAGE, image]
+        return [*script, _buildah("mount", container), config["User"], *places, "--", *variables, *words]
+
+
+def _buildah(*words: str) -> str:
+    return subprocess.run(("buildah", *words), check=True, capture_output=True, text=True).stdout.strip()
 
 
 class Pod:
     """A pod of the StatefulSet, by its ordinal. Blocks its callers."""
 
-    def __init__(self, statefulset: Resource, ordinal: int, directory: Path) -> None:
+    def __init__(self, statefulset: Resource, ordinal: int, directory: Path, images: Images | None = None) -> None:
         """`directory` keeps its claims. Nothing runs before `start`."""
+        self._images = images
         self._spec = statefulset["spec"]["template"]["spec"]
         self._claims = {claim["metadata"]["name"] for claim in statefulset["spec"]["volumeClaimTemplates"]}
+        self._hosts = {one["name"]: Path(one["hostPath"]["path"]) for one in self._spec["volumes"] if "hostPath" in one}
         self._ordinal = ordinal
         self._directory = directory
         self._containers = containers(statefulset)
@@ -77,10 +134,8 @@ class Pod:
         timeout_s = probe["timeoutSeconds"]
         try:
             if "exec" in probe:
-                command = [self._here(word, container) for word in probe["exec"]["command"]]
-                environment = {**os.environ, "PATH": f"{_BIN}:{os.environ['PATH']}"}
-                done = subprocess.run(command, env=environment, timeout=timeout_s, capture_output=True, check=False)
-                return done.returncode == 0
+                command, env = self._command(container, probe["exec"]["command"])
+                return subprocess.run(command, env=env, timeout=timeout_s, capture_output=True).returncode == 0
             if "grpc" in probe:
                 with grpc.insecure_channel(f"{self.ip}:{probe['grpc']['port']}") as channel:
                     answer = health_pb2_grpc.HealthStub(channel).Check(
@@ -126,31 +181,34 @@ class Pod:
             process.wait()
 
     def _run(self, container: Resource) -> None:
-        program, *words = container["command"]
+        command, env = self._command(container, container["command"])
         with (self._directory / f"{self._ordinal}-{container['name']}.log").open("ab") as log:
-            self._processes[container["name"]] = subprocess.Popen(
-                [str(_BIN / program), *(self._here(word, container) for word in words)],
-                env={**os.environ, **{one["name"]: one["value"] for one in container.get("env", ())}},
-                stdout=log,
-                stderr=log,
-            )
+            self._processes[container["name"]] = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+
+    def _command(self, container: Resource, words: list[str]) -> tuple[list[str], dict[str, str]]:
+        """Returns a command of a container as one of this host, and its environment."""
+        mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+        env = {one["name"]: one["value"] for one in container.get("env", ())}
+        words = [word.replace("0.0.0.0", self.ip).replace("127.0.0.1", self.ip) for word in words]
+        if self._images is not None:
+            folders = {path: self._folder(name) for path, name in mounts.items()}
+            return self._images.command(container["image"], folders, env, words), dict(os.environ)
+        places = {path: self._folder(name) for path, name in mounts.items() if path not in _HOSTS}
+        places["/opt/slipstream/bundled"] = target_dir().parent
+        for path, folder in places.items():
+            words = [word.replace(path, str(folder)) for word in words]
+        return words, {**os.environ, "PATH": f"{_BIN}:{os.environ['PATH']}", **env}
 
     def _wait(self, container: Resource, kind: str) -> None:
         name = container["name"]
         while not self.probe(container, kind):
             assert self._processes[name].poll() is None, self.log(name)[-3000:]
-            time.sleep(0.1)
-
-    def _here(self, word: str, container: Resource) -> str:
-        """Puts the folder in place of each mount, and the pod's address in place of the network's."""
-        for mount in container["volumeMounts"]:
-            if mount["mountPath"] not in _HOSTS:
-                word = word.replace(mount["mountPath"], str(self._folder(mount["name"])))
-        word = word.replace("/opt/slipstream/bundled", str(target_dir().parent))
-        return word.replace("0.0.0.0", self.ip).replace("127.0.0.1", self.ip)
+            time.sleep(container[kind]["periodSeconds"] / 10)
 
     def _folder(self, volume: str) -> Path:
         """A claim's folder is the same at each start, any other one is new; both are as a kubelet makes them."""
+        if (path := self._hosts.get(volume)) is not None:
+            return path
         name = f"{volume}-{self._ordinal}" if volume in self._claims else f"{volume}-{self._ordinal}-{self._num_starts}"
         folder: Any = self._directory / name
         if not folder.exists():
