@@ -86,7 +86,7 @@ class Endpoint:
             client = self._door.client_for(given[0].decode("latin-1") if len(given) == 1 else "")
         try:
             async with self._door.receiving(receive) as body:
-                call = Call(self._door, client, body, send, names, scope["path_params"])
+                call = Call(self._door, client, body, send, scope["path_params"], names)
                 await _while_connected(self._handle(call), receive)
         except (ApiError, InvalidArgumentError):
             if not self._is_open and self._door.config.asks_for_keys:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -128,25 +129,17 @@ class Door:
         return state
 
 
+@dataclass(frozen=True, slots=True)
 class Call:
     """A call: its request, its sender, and how to answer."""
 
-    def __init__(
-        self,
-        door: Door,
-        client: AsyncClient,
-        body: bytes,
-        send: Send,
-        names: dict[str, str],
-        path_params: dict[str, str],
-    ) -> None:
-        """`names`: gets the fields that the call has other names for."""
-        self.path_params = path_params
-        self.door = door
-        self.client = client
-        self.body = body
-        self._send = send
-        self._names = names
+    door: Door
+    client: AsyncClient
+    body: bytes
+    out: Send
+    path_params: dict[str, str]
+    names: dict[str, str]
+    """Gets our names of fields that have other names here, and those."""
 
     async def aside(self, work: Callable[[], T]) -> T:
         """Does work that takes as long as the body is large, beside the event loop if that is long."""
@@ -161,7 +154,7 @@ class Call:
             if (count := self.body.count(b",")) > most:
                 accepted = f"at most {most} commas, in JSON and in text: two for each token of the context, and some"
                 raise ApiError(413, f"the body: got {count}, accepted: {accepted}", code="request_too_large")
-        self._names |= kind.names
+        self.names.update(kind.names)
         request = await self.aside(partial(parse, self.body, kind))
         return request, await self.served(request.model)
 
@@ -169,7 +162,7 @@ class Call:
         """Has the output keep to a constraint. Errors about it name the field of this call that says it."""
         if constraint is not None:
             options[constraint.field] = constraint.value  # type: ignore[literal-required]
-            self._names[constraint.field] = self._names.get(constraint.param, constraint.param)
+            self.names[constraint.field] = self.names.get(constraint.param, constraint.param)
 
     def generate(self, prompt: Prompt, options: RequestOptions) -> AsyncGenerator[OutputChunk, None]:
         """Makes a job, with the first chunk that is asked for, which lives as long as the call."""
@@ -205,22 +198,22 @@ class Call:
 
     async def send_whole(self, body: bytes, *, kind: str = JSON, status: int = 200) -> None:
         """Answers with a body of this type."""
-        await send_whole(self._send, body, kind=kind, status=status)
+        await send_whole(self.out, body, kind=kind, status=status)
 
     async def send_stream(self, events: AsyncGenerator[bytes, None]) -> None:
         """Answers with events as they arrive. Raises what the first one raises; a later error is an event."""
 
         async def send_part(part: bytes, *, has_more: bool = True) -> None:
-            await self._send({"type": "http.response.body", "body": part, "more_body": has_more})
+            await self.out({"type": "http.response.body", "body": part, "more_body": has_more})
 
         # The end of the events ends their job.
         async with aclosing(events):
             first = await anext(events, b"")
-            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM})
+            await self.out({"type": "http.response.start", "status": 200, "headers": _STREAM})
             await send_part(first)
             try:
                 async for part in events:
                     await send_part(part)
             except SlipstreamError as error:
-                await send_part(event(api_error(error, self._names).content))
+                await send_part(event(api_error(error, self.names).content))
             await send_part(b"", has_more=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import InvalidArgumentError
@@ -26,15 +27,12 @@ async def completions(call: Call) -> None:
             raise InvalidArgumentError(
                 "prompt", f"{num_tokens} tokens", f"at most {state.context_tokens - 1}: the context"
             )
-    echoes = [await _text_of(prompt, call) if request.echo else "" for prompt in prompts for _ in range(request.n or 1)]
+    texts = [one if isinstance(one, str) else await call.client.detokenize(one) for one in prompts if request.echo]
+    echoes = [text for text in texts or [""] * len(prompts) for _ in range(request.n or 1)]
     call.constrain(options, constraint_of(request))
     outputs = await call.aside(lambda: [call.generate(prompt, options) for prompt in prompts])
     choices = _Completions(echoes, has_logprobs=request.logprobs is not None)
     await call.send(Answer("cmpl", "text_completion", request, state, choices), outputs, stream=request.stream)
-
-
-async def _text_of(prompt: str | list[int], call: Call) -> str:
-    return prompt if isinstance(prompt, str) else await call.client.detokenize(prompt)
 
 
 class _Completions:
@@ -45,7 +43,9 @@ class _Completions:
     def __init__(self, echoes: list[str], *, has_logprobs: bool) -> None:
         """`echoes`: for each choice, the text before its own."""
         self._echoes = echoes
-        self._logprobs = [_Logprobs() for _ in echoes] if has_logprobs else []
+        self._has_logprobs = has_logprobs
+        self._num_characters = [0] * len(echoes)
+        """For each choice, those of the tokens with logprobs so far."""
 
     def parts(self, index: int, chunk: OutputChunk) -> Sequence[dict[str, Any]]:
         choice = self.whole(index, chunk)
@@ -53,26 +53,11 @@ class _Completions:
 
     def whole(self, index: int, output: OutputChunk) -> dict[str, Any]:
         text, self._echoes[index] = self._echoes[index] + output.text, ""
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": self._logprobs[index].part(output) if self._logprobs else None,
-            "finish_reason": output.finish_reason,
-        }
+        logprobs = self._logprobs(index, output) if self._has_logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
-
-class _Logprobs:
-    """The logprobs of a completion, a part at a time."""
-
-    def __init__(self) -> None:
-        self._num_characters = 0
-
-    def part(self, chunk: OutputChunk) -> dict[str, Any]:
-        """Those of the next tokens."""
-        offsets = []
-        for length in chunk.text_lengths:
-            offsets.append(self._num_characters)
-            self._num_characters += length
+    def _logprobs(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
+        *offsets, self._num_characters[index] = accumulate(chunk.text_lengths, initial=self._num_characters[index])
         return {
             "text_offset": offsets,
             "token_logprobs": [one.logprob for one in chunk.logprobs],

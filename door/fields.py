@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
+from slipstream.client.requests import RequestOptions
 from slipstream.door.errors import ApiError, refused
 
 if TYPE_CHECKING:
-    from slipstream.client.requests import RequestOptions
     from slipstream.common.wire.server import SamplingDefaults
 
 RequestT = TypeVar("RequestT", bound="Request")
 
-_SAME = (
-    *("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids", "frequency_penalty"),
-    *("presence_penalty", "repetition_penalty", "logit_bias", "priority", "cache_salt", "max_draft_tokens"),
-    *("ignore_eos", "skip_special_tokens"),
-)
-"""Fields that have the same names in our interface."""
-_RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+_OURS = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "chat_template_kwargs": "template_kwargs",
+}
+"""Fields that have other names in our interface."""
 _HONOURED: dict[str, tuple[tuple[Any, ...], str]] = {
     "service_tier": (("auto", "default"), "auto, default"),
     "store": ((False,), "false: answers are not kept"),
@@ -136,11 +136,9 @@ class Sampling(Generation, kw_only=True):
 
         `defaults`: those of the server, which go before this interface's.
         """
-        found: dict[str, Any] = {
-            _RENAMED.get(name, name): value
-            for name in (*_SAME, *_RENAMED)
-            if (value := getattr(self, name)) is not None
-        }
+        given = ((_OURS.get(name, name), getattr(self, name)) for name in self.__struct_fields__)
+        options = RequestOptions.__annotations__
+        found = {name: value for name, value in given if value is not None and name in options}
         own = {"temperature": 1.0} | ({} if defaults is None else defaults.given)
         temperature = own["temperature"] if self.temperature is None else self.temperature
         found["temperature"] = 0.0 if 0 <= temperature < MIN_TEMPERATURE else temperature
@@ -269,19 +267,11 @@ class ChatRequest(Sampling, kw_only=True):
         check_tools(self.tools)
 
     def options(self, defaults: SamplingDefaults | None) -> RequestOptions:
-        found = super().options(defaults)
-        if self.max_completion_tokens is not None:
-            found["max_new_tokens"] = self.max_completion_tokens
-        if "max_new_tokens" not in found:
-            found["fills_context"] = True
-        if self.logprobs:
-            found["logprobs"], found["top_logprobs"] = True, self.top_logprobs or 0
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        found["template_kwargs"] = {**(self.chat_template_kwargs or {}), **effort} or None
-        if self.tools and self.tool_choice != "none":
-            found["tools"] = self.tools
-        found["add_generation_prompt"] = self.add_generation_prompt
-        found["continue_final_message"] = self.continue_final_message
+        found: RequestOptions = {"fills_context": True, **super().options(defaults)}
+        if self.reasoning_effort is not None:
+            found["template_kwargs"] = {**(self.chat_template_kwargs or {}), "reasoning_effort": self.reasoning_effort}
+        if self.tool_choice == "none" or not self.tools:
+            found.pop("tools", None)
         return found
 
 

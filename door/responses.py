@@ -27,10 +27,9 @@ from slipstream.door.parsers import Reasoning
 from slipstream.door.tools import Arguments, Call, Content
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Generator, Iterator
+    from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 
     from slipstream.common.wire.job import OutputChunk, Usage
-    from slipstream.common.wire.server import SamplingDefaults
     from slipstream.door.call import Call as ApiCall
     from slipstream.door.parsers import Delta
 
@@ -38,6 +37,8 @@ LOGPROBS = "message.output_text.logprobs"
 """The part of an answer that a request may ask for."""
 _SAME = ("tool_choice", "parallel_tool_calls", "chat_template_kwargs", "store")
 """Fields of a conversation, too."""
+_REPEATED = ("instructions", "max_output_tokens", "previous_response_id", "user")
+"""Fields that a response has as the request has them."""
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
@@ -108,9 +109,6 @@ class ResponsesRequest(Generation, kw_only=True):
             raise refused("text.format", self.text_format, "text, json_object, or json_schema with a schema")
         if self.text is not None and self.text.keys() - {"format"}:
             raise refused("text", self.text, "a format")
-        for index, tool in enumerate(self.tools or ()):
-            if tool.get("type") != "function":
-                raise refused(f"tools[{index}].type", tool.get("type"), "function")
         self.chat().check()
 
     @property
@@ -128,7 +126,10 @@ class ResponsesRequest(Generation, kw_only=True):
             logprobs=bool(self.include),
             top_logprobs=self.top_logprobs if self.include else None,
             tools=[
-                {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+                {
+                    "type": tool.get("type"),
+                    "function": {name: tool[name] for name in names if tool.get(name) is not None},
+                }
                 for tool in self.tools or ()
             ],
             response_format={"type": self.text_format["type"], "json_schema": self.text_format},
@@ -196,7 +197,8 @@ async def responses(call: ApiCall) -> None:
     prepare(call, chat, options, forms)
     output = await call.aside(lambda: call.generate(request.messages(), options))
     sample = Sample(options, forms, has_one_call=request.parallel_tool_calls is False)
-    answer = _Answer(request, request.model or state.served_names[0], sample, state.sampling_defaults)
+    given = {"top_p": 1.0} | (state.sampling_defaults.given if state.sampling_defaults else {}) | options
+    answer = _Answer(request, request.model or state.served_names[0], sample, given)
     if request.stream:
         await call.send_stream(answer.stream(output))
         return
@@ -210,10 +212,8 @@ async def responses(call: ApiCall) -> None:
 class _Answer:
     """A response as it grows, and the events of its growth."""
 
-    def __init__(
-        self, request: ResponsesRequest, model: str, sample: Sample, defaults: SamplingDefaults | None
-    ) -> None:
-        own = {"temperature": 1.0, "top_p": 1.0} | ({} if defaults is None else defaults.given)
+    def __init__(self, request: ResponsesRequest, model: str, sample: Sample, options: Mapping[str, Any]) -> None:
+        """`options`: those that the output has, the server's defaults included."""
         self._sample = sample
         self._items: list[dict[str, Any]] = []
         self._usage: Usage | None = None
@@ -227,21 +227,17 @@ class _Answer:
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
             "model": model,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": None,
             "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
             "store": False,
-            "temperature": own["temperature"] if request.temperature is None else request.temperature,
             "text": {"format": request.text_format},
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
-            "top_p": own["top_p"] if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "metadata": request.metadata or {},
-            "user": request.user,
+            **{name: options[name] for name in ("temperature", "top_p")},
+            **{name: getattr(request, name) for name in _REPEATED},
         }
 
     def content(self) -> dict[str, Any]:

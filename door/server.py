@@ -10,6 +10,7 @@ import socket
 import ssl
 import sys
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,14 +45,15 @@ KEEP_ALIVE_S = 65
 """Time for which a connection may wait for its next request."""
 
 
+@dataclass(slots=True)
 class Bounds:
-    """The connections of a server that wait for a request, the oldest first."""
+    """The bounds of a server's connections."""
 
-    def __init__(self, max_connections: int, read_timeout_s: float) -> None:
-        """A request must have arrived, and an answer be read on, after `read_timeout_s`."""
-        self.max_connections = max_connections
-        self.read_timeout_s = read_timeout_s
-        self.waiting: dict[BoundedProtocol, None] = {}
+    max_connections: int
+    read_timeout_s: float
+    """Time in which a request must have arrived, and an answer be read on."""
+    waiting: dict[BoundedProtocol, None] = field(default_factory=dict)
+    """The connections that wait for a request, the oldest first."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -273,12 +275,8 @@ def bound_sockets(listener: Listener) -> list[socket.socket]:
                 one = socket.socket(socket.AF_UNIX)
                 one.bind(str(address.path))
                 address.path.chmod(0o600)
-            case TcpAddress():
-                one = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(listener.is_shared))
-                if one.family == socket.AF_INET6:
-                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                one.bind((address.host, address.port))
+            case TcpAddress(host, port):
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                one = socket.create_server((host, port), family=family, reuse_port=listener.is_shared, backlog=BACKLOG)
         sockets.append(one)
     return sockets
