@@ -94,6 +94,7 @@ POINTS: Mapping[str, tuple[Method, ...]] = {
     "verify.after_publish": (_signal("VERIFY_PUBLISH", is_after=True),),
     "verify.before_stash": (_signal("VERIFY_STASH", is_after=False),),
     "verify.after_stash": (_signal("VERIFY_STASH", is_after=True),),
+    "rank.before_forward": (Method("slipstream.services.worker.follower", "Follower.forward"),),
     "draft.before_ready": (Method("slipstream.services.draft.drafters", "StandaloneDrafter.__init__"),),
     "draft.before_attach": (_engine("Engine._attach", "draft"),),
     "draft.before_step": (_engine("Engine._enqueue", "draft"),),

@@ -19,12 +19,13 @@ from slipstream.common.rpc.metrics import scrape
 from slipstream.common.wire.step import Role
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
-from slipstream.services.models.head_config import EAGLE3
+from slipstream.services.models.head_config import DFLASH, EAGLE, EAGLE3, MTP
 from slipstream.services.worker.config import NGRAM, STANDALONE
 from slipstream.services.worker.rank_metrics import RANK_FREE, RANK_RESIDENT, RANK_UP, RANK_WAITED
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.counted_jobs import Job
-from tests.harness.eagle3_checkpoints import write_head
+from tests.harness.eagle3_checkpoints import AUTHORS, BLOCKS, EAGLE_AUTHORS, MODULES, write_head
+from tests.harness.planted_faults import PlantedFaults
 from tests.harness.transformers_checkpoints import greedy_tokens
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses, running_session
@@ -34,6 +35,7 @@ from tests.scheduler.test_session import SEED, make_jobs, settings
 
 pytestmark = pytest.mark.timeout(180)
 DRAFT, VERIFY = Role.DRAFT, Role.VERIFY
+LAYOUTS = {EAGLE3: AUTHORS, EAGLE: EAGLE_AUTHORS, MTP: MODULES, DFLASH: BLOCKS}
 RANKS = ("-m", "slipstream.services.verify_main", "--tensor-parallel-size", "2", "--threads", "1")
 
 
@@ -63,7 +65,7 @@ async def undisturbed(processes: WorkerProcesses, num_jobs: int, max_new_tokens:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [NGRAM, *(pytest.param(name, marks=pytest.mark.slow) for name in (EAGLE3, STANDALONE))]
+    "algorithm", [NGRAM, *(pytest.param(name, marks=pytest.mark.slow) for name in (STANDALONE, *LAYOUTS))]
 )
 async def test_tokens_do_not_depend_on_the_draft(
     processes: WorkerProcesses, target: Path, tmp_path: Path, algorithm: str
@@ -72,8 +74,10 @@ async def test_tokens_do_not_depend_on_the_draft(
     options = ("--target", str(target)) if algorithm != STANDALONE else ()
     processes.programs[DRAFT] = ("-m", "slipstream.services.draft_main", "--algorithm", algorithm, *options)
     if algorithm != NGRAM:
-        make_draft = write_head(tmp_path / "draft", seed=SEED) if algorithm == EAGLE3 else None
-        processes.models[DRAFT] = make_draft or write_guesser(tmp_path / "draft", target, seed=SEED)
+        layout, path = LAYOUTS.get(algorithm), tmp_path / "draft"
+        processes.models[DRAFT] = (
+            write_guesser(path, target, seed=SEED) if layout is None else write_head(path, layout=layout, seed=SEED)
+        )
     processes.start(DRAFT)
     try:
         with running_session(processes, **settings()) as client:
@@ -126,6 +130,31 @@ async def test_a_rank_that_dies_or_hangs_ends_all_and_costs_no_token(processes: 
         await until(lambda: client.num_epochs == 2)
         assert await client.run(*make_jobs(3, max_new_tokens=150)) == expected
     assert client.errors == []
+
+
+@pytest.mark.slow
+async def test_a_rank_whose_thread_hangs_ends_all(
+    processes: WorkerProcesses, target: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its process lives, and its other thread could show signs of life."""
+    faults = PlantedFaults(tmp_path / "record", "rank.before_forward:hang@60")
+    with (
+        WorkerProcesses(
+            tmp_path, {VERIFY: target}, programs={VERIFY: RANKS}, environment=faults.environment
+        ) as hanging,
+        running_session(hanging, has_draft=False, **settings()) as client,
+    ):
+        hanging.start(VERIFY)
+        await client.served(with_draft=False)
+        with pytest.raises(UnavailableError):
+            await client.run(*make_jobs(3, max_new_tokens=150))
+        assert faults.have_failed
+        assert hanging.wait(VERIFY) == 1
+        hanging.start(VERIFY)
+        await until(lambda: client.num_epochs == 2)
+        tokens = await client.run(*make_jobs(3, max_new_tokens=150))
+    assert "rank 1 of the target has shown no sign of life for 10 s" in capfd.readouterr().err
+    assert tokens == await undisturbed(processes, 3, 150)
 
 
 @pytest.mark.slow
