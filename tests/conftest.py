@@ -26,10 +26,6 @@ if not torch.cuda.is_available():
     # Before Triton is imported: its kernels then run on the CPU, in its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
 
-# How long an example takes depends on what else the machine does; pytest bounds the whole test.
-hypothesis.settings.register_profile("tests", deadline=None, print_blob=True)
-hypothesis.settings.load_profile("tests")
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options of `make test`."""
@@ -46,6 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     elif config.option.sample_seed is None:
         config.option.sample_seed = random.SystemRandom().randrange(10**6)
     sampling.is_sampled = config.option.sampled
+    # How long an example takes depends on what else the machine does; pytest bounds the whole test.
+    hypothesis.settings.register_profile("tests", deadline=None, print_blob=True, max_examples=sampling.examples(100))
+    hypothesis.settings.load_profile("tests")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -106,7 +106,7 @@ WORD = st.integers(0, 2**32 - 1)
 LONG = st.integers(0, 2**64 - 1)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     job_id=st.text(max_size=200),
     sample_index=WORD,
@@ -153,7 +153,7 @@ def test_times_take_no_room_of_what_comes_again() -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte level", "llama", "suffix"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     steps=st.lists(st.lists(st.integers(0, MAX_ID), min_size=1, max_size=5), min_size=1, max_size=8),
     num_accepted=st.integers(0, 5),

@@ -49,7 +49,7 @@ def reference(texts: list[str], stops: list[str], num_ignored: int) -> tuple[str
 def test_an_output_ends_where_the_whole_text_would(kind: str) -> None:
     """In any steps, read at any time from any token: every reader has the same text, and none of it is taken back."""
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     @given(
         ids=st.lists(st.integers(0, MAX_ID), min_size=1, max_size=24),
         cuts=st.lists(st.integers(0, 24), max_size=6),

@@ -1,8 +1,8 @@
 """Samples of slow properties: `make test` runs a part of each with a printed seed, `make test-all` the whole.
 
-`@pytest.mark.sampled(2)` runs two of the test's parameters, `pytestmark = pytest.mark.sampled_module(9)` nine of the
-module's tests, parameters counted one by one, and `@settings(max_examples=examples(1000))` a fifth of Hypothesis's
-examples.
+Hypothesis tries a fifth of its examples, `@settings(max_examples=examples(1000))` a fifth of those.
+`@pytest.mark.sampled(2)` runs two of the test's parameters, and `pytestmark = pytest.mark.sampled_module(9)` nine of
+the module's tests, parameters counted one by one.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from hypothesis import given, note, seed, settings
 from hypothesis import strategies as st
 
 from slipstream.scheduler.records import DraftTraits
+from tests.harness.sampling import examples
 from tests.ordering.accesses import Command
 from tests.ordering.model import Model
 from tests.ordering.plan_checker import needless_waits
@@ -39,7 +40,7 @@ def draw_step(data: st.DataObject, last: int, ready: int, stashed: int) -> tuple
 
 
 @seed(RANDOM_SEED)
-@settings(max_examples=150, deadline=None, print_blob=True)
+@settings(max_examples=examples(150), deadline=None, print_blob=True)
 @given(st.data(), st.integers(1, 4), st.sampled_from(DRAFTS))
 def test_nothing_collides_and_no_wait_is_needless(data: st.DataObject, run_ahead: int, draft: DraftTraits) -> None:
     draw = data.draw

@@ -18,6 +18,7 @@ from slipstream.common.wire.step import FenceOps
 from slipstream.scheduler.records import NO_DRAFT, DraftKV
 from slipstream.scheduler.sizes import BatchSizes
 from tests.harness.counted_jobs import Job
+from tests.harness.sampling import examples
 from tests.harness.simulated_run import Run, make_job, reference, result_of, token_of
 from tests.harness.step_kinds import Kind, kind_of_step
 
@@ -54,7 +55,7 @@ def sizes_that_hold(draw: st.DrawFn) -> BatchSizes:
     return replace(sizes, num_pages=draw(st.integers(most + 1, 3 * most + 1)))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     sizes=sizes_that_hold(),
     jobs=JOBS,

@@ -27,6 +27,7 @@ from slipstream.common.wire.worker import manifest_from_pb, manifest_to_pb
 from slipstream.protos import worker_pb2 as pb
 from tests.common.device.conftest import SPECS, MakeStream
 from tests.harness.other_process import ArenaReader
+from tests.harness.sampling import examples
 
 INTERESTING = st.sampled_from([0, 1, 2, 63, 64, 255, 256, 512, 4096, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
 NUMBERS = st.one_of(INTERESTING, st.integers(0, 4096), st.integers(0, 2**64 - 1))
@@ -205,7 +206,7 @@ def _change(draw: st.DrawFn) -> Callable[[pb.Manifest], None]:
     return draw(st.sampled_from(changes))
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(change=hostile())
 def test_any_manifest_is_refused_or_stays_within_bounds(
     arena: HostArena, change: Callable[[pb.Manifest], None]
