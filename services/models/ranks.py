@@ -110,7 +110,8 @@ class Ranks:
             parts = batch.parts if isinstance(batch, JoinedBatch) else (batch,)
             joins = isinstance(batch, JoinedBatch)
             self.tell("forward", parts=[_shapes(part) for part in parts], joins=joins, aux_layers=aux_layers)
-            self.broadcast(torch.cat([values.flatten().to(torch.int64) for part in parts for values in _values(part)]))
+            tensors = (values for part in parts for values in _named(part).values())
+            self.broadcast(torch.cat([values.flatten().to(torch.int64) for values in tensors]))
 
     def share_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         """Rank 0: has the others compute the logits of hidden states; returns these, contiguous."""
@@ -135,10 +136,6 @@ def _named(batch: ForwardBatch) -> dict[str, torch.Tensor]:
     if batch.ragged is not None:
         named |= {name: getattr(batch.ragged, name) for name in _RAGGED_FIELDS}
     return {name: values for name, values in named.items() if values is not None}
-
-
-def _values(batch: ForwardBatch) -> list[torch.Tensor]:
-    return list(_named(batch).values())
 
 
 def _shapes(batch: ForwardBatch) -> Message:

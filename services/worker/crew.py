@@ -70,9 +70,8 @@ class Member:
 
     def report(self) -> RankReport:
         """Describes it by its last message."""
-        said = self.said
-        free, waited_s = said["free"], said["waited_s"]
-        return RankReport(rank=self.rank, pid=self.pid, is_loaded=self.is_loaded, free_bytes=free, waited_s=waited_s)
+        measured = {"free_bytes": self.said["free"], "waited_s": self.said["waited_s"]}
+        return RankReport(rank=self.rank, pid=self.pid, is_loaded=self.is_loaded, **measured)
 
     def watch(self, lose: Callable[[int, str], None]) -> None:
         """Takes its messages until it ends, or hangs."""
@@ -90,10 +89,11 @@ class Member:
                 patience_ms = 1e3 * HANG_TIMEOUT_S
                 # All lines that are there: `poll` does not return for what was received.
                 *lines, self._rest = (self._rest + some).split(b"\n")
-                for self.said in map(json.loads, lines):
-                    if "error" in self.said:
-                        self.is_loaded |= not self.said["error"]
-                        self.answers.put(self.said)
+                for message in map(json.loads, lines):
+                    self.said = message
+                    if "error" in message:
+                        self.is_loaded |= not message["error"]
+                        self.answers.put(message)
         return lose(self.rank, f"has shown no sign of life for {HANG_TIMEOUT_S:g} s")
 
 
