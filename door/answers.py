@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from abc import ABC, abstractmethod
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from slipstream.common.wire.server import ServerState
     from slipstream.door.errors import ApiError
     from slipstream.door.fields import Sampling
+
+Outputs: TypeAlias = "Sequence[AsyncGenerator[OutputChunk, None]]"
+"""Those of the jobs of a request."""
 
 DONE = b"data: [DONE]\n\n"
 JSON = "application/json"
@@ -46,43 +50,15 @@ async def send_error(send: Send, error: ApiError) -> None:
     await send_whole(send, encode(error.content), status=error.status, headers=error.headers)
 
 
-def usage_of(jobs: Sequence[Usage], num_reasoning_tokens: int) -> dict[str, Any]:
-    """The usage of all jobs of a request. Drafts are the predictions that OpenAI counts."""
-    prompt, completion = sum(job.prompt_tokens for job in jobs), sum(job.completion_tokens for job in jobs)
-    accepted = sum(job.total_accepted_tokens for job in jobs)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(job.cached_tokens for job in jobs)},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(job.total_draft_tokens for job in jobs) - accepted,
-            "reasoning_tokens": num_reasoning_tokens,
-        },
-    }
-
-
-class Choices(Protocol):
-    """Makes the choices of an answer from the outputs of its jobs."""
-
-    def parts(self, index: int, chunk: OutputChunk) -> Sequence[dict[str, Any]]:
-        """What a stream says of the next part of a choice's output."""
-
-    def whole(self, index: int, output: OutputChunk) -> dict[str, Any]:
-        """The choice of a whole output."""
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Tokens of thoughts so far."""
-
-
-class Answer:
+class Answer(ABC):
     """An answer with choices, whole or as a stream, and what is the same in all of its events."""
 
-    def __init__(self, prefix: str, kind: str, request: Sampling, state: ServerState, choices: Choices) -> None:
+    num_reasoning_tokens = 0
+    """Tokens of thoughts so far."""
+
+    def __init__(self, prefix: str, kind: str, request: Sampling, state: ServerState) -> None:
         """`prefix` is that of the answer's id; `kind` its object. A job has the next `n` of the choices."""
-        self._choices = choices
+        self.is_stream = bool(request.stream)
         self._num_samples = request.n or 1
         self._has_usage = request.includes_usage
         self._usages: list[Usage] = []
@@ -93,28 +69,34 @@ class Answer:
             "model": request.model or state.served_names[0],
         }
 
-    async def events(self, outputs: Sequence[AsyncGenerator[OutputChunk, None]]) -> AsyncGenerator[bytes, None]:
+    @abstractmethod
+    def parts(self, index: int, chunk: OutputChunk) -> Sequence[dict[str, Any]]:
+        """What a stream says of the next part of a choice's output."""
+
+    @abstractmethod
+    def choice(self, index: int, output: OutputChunk) -> dict[str, Any]:
+        """The choice of a whole output."""
+
+    async def events(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
         """The events of a stream."""
         head = b"data: " + encode(self._fields)[:-1] + b',"choices":['
         tail = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
         async with aclosing(self._chunks(outputs)) as chunks:
             async for index, chunk in chunks:
-                if parts := self._choices.parts(index, chunk):
+                if parts := self.parts(index, chunk):
                     yield b"".join([head + encode(part) + tail for part in parts])
         yield head + b'],"usage":' + encode(self._usage()) + b"}\n\n" + DONE if self._has_usage else DONE
 
-    async def whole(self, outputs: Sequence[AsyncGenerator[OutputChunk, None]]) -> bytes:
+    async def whole(self, outputs: Outputs) -> bytes:
         """The whole answer."""
         found: dict[int, list[OutputChunk]] = {}
         async with aclosing(self._chunks(outputs)) as chunks:
             async for index, chunk in chunks:
                 found.setdefault(index, []).append(chunk)
-        choices = [self._choices.whole(index, joined(found[index])) for index in sorted(found)]
+        choices = [self.choice(index, joined(found[index])) for index in sorted(found)]
         return encode({**self._fields, "choices": choices, "usage": self._usage()})
 
-    async def _chunks(
-        self, outputs: Sequence[AsyncGenerator[OutputChunk, None]]
-    ) -> AsyncGenerator[tuple[int, OutputChunk], None]:
+    async def _chunks(self, outputs: Outputs) -> AsyncGenerator[tuple[int, OutputChunk], None]:
         async with aclosing(merged(outputs)) as chunks:
             async for job, chunk in chunks:
                 if chunk.job_usage is not None:
@@ -122,7 +104,21 @@ class Answer:
                 yield job * self._num_samples + chunk.sample_index, chunk
 
     def _usage(self) -> dict[str, Any]:
-        return usage_of(self._usages, self._choices.num_reasoning_tokens)
+        """The usage of all jobs. Drafts are the predictions that OpenAI counts."""
+        jobs = self._usages
+        prompt, completion = sum(job.prompt_tokens for job in jobs), sum(job.completion_tokens for job in jobs)
+        accepted = sum(job.total_accepted_tokens for job in jobs)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(job.cached_tokens for job in jobs)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": sum(job.total_draft_tokens for job in jobs) - accepted,
+                "reasoning_tokens": self.num_reasoning_tokens,
+            },
+        }
 
 
 def joined(chunks: Sequence[OutputChunk]) -> OutputChunk:
@@ -146,9 +142,7 @@ def token_by_token(chunk: OutputChunk) -> Iterator[OutputChunk]:
         begin += length
 
 
-async def merged(
-    outputs: Sequence[AsyncGenerator[OutputChunk, None]],
-) -> AsyncGenerator[tuple[int, OutputChunk], None]:
+async def merged(outputs: Outputs) -> AsyncGenerator[tuple[int, OutputChunk], None]:
     """Yields the chunks of several jobs as they arrive, with the index of the job. Ends all with the first error."""
     if len(outputs) == 1:
         async with aclosing(outputs[0]) as output:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slipstream.common.rpc.metrics import RpcMetrics
     from slipstream.common.wire.job import OutputChunk
     from slipstream.common.wire.server import ServerState
-    from slipstream.door.answers import Answer
+    from slipstream.door.answers import Answer, Outputs
     from slipstream.door.config import DoorConfig
     from slipstream.door.constraints import Constraint
     from slipstream.door.fields import RequestT
@@ -187,11 +187,9 @@ class Call:
             state.reasoning_format if reasoning == "auto" else reasoning.replace("none", ""),
         )
 
-    async def send(
-        self, answer: Answer, outputs: list[AsyncGenerator[OutputChunk, None]], *, stream: bool | None
-    ) -> None:
+    async def send(self, answer: Answer, outputs: Outputs) -> None:
         """Answers with what becomes of outputs."""
-        if stream:
+        if answer.is_stream:
             await self.send_stream(answer.events(outputs))
         else:
             await self.send_whole(await answer.whole(outputs))

@@ -9,7 +9,7 @@ from slipstream.door.answers import Answer, logprob_items
 from slipstream.door.constraints import constraint_of_chat
 from slipstream.door.errors import refused
 from slipstream.door.fields import ChatRequest, conversation_of
-from slipstream.door.parsers import Parser, Reasoning, make_parser
+from slipstream.door.parsers import Reasoning, make_parser
 from slipstream.door.tools import Arguments, Content
 from slipstream.door.tools import Call as ToolCall
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from slipstream.client.requests import RequestOptions
     from slipstream.common.wire.job import OutputChunk
+    from slipstream.common.wire.server import ServerState
     from slipstream.door.call import Call
     from slipstream.door.parsers import Delta, Forms
 
@@ -28,11 +29,8 @@ async def chat_completions(call: Call) -> None:
     options, forms = request.options(state.sampling_defaults), call.forms(state)
     prepare(call, request, options, forms)
     output = await call.aside(lambda: call.generate(conversation_of(request.messages), options))
-    has_one_call = request.parallel_tool_calls is False
-    samples = [Sample(options, forms, has_one_call=has_one_call) for _ in range(request.n or 1)]
-    choices = _Conversations(samples, has_logprobs=bool(request.logprobs))
-    kind = "chat.completion.chunk" if request.stream else "chat.completion"
-    await call.send(Answer("chatcmpl", kind, request, state, choices), [output], stream=request.stream)
+    samples = [Sample(request, options, forms) for _ in range(request.n or 1)]
+    await call.send(_Conversations(request, state, samples), [output])
 
 
 def prepare(call: Call, request: ChatRequest, options: RequestOptions, forms: Forms) -> None:
@@ -48,12 +46,10 @@ def prepare(call: Call, request: ChatRequest, options: RequestOptions, forms: Fo
 class Sample:
     """The output of a sample: what is said, thought and called."""
 
-    def __init__(self, options: RequestOptions, forms: Forms, *, has_one_call: bool) -> None:
+    def __init__(self, request: ChatRequest, options: RequestOptions, forms: Forms) -> None:
         self.num_calls = 0
-        self._has_one_call = has_one_call
-        self._parser: Parser | None = make_parser(
-            forms, options.get("tools") or (), options.get("template_kwargs") or {}
-        )
+        self._has_one_call = request.parallel_tool_calls is False
+        self._parser = make_parser(forms, options.get("tools") or (), options.get("template_kwargs") or {})
         self._has_thoughts = bool(forms.reasoning)
         self.num_reasoning_tokens = 0
         """Tokens of thoughts, with that which ends the mark before them, up to that which ends the mark after them."""
@@ -87,16 +83,16 @@ class Sample:
         return not (self._has_one_call and self.num_calls > 1 and isinstance(delta, ToolCall | Arguments))
 
 
-class _Conversations:
-    """See `Choices`."""
-
-    def __init__(self, samples: list[Sample], *, has_logprobs: bool) -> None:
+class _Conversations(Answer):
+    def __init__(self, request: ChatRequest, state: ServerState, samples: list[Sample]) -> None:
+        kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        super().__init__("chatcmpl", kind, request, state)
         self._samples = samples
         self._begun: set[int] = set()
-        self._has_logprobs = has_logprobs
+        self._has_logprobs = bool(request.logprobs)
 
     @property
-    def num_reasoning_tokens(self) -> int:
+    def num_reasoning_tokens(self) -> int:  # type: ignore[override]
         return sum(sample.num_reasoning_tokens for sample in self._samples)
 
     def parts(self, index: int, chunk: OutputChunk) -> Sequence[dict[str, Any]]:
@@ -119,7 +115,7 @@ class _Conversations:
             add({}, reason=sample.finish_reason(chunk))
         return parts
 
-    def whole(self, index: int, output: OutputChunk) -> dict[str, Any]:
+    def choice(self, index: int, output: OutputChunk) -> dict[str, Any]:
         sample = self._samples[index]
         return {
             "index": index,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from slipstream.common.wire.job import OutputChunk
+    from slipstream.common.wire.server import ServerState
     from slipstream.door.call import Call
 
 
@@ -31,27 +32,23 @@ async def completions(call: Call) -> None:
     echoes = [text for text in texts or [""] * len(prompts) for _ in range(request.n or 1)]
     call.constrain(options, constraint_of(request))
     outputs = await call.aside(lambda: [call.generate(prompt, options) for prompt in prompts])
-    choices = _Completions(echoes, has_logprobs=request.logprobs is not None)
-    await call.send(Answer("cmpl", "text_completion", request, state, choices), outputs, stream=request.stream)
+    await call.send(_Completions(request, state, echoes), outputs)
 
 
-class _Completions:
-    """See `Choices`."""
-
-    num_reasoning_tokens = 0
-
-    def __init__(self, echoes: list[str], *, has_logprobs: bool) -> None:
+class _Completions(Answer):
+    def __init__(self, request: CompletionRequest, state: ServerState, echoes: list[str]) -> None:
         """`echoes`: for each choice, the text before its own."""
+        super().__init__("cmpl", "text_completion", request, state)
         self._echoes = echoes
-        self._has_logprobs = has_logprobs
+        self._has_logprobs = request.logprobs is not None
         self._num_characters = [0] * len(echoes)
         """For each choice, those of the tokens with logprobs so far."""
 
     def parts(self, index: int, chunk: OutputChunk) -> Sequence[dict[str, Any]]:
-        choice = self.whole(index, chunk)
+        choice = self.choice(index, chunk)
         return [choice] if choice["text"] or choice["finish_reason"] or choice["logprobs"] else ()
 
-    def whole(self, index: int, output: OutputChunk) -> dict[str, Any]:
+    def choice(self, index: int, output: OutputChunk) -> dict[str, Any]:
         text, self._echoes[index] = self._echoes[index] + output.text, ""
         logprobs = self._logprobs(index, output) if self._has_logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}

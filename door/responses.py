@@ -196,7 +196,7 @@ async def responses(call: ApiCall) -> None:
     options = chat.options(state.sampling_defaults)
     prepare(call, chat, options, forms)
     output = await call.aside(lambda: call.generate(request.messages(), options))
-    sample = Sample(options, forms, has_one_call=request.parallel_tool_calls is False)
+    sample = Sample(chat, options, forms)
     given = {"top_p": 1.0} | (state.sampling_defaults.given if state.sampling_defaults else {}) | options
     answer = _Answer(request, request.model or state.served_names[0], sample, given)
     if request.stream:

@@ -156,12 +156,26 @@ class BoundedProtocol(HttpToolsProtocol):
 class DoorServer(uvicorn.Server):
     """Serves at sockets with TLS or without; signals are not its own."""
 
-    def __init__(
-        self, config: uvicorn.Config, bounds: Bounds, listeners: list[tuple[socket.socket, ssl.SSLContext | None]]
-    ) -> None:
-        super().__init__(config)
-        self._make_protocol = partial(BoundedProtocol, bounds)
-        self._listeners = listeners
+    def __init__(self, app: Any, config: DoorConfig, listener: Listener, private: Listener | None = None) -> None:
+        """`private`: where TLS is not asked for."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(config.grace_s) or 1,
+            )
+        )
+        self._bounds = Bounds(most_connections(config.max_connections), config.read_timeout_s)
+        context = tls_context(config)
+        self._sockets = [(one, context) for one in bound_sockets(listener)]
+        self._sockets += [(one, None) for one in (bound_sockets(private) if private else ())]
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -173,16 +187,22 @@ class DoorServer(uvicorn.Server):
         await self.lifespan.startup()
         loop, config = asyncio.get_running_loop(), self.config
         make: Any = partial(
-            self._make_protocol,
+            BoundedProtocol,
+            self._bounds,
             config=config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
             _loop=loop,
         )
         self.servers = [
-            await loop.create_server(make, sock=one, ssl=context, backlog=BACKLOG) for one, context in self._listeners
+            await loop.create_server(make, sock=one, ssl=context, backlog=BACKLOG) for one, context in self._sockets
         ]
         self.started = True
+
+    async def end_with(self, signals: ShutdownSignals) -> None:
+        """Ends with the first signal."""
+        await signals.wait()
+        self.should_exit = True
 
 
 async def run_door(config: DoorConfig, listener: Listener, metrics_port: int, metrics_host: str) -> int:
@@ -195,17 +215,14 @@ async def run_door(config: DoorConfig, listener: Listener, metrics_port: int, me
     registry = make_registry()
     with ExitStack() as held:
         signals = held.enter_context(ShutdownSignals())
-        private = config.private_listen and held.enter_context(
-            Listener.claim(config.private_listen, field="private_listen")
-        )
+        private = None
+        if config.private_listen is not None:
+            private = held.enter_context(Listener.claim(config.private_listen, field="private_listen"))
         held.enter_context(serve_metrics(registry, metrics_port, metrics_host))
         async with AsyncClient(config.gateway, together_from=TOGETHER_FROM) as client:
             app = make_app(Door(client, config, RpcMetrics(registry)), registry)
-            listeners = [(one, tls_context(config)) for one in bound_sockets(listener)]
-            listeners += [(one, None) for one in (bound_sockets(private) if private else ())]
-            bounds = Bounds(most_connections(config.max_connections), config.read_timeout_s)
-            server = DoorServer(uvicorn_config(app, config), bounds, listeners)
-            ending = asyncio.create_task(_end_with(signals, server))
+            server = DoorServer(app, config, listener, private)
+            ending = asyncio.create_task(server.end_with(signals))
             collection = IdleCollection(keeps_young=True)
             with collection.in_charge():
                 collecting = asyncio.create_task(collection.run(lambda: bool(server.server_state.tasks)))
@@ -225,26 +242,6 @@ def most_connections(wanted: int) -> int:
     soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return max(1, soft - SPARE_FILES)
-
-
-async def _end_with(signals: ShutdownSignals, server: uvicorn.Server) -> None:
-    await signals.wait()
-    server.should_exit = True
-
-
-def uvicorn_config(app: Any, config: DoorConfig) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(config.grace_s) or 1,
-    )
 
 
 def tls_context(config: DoorConfig) -> ssl.SSLContext | None:

@@ -85,22 +85,23 @@ async def test_neither_of_two_keys_sees_or_cancels_the_other_s_jobs(tmp_path: Pa
         trusted = ssl.create_default_context(cafile=str(certificates.ca))
         async with (
             httpx.AsyncClient(verify=trusted, trust_env=False) as http,
-            openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key=ANN, http_client=http, max_retries=0) as ann,
+            AsyncClient(server.address, api_key=ANN) as ann,
+            AsyncClient(server.address, api_key=BOB) as bob,
         ):
-            stream = await ann.completions.create(model="tiny", prompt="abc", max_tokens=9, stream=True)
-            await anext(aiter(stream))
-            async with (
-                AsyncClient(server.address, api_key=ANN) as own,
-                AsyncClient(server.address, api_key=BOB) as other,
-            ):
-                (job,) = (await own.list_jobs()).jobs
-                assert (await other.list_jobs()).jobs == ()
+            streams = []
+            for key in (ANN, BOB):
+                caller = openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key=key, http_client=http, max_retries=0)
+                stream = await caller.completions.create(model="tiny", prompt="abc", max_tokens=9, stream=True)
+                await anext(aiter(stream))
+                streams.append(stream)
+            (job,), (other,) = (await ann.list_jobs()).jobs, (await bob.list_jobs()).jobs
+            for own, mine, foreign in ((ann, job, other), (bob, other, job)):
                 with pytest.raises(Exception, match="no job"):
-                    await other.cancel_job(job.job_id)
-                assert (await own.get_job(job.job_id)).state is JobState.RUNNING
+                    await own.cancel_job(foreign.job_id)
+                assert (await own.get_job(mine.job_id)).state is JobState.RUNNING
             server.loop.pause_tokens = None
-            server.loop.may_step.set()
-            await stream.close()
+            for stream in streams:
+                await stream.close()
 
 
 async def test_a_key_s_quota_is_the_caller_s(tmp_path: Path) -> None:

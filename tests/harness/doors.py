@@ -22,7 +22,7 @@ from slipstream.common.rpc.metrics import RpcMetrics, make_registry
 from slipstream.door.app import make_app
 from slipstream.door.call import Door
 from slipstream.door.config import DoorConfig
-from slipstream.door.server import Bounds, DoorServer, bound_sockets, tls_context, uvicorn_config
+from slipstream.door.server import DoorServer
 from tests.harness.checkpoints import write_json, write_weights
 from tests.harness.waiting import until
 
@@ -34,7 +34,6 @@ class RunningDoor:
     url: str
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
-    bounds: Bounds
     server: DoorServer
 
     async def post(self, path: str, **fields: Any) -> httpx.Response:
@@ -51,9 +50,7 @@ async def running_door(gateway: str, *, api_key: str = "none", **settings: Any) 
     with Listener.claim("127.0.0.1:0") as listener:
         async with AsyncClient(gateway, together_from=0, connect_timeout_s=config.reconnect_s) as client:
             app = make_app(Door(client, config, RpcMetrics(registry)), registry)
-            bounds = Bounds(config.max_connections, config.read_timeout_s)
-            listeners = [(one, tls_context(config)) for one in bound_sockets(listener)]
-            server = DoorServer(uvicorn_config(app, config), bounds, listeners)
+            server = DoorServer(app, config, listener)
             serving = asyncio.create_task(server.serve())
             await until(lambda: server.started)
             url = f"{scheme}://{listener.address}"
@@ -66,7 +63,7 @@ async def running_door(gateway: str, *, api_key: str = "none", **settings: Any) 
                         base_url=f"{url}/v1", api_key=api_key, max_retries=0, http_client=inner
                     ) as theirs,
                 ):
-                    yield RunningDoor(url, http, theirs, bounds, server)
+                    yield RunningDoor(url, http, theirs, server)
             finally:
                 server.should_exit = True
                 await serving
