@@ -40,7 +40,7 @@ PROMPT_STRIDE = 16
 """Stride through the bundled prompts; this one takes four of them."""
 TURNS = 5
 """Passes with drafting and without, in turns. The median counts: what else runs may slow down a pass of either."""
-MAX_NEW_TOKENS = 128
+MAX_NEW_TOKENS = 96
 TEMPERATURE = 0.8
 SEED = 1
 """Seed of the first prompt; each later prompt has the next seed."""
