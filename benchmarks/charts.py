@@ -2,7 +2,7 @@
 
     python benchmarks/charts.py benchmarks/results/decode_h200.json
 
-draws decode_h200.png beside it. The name of a file is that of its benchmark and of the device.
+draws decode_h200.png beside it. The name of a file is that of its benchmark and of the device, if it needs one.
 """
 
 from __future__ import annotations
@@ -292,9 +292,30 @@ def draw_capacity(results: Sequence[Row], path: Path) -> None:
     _save(figure, path, f"Latencies by rate; {results[0]['host']}")
 
 
+def draw_draft_choice(rows: Sequence[Row], path: Path) -> None:
+    """A panel for each survival curve: a line for each batch, by the fixed number of draft tokens; dashed: chosen."""
+    curves = grouped(rows, "curve")
+    figure, (panels,) = _panels(1, len(curves), 3.4 * len(curves), 3.6)
+    for panel, ((curve,), cells) in zip(panels, curves.items(), strict=True):
+        for cell in cells:
+            best = max(cell["fixed"].values())
+            numbers = [int(name.removeprefix("K = ")) for name in cell["fixed"]]
+            shares = [tokens / best for tokens in cell["fixed"].values()]
+            (line,) = panel.plot(numbers, shares, "o-", markersize=3, label=f"{cell['batch']} at once")
+            chosen = cell["tokens_per_second"] / best
+            panel.axhline(chosen, color=line.get_color(), linewidth=0.9, linestyle="--")
+        _finish(panel, xlabel="K for all sequences", title=curve, xticks=(0, 5, 10, 15), ylim=(0.2, 1.08))
+    panels[0].set_ylabel("tokens/s, as a share of the best K's")
+    panels[-1].legend(fontsize=7)
+    _save(figure, path, "Simulated with the times of an H200: every K for all sequences; dashed: as many as pay")
+
+
 PICTURES: dict[str, Callable[[Any, Path], None]] = {
     draw.__name__.removeprefix("draw_"): draw
-    for draw in (draw_overlap, draw_decode, draw_serving, draw_long_prompt, draw_load, draw_capacity, draw_soak)
+    for draw in (
+        *(draw_overlap, draw_decode, draw_serving, draw_long_prompt, draw_load, draw_capacity, draw_soak),
+        draw_draft_choice,
+    )
 }
 """Draws the content of a benchmark's result file."""
 
@@ -304,7 +325,7 @@ def main(
 ) -> None:
     """Draws a picture beside each file."""
     for path in results:
-        name = path.stem.rpartition("_")[0]
+        name = path.stem if path.stem in PICTURES else path.stem.rpartition("_")[0]
         if name not in PICTURES:
             raise typer.BadParameter(f"there are no pictures of {name}")
         PICTURES[name](read_json(path), path.with_suffix(".png"))

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.benchmarks.charts import draw_draft_choice
 from slipstream.benchmarks.runner import Names, Row, Table, benchmark, load, told
 from slipstream.common.settings import Settings, setting
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
@@ -238,7 +239,8 @@ def sample(plan: ChoicePlan, costs: MeasuredCosts, batch: int, curve: str) -> Ro
 @benchmark(ChoicePlan)
 async def main(plan: ChoicePlan, file: Path | None) -> Many[str]:
     """Simulates every number of draft tokens, and the scheduler's choice, for each batch and survival curve."""
-    costs, table = MeasuredCosts(), Table(file, "batch", "curve", order=lambda row: row["batch"])
+    costs, order = MeasuredCosts(), lambda row: row["batch"]
+    table = Table(file, "batch", "curve", order=order, picture=draw_draft_choice)
     for batch, curve in product(map(int, plan.batches), plan.curves):
         table.add(sample(plan, costs, batch, curve))
     cells = [(row, CELL if row["curve"] != MIX else 1.0) for row in table.rows]

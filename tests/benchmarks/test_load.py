@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.benchmarks import load, runner
+from slipstream.benchmarks import charts, load, runner
 from slipstream.benchmarks.charts import PEER_RESULTS, draw_capacity, draw_load, throughput
 from slipstream.benchmarks.figures import TABLES
 from slipstream.benchmarks.load import (
@@ -234,6 +234,14 @@ def test_pictures_of_results_with_and_without_those_of_a_peer(tmp_path: Path) ->
     draw_capacity([CAPACITY, CAPACITY | {"draft": EAGLE3}], tmp_path / "capacity.png")
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_picture_has_the_choice_of_draft_tokens_beside_every_number(tmp_path: Path) -> None:
+    cells = [{"batch": batch, "curve": "chat", "tokens_per_second": 2.0, "fixed": {"K = 0": 1.0}} for batch in (1, 4)]
+    path = tmp_path / "draft_choice.json"
+    path.write_text(json.dumps(cells))
+    charts.main([path])
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture
