@@ -43,7 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.sample_seed = random.SystemRandom().randrange(10**6)
     sampling.is_sampled = config.option.sampled
     # How long an example takes depends on what else the machine does; pytest bounds the whole test.
-    hypothesis.settings.register_profile("tests", deadline=None, print_blob=True, max_examples=sampling.examples(100))
+    hypothesis.settings.register_profile(
+        "tests",
+        deadline=None,
+        print_blob=True,
+        max_examples=sampling.examples(100),
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],  # which counts the time that others took, too
+    )
     hypothesis.settings.load_profile("tests")
 
 

@@ -123,7 +123,7 @@ DRAFTS = {
 async def served(
     folder: Path, *roles: RoleEngine, grammar: LocalGrammar | None = None, **settings: Any
 ) -> AsyncIterator[Gateway]:
-    sizes = {"context_tokens": 128, "slots": 8, "page_tokens": 16, "grammar": "unix:/none"}
+    sizes = {"context_tokens": 128, "slots": 8, "page_tokens": 16, "grammar": "unix:/none", "grammar_timeout_ms": 2e4}
     serving = served_scheduler(folder, *roles, grammars=grammar or LocalGrammar(), **{**sizes, **settings})
     async with serving as scheduler, Gateway(scheduler) as gateway:
         await gateway.attached()
@@ -135,7 +135,7 @@ def plain(target: RoleEngine, tmp_path_factory: pytest.TempPathFactory) -> list[
     """The outputs of SPECS, each by itself, without a draft."""
 
     async def run() -> list[list[int]]:
-        async with served(tmp_path_factory.mktemp("plain"), target, run_ahead=0, grammar_timeout_ms=2e4) as gateway:
+        async with served(tmp_path_factory.mktemp("plain"), target, run_ahead=0) as gateway:
             return [(await gateway.run(one))[0] for one in SPECS]
 
     outputs = asyncio.run(run())
@@ -150,7 +150,7 @@ async def test_outputs_do_not_depend_on_the_draft_or_the_batch(
     target: RoleEngine, plain: list[list[int]], tmp_path: Path, draft: str | None, run_ahead: int
 ) -> None:
     roles = [target] if draft is None else [target, make_draft(DRAFTS[draft], HostDevice(), 0)]
-    async with served(tmp_path, *roles, run_ahead=run_ahead, grammar_timeout_ms=2e4) as gateway:
+    async with served(tmp_path, *roles, run_ahead=run_ahead) as gateway:
         assert await gateway.run(*SPECS) == plain
         if draft is not None:
             assert sum(sum(step.num_accepted) for step in gateway.steps) > 0, "drafts are accepted under masks, too"
@@ -169,7 +169,7 @@ async def test_outputs_do_not_depend_on_how_many_tokens_each_sequence_drafts_in_
 ) -> None:
     """Drawn anew for each sequence in each step, with a constraint or without; and the draft rests at times."""
     chosen, role = chosen_at_random(monkeypatch, rests=0.05), make_draft(DRAFTS[draft], HostDevice(), 0)
-    settings = {"fixed_draft_tokens": None, "run_ahead": run_ahead, "grammar_timeout_ms": 2e4}
+    settings = {"fixed_draft_tokens": None, "run_ahead": run_ahead}
     twice = [*SPECS, *(replace(one, job_id=f"again {one.job_id}") for one in SPECS)]
     async with served(tmp_path, target, role, **settings) as gateway:
         assert await gateway.run(*twice) == 2 * plain
@@ -193,7 +193,7 @@ async def test_the_grammar_workers_accesses_are_in_order(
     grammar, draft = LocalGrammar(log), make_draft(DRAFTS["standalone"], HostDevice(), 0)
     if is_lost:
         misbehave(grammar, Loss.DIES, 4)
-    settings = {"run_ahead": run_ahead, "grammar_timeout_ms": 2e4, "log_dir": tmp_path}
+    settings = {"run_ahead": run_ahead, "log_dir": tmp_path}
     async with served(tmp_path, target, draft, grammar=grammar, **settings) as gateway:
         assert await gateway.run(*SPECS) == plain
     log.close()
@@ -216,7 +216,7 @@ async def test_a_wait_for_masks_that_is_left_out_is_found(
     def hasty(command: StepCommand) -> StepCommand:
         return replace(command, ops=command.ops.without(FenceName.GRAMMAR_READY))
 
-    settings = {"grammar_timeout_ms": 2e4, "log_dir": tmp_path, "before_send": hasty}
+    settings = {"log_dir": tmp_path, "before_send": hasty}
     async with served(tmp_path, target, grammar=LocalGrammar(log), **settings) as gateway:
         await gateway.submit(SPECS[0])
         await gateway.until(lambda: bool(gateway.ends or gateway.refused))
@@ -246,7 +246,7 @@ async def test_steps_that_are_graphs_give_the_same_tokens(
     monkeypatch.setattr(worker_epoch, "_classes", lambda device: (FutureMap, Region, masks))
     roles = [make_verify(WorkerConfig(model=bundled.target_dir()), device, 0)]
     roles += [] if draft is None else [make_draft(DRAFTS[draft], device, 0)]
-    async with served(tmp_path, *roles, device=device, grammar_timeout_ms=2e4) as gateway:
+    async with served(tmp_path, *roles, device=device) as gateway:
         assert await gateway.run(*SPECS) == plain
         if draft is not None:
             assert sum(sum(step.num_accepted) for step in gateway.steps) > 0
@@ -255,7 +255,7 @@ async def test_steps_that_are_graphs_give_the_same_tokens(
 async def test_preempted_and_resumed_outputs_go_on(target: RoleEngine, plain: list[list[int]], tmp_path: Path) -> None:
     resumed = [replace(one, output=tuple(before[:3])) for one, before in zip(SPECS, plain, strict=True)]
     draft = make_draft(DRAFTS["standalone"], HostDevice(), 0)
-    async with served(tmp_path, target, draft, grammar_timeout_ms=2e4, slots=3) as gateway:
+    async with served(tmp_path, target, draft, slots=3) as gateway:
         assert await gateway.run(*resumed) == [before[3:] for before in plain]
 
 
@@ -267,11 +267,12 @@ async def test_a_grammar_worker_has_time_for_the_output_of_sequences_that_go_on(
     grammar = LocalGrammar()
 
     def on_step(epoch: GrammarEpoch, command: pb.StepCommand) -> bool:
-        time.sleep(0.3 * sum(len(row.tokens) for row in command.grammar_rows if row.digest))
+        num_tokens = sum(len(row.tokens) for row in command.grammar_rows if row.digest)
+        time.sleep(4.0 * (num_tokens >= 10))
         return True
 
     grammar.on_step = on_step
-    async with served(tmp_path, target, grammar=grammar, grammar_timeout_ms=2500.0) as gateway:
+    async with served(tmp_path, target, grammar=grammar, grammar_timeout_ms=3500.0) as gateway:
         assert await gateway.run(replace(SPECS[0], output=tuple(plain[0][:10]))) == [plain[0][10:]]
     assert grammar.num_attached == 1
 
@@ -337,7 +338,7 @@ async def test_commands_do_not_grow_with_grammars(target: RoleEngine, plain: lis
         return on_step(epoch, command)
 
     grammar.on_step = watch
-    async with served(tmp_path, target, grammar=grammar, grammar_timeout_ms=2e4) as gateway:
+    async with served(tmp_path, target, grammar=grammar) as gateway:
         assert await gateway.run(*8 * [replace(SPECS[3], grammar=long)]) == 8 * [plain[3]]
     assert max(sizes) < 2000
 
@@ -354,7 +355,7 @@ async def test_a_grammar_that_the_worker_has_not_kept_costs_that_worker(
         return True
 
     grammar.on_step = on_step
-    async with served(tmp_path, target, grammar=grammar, grammar_timeout_ms=2e4) as gateway:
+    async with served(tmp_path, target, grammar=grammar) as gateway:
         assert await gateway.run(*SPECS) == plain
     assert grammar.num_attached == 3
 
@@ -377,7 +378,7 @@ async def test_what_is_cancelled_before_its_turn_is_not_compiled(
         assert may_go_on.wait(60)
 
     grammar.on_prepare = on_prepare
-    async with served(tmp_path, target, grammar=grammar, slots=2, grammar_timeout_ms=2e4) as gateway:
+    async with served(tmp_path, target, grammar=grammar, slots=2) as gateway:
         (first,) = await gateway.submit(SPECS[3])
         await until(lambda: asked == [IS_WORD])
         grammars = [LLMatcher.grammar_from_regex(f"a{{{number}}}") for number in range(1, 101)]
@@ -506,7 +507,7 @@ async def test_a_matcher_that_fails_ends_its_sequence_and_no_other(
         return True
 
     grammar.on_step = on_step
-    async with served(tmp_path, target, grammar=grammar, grammar_timeout_ms=2e4) as gateway:
+    async with served(tmp_path, target, grammar=grammar) as gateway:
         wrong, *right = await gateway.submit(SPECS[3], SPECS[0], SPECS[1])
         await gateway.until(lambda: {*right} <= {*gateway.ends} and wrong in gateway.refused)
         assert "exceeds its limits" in str(gateway.refused[wrong].error)

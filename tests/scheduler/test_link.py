@@ -191,26 +191,23 @@ async def test_a_worker_that_reads_no_commands_is_lost(
     thread: LinkThread, linked: Linked, arena: SharedArenas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile it holds up neither the thread that sends nor that of the links."""
-    monkeypatch.setattr(command_socket, "SEND_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(command_socket, "SEND_TIMEOUT_S", 2.0)
     monkeypatch.setattr(server, "serve_on_event_loop", lambda reader: reader.close)
     async with linked() as (_, link):
         await asyncio.to_thread(link.attach, attachment_to(arena, 1))
         chunk = PrefillChunk(slot=1, start=0, tokens=(2**31,) * 100_000, is_last=False)
 
-        def send_until_lost() -> float:
-            """Returns the longest time that the links' thread took for a call meanwhile."""
-            longest_s = 0.0
+        def send_until_lost() -> int:
+            """Returns how many calls of the links' thread ended while it waited for room."""
             with suppress(UnavailableError):
                 for step in range(1, 1000):
                     link.send(replace(decode(step, epoch=1), chunks=(chunk,)))
-                    begun = time.monotonic()
                     thread.call(_tasks())
-                    longest_s = max(longest_s, time.monotonic() - begun)
                     time.sleep(0.01)
             assert link.failure is not None
-            return longest_s
+            return step
 
-        assert await asyncio.to_thread(send_until_lost) < 0.4
+        assert await asyncio.to_thread(send_until_lost) > 5
         with pytest.raises(UnavailableError, match=r"^the draft service is lost: it has read no command for"):
             link.send(decode(1000, 1, epoch=1))
         await asyncio.to_thread(link.detach, drain=False)

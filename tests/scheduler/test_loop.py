@@ -14,6 +14,7 @@ from slipstream.common.device.cpu.fence import HostFence
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.wire.layout import ring_rows
 from slipstream.common.wire.step import StepCommand
+from slipstream.scheduler import loop
 from slipstream.scheduler.draft import Draft
 from slipstream.scheduler.metrics import DECODE
 from slipstream.scheduler.observer import TIDY_STEPS
@@ -40,13 +41,13 @@ def test_a_verify_that_hangs_is_noticed_by_the_time_that_a_step_may_take() -> No
         epoch = make_epoch(both, step_timeout_s=0.3)
         job = make_job()
         epoch.jobs.add(job)
-        loop = epoch.open()
+        steps = epoch.open()
         both[0].stream.enqueue(lambda: go_on.wait() and None)
         with pytest.raises(
             DeadlineExceededError,
-            match=r"^step 1 did not end within 0\.3 s: the verify service hangs \(.*_PUBLISH is 0\)$",
+            match=r"^step 1 did not end within \d\.\d s: the verify service hangs \(.*_PUBLISH is 0\)$",
         ):
-            loop.run()
+            steps.run()
         go_on.set()
         assert epoch.epoch.batch.num_running == 1
         epoch.close(drain=False)
@@ -70,6 +71,7 @@ def test_steps_that_wait_for_draft_ask_for_its_progress_no_more(monkeypatch: pyt
     looks: list[int] = []
     look = Draft.look
     monkeypatch.setattr(Draft, "look", lambda draft: (looks.append(draft.last_step), look(draft))[1])
+    monkeypatch.setattr(loop, "WATCH_S", 20.0)  # no result of a busy machine is late
     with workers() as both:
         epoch = make_epoch(both, draft_timeout_ms=20_000.0)
         job = make_job(max_new_tokens=200)
@@ -133,10 +135,10 @@ def test_the_end_of_an_epoch_releases_a_worker_that_does_not_do_it_itself(monkey
         epoch = make_epoch(both, step_timeout_s=0.3, draft_timeout_ms=60_000.0)
         job = make_job()
         epoch.jobs.add(job)
-        loop = epoch.open()
+        steps = epoch.open()
         both[1].stream.enqueue(lambda: go_on.wait() and None)
         with pytest.raises(DeadlineExceededError):
-            loop.run()
+            steps.run()
         with pytest.raises(DeadlineExceededError, match="verify"):
             both[0].stream.synchronize(0.05)
         monkeypatch.setattr(both[0], "detach", lambda drain: None)
@@ -158,12 +160,12 @@ def test_a_draft_that_hangs_costs_no_more_than_the_watchdogs_time(prompt_tokens:
         job = make_job(prompt_tokens)
         epoch.jobs.add(job)
         epoch.on_progress = lambda job, row: epoch.queue.stop() if job in epoch.jobs.ends else None
-        loop = epoch.open()
+        steps = epoch.open()
         both[1].stream.enqueue(lambda: go_on.wait() and None)
         started = time.monotonic()
-        loop.run()
-        loop.finish()
-        assert 0.1 <= time.monotonic() - started < 5.0
+        steps.run()
+        steps.finish()
+        assert 0.1 <= time.monotonic() - started < 20.0, "not the time that a step may take"
         assert list(expected.values()) == [epoch.outputs[job]]
         assert [event for event, _ in epoch.events] == ["joined", "timeout", "gone"]
         go_on.set()
@@ -171,7 +173,7 @@ def test_a_draft_that_hangs_costs_no_more_than_the_watchdogs_time(prompt_tokens:
 
 
 @pytest.mark.parametrize("run_ahead", [0, 2])
-def test_a_slow_draft_is_never_a_whole_ring_behind(run_ahead: int) -> None:
+def test_a_slow_draft_is_never_a_whole_ring_behind(run_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft stands still until verify is as far ahead as it may be."""
     behind: list[int] = []
     go_on = threading.Event()
@@ -179,12 +181,17 @@ def test_a_slow_draft_is_never_a_whole_ring_behind(run_ahead: int) -> None:
     def look(command: StepCommand) -> StepCommand:
         if command.chunks and not command.slots:
             behind.append(command.step - epoch.attachments[0].prefilled.poll())
-            if behind[-1] >= ring_rows(run_ahead):
-                threading.Timer(0.05, go_on.set).start()
         return command
+
+    def wait_for_draft(up_to: int) -> Any:
+        if (found := backlog(up_to)) is not None:
+            go_on.set()
+        return found
 
     with workers(before_draft=look) as both:
         epoch = make_epoch(both, max_batched_tokens=2, run_ahead=run_ahead, draft_timeout_ms=20_000.0)
+        backlog = epoch.epoch.speculation.backlog
+        monkeypatch.setattr(epoch.epoch.speculation, "backlog", wait_for_draft)
         epoch.on_open = lambda: both[1].stream.enqueue(lambda: go_on.wait() and None)
         epoch.run([make_job(prompt_tokens=60)])
         assert max(behind) == ring_rows(run_ahead), "verify ran ahead of draft as far as it may"
@@ -207,7 +214,7 @@ def test_a_lost_verify_ends_the_loop(is_idle: bool) -> None:
         def lose(*_: object) -> None:
             both[0].failure = failure
 
-        loop = epoch.open()
+        steps = epoch.open()
         if is_idle:
             lose()
         else:
@@ -215,7 +222,7 @@ def test_a_lost_verify_ends_the_loop(is_idle: bool) -> None:
             job = make_job(max_new_tokens=100)
             epoch.jobs.add(job)
         with pytest.raises(UnavailableError, match="verify service is lost") as raised:
-            loop.run()
+            steps.run()
         assert raised.value is not failure, "an error that is kept must not keep the loop's frames"
         assert failure.__traceback__ is None
         epoch.close(drain=False)
@@ -250,6 +257,8 @@ def test_a_draft_that_comes_while_sequences_run_catches_up_and_drafts(run_ahead:
         def come(job: Job, _: object) -> None:
             if len(epoch.outputs[job]) > 20 and not epoch.attachments:
                 epoch.epoch.speculation.offer(epoch.attach(both[1]))  # type: ignore[arg-type]
+            if not epoch.events:
+                both[1].stream.synchronize(20.0)  # or all sequences may end before it has caught up
 
         epoch.on_progress = come
         outputs = epoch.run([make_job(prompt_tokens=90, max_new_tokens=120) for _ in range(3)])
@@ -264,10 +273,10 @@ def test_stops_while_it_is_busy_and_takes_in_what_is_under_way() -> None:
         job = make_job(max_new_tokens=200)
         epoch.jobs.add(job)
         epoch.on_progress = lambda job, progress: epoch.queue.stop() if len(epoch.outputs[job]) > 20 else None
-        with epoch.loop() as loop:
-            loop.run()
+        with epoch.loop() as steps:
+            steps.run()
             num_before = len(epoch.outputs[job])
-            loop.finish()
+            steps.finish()
             assert len(epoch.outputs[job]) > num_before, "the steps that were under way"
             assert job not in epoch.jobs.ends
         assert all(worker.engine.epoch is None for worker in both)
@@ -328,7 +337,7 @@ def test_a_draft_that_is_always_wrong_rests_and_changes_no_token(monkeypatch: py
     guessed = dummy_model._guessed
     monkeypatch.setattr(dummy_model, "_guessed", lambda *args: (guessed(*args) + 1) % VOCAB_SIZE)
     jobs = [make_job(prompt_tokens=20, max_new_tokens=230) for _ in range(3)]
-    with workers(draft_ms=2.0, verify_ms=1.0) as both:
+    with workers(draft_ms=8.0, verify_ms=1.0) as both:
         expected = make_epoch(both[:1]).run(jobs)  # type: ignore[arg-type]
         both[0].engine.last_epoch = 0
         epoch = make_epoch(both, fixed_draft_tokens=None, draft_timeout_ms=20_000.0)

@@ -44,12 +44,17 @@ if TYPE_CHECKING:
 SPEC = SequenceSpec(
     job_id="job", prompt=(1, 2, 3), max_new_tokens=9, sampling=SamplingParams(), stop_token_ids=frozenset()
 )
-ENDLESS = replace(SPEC, max_new_tokens=90)
+LONG = replace(SPEC, max_new_tokens=90)
+ENDLESS = replace(SPEC, max_new_tokens=2**14 - 10)
+"""It outlasts what a test does beside it, on a slow machine, too."""
+ROOM: dict[str, Any] = {"context_tokens": 2**14, "page_tokens": 64}
+"""For ENDLESS."""
 
 
 def dummies(length_ms: float = 0.0) -> tuple[RoleEngine, RoleEngine]:
     """Verify and draft with dummy kernels; the token at a position is 32 + position % 64."""
-    return DummyVerify(describe(Role.VERIFY), length_ms), DummyDraft(describe(Role.DRAFT), length_ms)
+    verify, draft = (describe(role, max_context_tokens=2**14) for role in (Role.VERIFY, Role.DRAFT))
+    return DummyVerify(verify, length_ms), DummyDraft(draft, length_ms)
 
 
 def tokens_at(first: int, last: int) -> list[int]:
@@ -74,7 +79,7 @@ async def test_no_full_garbage_collection_holds_up_running_sequences(tmp_path: P
     """One stops all threads for tens of milliseconds. It comes when nothing runs."""
     automatic = gc.get_threshold()
     async with (
-        served_scheduler(tmp_path, DummyVerify(describe(Role.VERIFY), 5.0)) as served,
+        served_scheduler(tmp_path, dummies(5.0)[0], **ROOM) as served,
         Gateway(served) as gateway,
     ):
         await gateway.attached()
@@ -89,10 +94,12 @@ async def test_no_full_garbage_collection_holds_up_running_sequences(tmp_path: P
         del garbage, anchor
         # As many new objects as take Python to its next full collection.
         kept = [[[] for _ in range(automatic[0])] for _ in range(2 * automatic[1] * automatic[2])]
-        await gateway.until(lambda: len(gateway.outputs[number]) > 10)
+        # For longer than the time between two looks for what is idle.
+        await gateway.until(lambda: len(gateway.outputs[number]) > 100)
         assert number not in gateway.ends
         assert found() is not None
         del kept
+        await gateway.cancel(number)
         await gateway.until(lambda: number in gateway.ends)
         await until(lambda: found() is None)
     assert gc.get_threshold() == automatic
@@ -182,7 +189,8 @@ async def test_a_sequence_that_cannot_be_taken_in_is_refused_and_no_other(
 
 async def test_more_sequences_than_it_holds_are_refused(tmp_path: Path) -> None:
     roles = dummies(20.0)
-    async with served_scheduler(tmp_path, *roles, max_sequences=3, slots=1) as served, Gateway(served) as gateway:
+    sizes = {**ROOM, "max_sequences": 3, "slots": 1}
+    async with served_scheduler(tmp_path, *roles, **sizes) as served, Gateway(served) as gateway:
         await gateway.attached()
         ids = await gateway.submit(*[ENDLESS] * 4)
         await gateway.until(lambda: bool(gateway.refused))
@@ -194,7 +202,7 @@ async def test_more_sequences_than_it_holds_are_refused(tmp_path: Path) -> None:
 
 
 async def test_a_cancelled_sequence_ends_with_abort_and_a_second_cancel_does_nothing(tmp_path: Path) -> None:
-    async with served_scheduler(tmp_path, *dummies(5.0), slots=1) as served, Gateway(served) as gateway:
+    async with served_scheduler(tmp_path, *dummies(5.0), slots=1, **ROOM) as served, Gateway(served) as gateway:
         await gateway.attached()
         running, waiting = await gateway.submit(ENDLESS, ENDLESS)
         await gateway.until(lambda: len(gateway.outputs[running]) > 3)
@@ -206,16 +214,16 @@ async def test_a_cancelled_sequence_ends_with_abort_and_a_second_cancel_does_not
 
 
 async def test_a_gateway_that_is_gone_ends_its_sequences_and_no_others(tmp_path: Path) -> None:
-    async with served_scheduler(tmp_path, *dummies(3.0), slots=2) as served, Gateway(served) as stays:
+    async with served_scheduler(tmp_path, *dummies(3.0), slots=2, **ROOM) as served, Gateway(served) as stays:
         await stays.attached()
         async with Gateway(served) as leaves:
             await leaves.submit(*[ENDLESS] * 3)
             await leaves.until(lambda: len(leaves.outputs[1]) > 2)
-            [own] = await stays.submit(ENDLESS)
+            [own] = await stays.submit(LONG)
         # Both slots were taken by the other one: this runs as they are free again.
         await stays.until(lambda: own in stays.ends)
         assert stays.outputs[own] == tokens_at(3, 93)
-        assert len(await stays.run(ENDLESS, ENDLESS)) == 2
+        assert len(await stays.run(LONG, LONG)) == 2
 
 
 async def test_two_gateways_get_their_own_tokens_though_their_ids_are_the_same(tmp_path: Path) -> None:
@@ -248,7 +256,7 @@ async def test_priority_goes_before_arrival_and_arrival_before_submission(tmp_pa
 
 
 async def test_a_sequence_that_waits_past_its_deadline_is_refused(tmp_path: Path) -> None:
-    async with served_scheduler(tmp_path, *dummies(2.0), slots=1) as served, Gateway(served) as gateway:
+    async with served_scheduler(tmp_path, *dummies(2.0), slots=1, **ROOM) as served, Gateway(served) as gateway:
         await gateway.attached()
         [running] = await gateway.submit(ENDLESS)
         await gateway.until(lambda: bool(gateway.outputs[running]))
@@ -259,7 +267,7 @@ async def test_a_sequence_that_waits_past_its_deadline_is_refused(tmp_path: Path
 
 
 async def test_a_lost_worker_pauses_and_the_next_epoch_takes_sequences_again(tmp_path: Path) -> None:
-    async with served_scheduler(tmp_path, *dummies(2.0)) as served, Gateway(served) as gateway:
+    async with served_scheduler(tmp_path, *dummies(2.0), **ROOM) as served, Gateway(served) as gateway:
         await gateway.attached()
         old = gateway.epoch
         [lost] = await gateway.submit(ENDLESS)
@@ -277,7 +285,9 @@ async def test_a_lost_worker_pauses_and_the_next_epoch_takes_sequences_again(tmp
         # For the old epoch: dropped without an answer. It is submitted again with what it has.
         await gateway.submit(SPEC, epoch=old)
         have = tuple(gateway.outputs[lost])
-        assert await gateway.run(replace(ENDLESS, output=have)) == [tokens_at(3 + len(have), 93)]
+        last = len(have) + 9
+        resumed = replace(SPEC, output=have, max_new_tokens=last)
+        assert await gateway.run(resumed) == [tokens_at(3 + len(have), 3 + last)]
         assert set(gateway.ends) == {3}
         assert gateway.refused == {}
 
@@ -322,7 +332,7 @@ async def test_a_swap_of_fields_that_cannot_be_honoured_is_refused(tmp_path: Pat
 async def test_the_end_of_the_scheduler_lets_sequences_end_first(tmp_path: Path) -> None:
     async with served_scheduler(tmp_path, *dummies(2.0)) as served, Gateway(served) as gateway:
         await gateway.attached()
-        [own] = await gateway.submit(ENDLESS)
+        [own] = await gateway.submit(LONG)
         await gateway.until(lambda: bool(gateway.outputs[own]))
         assert await served.stop() == 0
         await gateway.until(lambda: gateway.error is not None)

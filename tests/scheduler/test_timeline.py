@@ -24,6 +24,7 @@ from slipstream.common.wire.step import Role
 from slipstream.common.wire.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceRequest
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
+from slipstream.scheduler import timeline
 from slipstream.scheduler.link import LinkThread, WorkerLink
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker.config import WorkerConfig
@@ -139,18 +140,33 @@ async def served(models: dict[Role, Path], tmp_path: Path) -> AsyncIterator[Serv
         yield served
 
 
-async def test_when_requests_end_before_there_are_the_steps_so_far(served: ServedScheduler) -> None:
+async def test_when_requests_end_before_there_are_the_steps_so_far(
+    served: ServedScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, until_complete = asyncio.Event(), timeline._until_complete
+
+    async def noted(*arguments: Any) -> None:
+        begun.set()
+        await until_complete(*arguments)
+
+    async def traced(gateway: Gateway, request: TraceRequest) -> Trace:
+        """A trace that has begun before the steps do."""
+        begun.clear()
+        asked = asyncio.create_task(fetch_trace(served.address, request))
+        await begun.wait()
+        _, trace = await asyncio.gather(gateway.run(make_job(60).spec), asked)
+        return trace
+
+    monkeypatch.setattr(timeline, "_until_complete", noted)
     async with Gateway(served) as gateway:
         await gateway.attached()
-        asked = asyncio.create_task(fetch_trace(served.address, TraceRequest(steps=MAX_STEPS, wait_ms=700)))
-        _, trace = await asyncio.gather(gateway.run(make_job(60).spec), asked)
+        trace = await traced(gateway, TraceRequest(steps=MAX_STEPS, wait_ms=1500))
         assert trace.steps[-1].step >= trace.steps[0].step + 10
         check(trace_json(trace))
         with pytest.raises(DeadlineExceededError, match=r"no step was complete within 0\.05 s"):
             await fetch_trace(served.address, TraceRequest(steps=1, wait_ms=50))
         # What came before is no part of another trace.
-        asked = asyncio.create_task(fetch_trace(served.address, TraceRequest(steps=5)))
-        _, after = await asyncio.gather(gateway.run(make_job(60).spec), asked)
+        after = await traced(gateway, TraceRequest(steps=5))
     assert len(after.steps) == 5
     # The stamps of a step are read with the next one: those of the last one were not known yet.
     assert after.steps[0].step > trace.steps[-1].step + 1
