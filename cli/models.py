@@ -144,16 +144,25 @@ def _check_model(option: str, path: Path) -> None:
         raise ConfigError(option, str(path), "a directory with a model: config.json, safetensors, tokenizer.json")
 
 
-def check_models(models: ModelChoice, *, needs_weights: bool = True, tensor_parallel_size: int = 1) -> None:
+def check_models(
+    models: ModelChoice,
+    *,
+    needs_weights: bool = True,
+    tensor_parallel_size: int = 1,
+    context_tokens: int | None = None,
+) -> None:
     """Raises CheckpointError if a model cannot be served, or the draft does not fit the target.
 
-    Raises ConfigError for a target that cannot be divided into so many parts.
+    Raises ConfigError for a target that cannot be divided into so many parts, or has no context of so many tokens.
     """
     # Imported here and below: the gateway's image has the commands, and nothing that loads models.
     from slipstream.services.models.config import ModelConfig, Rank
     from slipstream.services.models.sharding import sharded
 
-    sharded(ModelConfig.from_directory(models.target), Rank(0, tensor_parallel_size))
+    config = ModelConfig.from_directory(models.target)
+    if context_tokens is not None and context_tokens > (longest := config.max_position_embeddings):
+        raise ConfigError("context_tokens", context_tokens, f"at most {longest}, what the model was made for")
+    sharded(config, Rank(0, tensor_parallel_size))
     describe_target(models, needs_weights=needs_weights)
     if models.draft is not None:
         describe_draft(models, needs_weights=needs_weights)

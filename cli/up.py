@@ -164,8 +164,13 @@ async def _with_draft(server: str, supervisor: Supervisor) -> ServerStatus:
 async def _check(config: UpConfig) -> None:
     """Raises ConfigError or CheckpointError for what no service could serve."""
     check_device(config.device)
-    needs_weights, size = config.load_format != DUMMY, config.tensor_parallel_size
-    await asyncio.to_thread(check_models, config.models, needs_weights=needs_weights, tensor_parallel_size=size)
+    await asyncio.to_thread(
+        check_models,
+        config.models,
+        needs_weights=config.load_format != DUMMY,
+        tensor_parallel_size=config.tensor_parallel_size,
+        context_tokens=config.context_tokens,
+    )
 
 
 def _why_without_draft(state: ServerState) -> str:

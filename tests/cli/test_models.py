@@ -79,14 +79,16 @@ def test_what_cannot_be_served_is_refused_with_the_reason(tmp_path: Path) -> Non
     assert "tokenizer.json is missing" in refused(models, needs_weights=False)
 
 
-def test_a_target_that_cannot_be_divided_is_refused_before_anything_starts() -> None:
-    models = ModelChoice(target=TARGET, draft=None, algorithm=NONE)
-    config = UpConfig(models=models, device="cpu", tensor_parallel_size=2)
-    with pytest.raises(
-        ConfigError, match="tensor_parallel_size: got 2, accepted: a divisor of num_attention_heads = 9"
+def test_a_setting_that_the_target_does_not_allow_is_refused_before_anything_starts() -> None:
+    config = UpConfig(models=ModelChoice(target=TARGET, draft=None, algorithm=NONE), device="cpu", context_tokens=1024)
+    asyncio.run(up._check(config))
+    for wrong, accepted in (
+        ({"tensor_parallel_size": 2}, "a divisor of num_attention_heads = 9"),
+        ({"context_tokens": 1025}, "at most 1024, what the model was made for"),
     ):
-        asyncio.run(up._check(config))
-    asyncio.run(up._check(replace(config, tensor_parallel_size=1)))
+        ((name, value),) = wrong.items()
+        with pytest.raises(ConfigError, match=f"^{name}: got {value}, accepted: {accepted}"):
+            asyncio.run(up._check(replace(config, **wrong)))
 
 
 def test_a_head_that_reads_layers_which_the_target_lacks_is_refused(tmp_path: Path) -> None:
