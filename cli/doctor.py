@@ -26,7 +26,7 @@ from slipstream.cli.hand_over import TIMED, WORDS, measure
 from slipstream.cli.health import check
 from slipstream.cli.models import describe_draft, describe_target
 from slipstream.cli.mps import MpsMode, has_nvidia_device, mps_daemon, outside_mps
-from slipstream.cli.up_config import LOOPBACK
+from slipstream.cli.up_config import IN_ORDER_OF_PORTS, LOOPBACK
 from slipstream.common.device.choose import CPU, CUDA, cuda_obstacle
 from slipstream.common.errors import SlipstreamError, UnavailableError
 from slipstream.common.rpc.address import MAX_UNIX_PATH_BYTES, TcpAddress, parse_address
@@ -47,8 +47,6 @@ _FIRST_NAMESPACES = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}
 _LONGEST_SOCKET = "sockets/scheduler.sock"
 _DRIVER = Path("/proc/driver/nvidia/version")
 _WITHOUT = "none needed with --device cpu; for a GPU, install NVIDIA's driver (in containers, its container toolkit)"
-_WITH_METRICS = ("scheduler", "verify", "draft", "gateway")
-"""In the order of the ports, also in compose.yaml and prometheus.yml."""
 _OUR_METRIC = "slipstream_"
 _METRICS_S = 2.0
 STEPS_MS = (1.0, 5.0)
@@ -116,8 +114,9 @@ async def examine(
     yield check_namespaces()
     yield check_state_dir(state_dir)
     yield await check_port("clients", listen)
-    for number, service in enumerate(_WITH_METRICS if metrics_port else ()):
-        yield await check_port(f"metrics of {service}", f"{LOOPBACK}:{metrics_port + number}")
+    for number, service in enumerate(IN_ORDER_OF_PORTS if metrics_port else ()):
+        if service != "door":  # which `up` starts only by an option that is not asked for here
+            yield await check_port(f"metrics of {service}", f"{LOOPBACK}:{metrics_port + number}")
     for finding in check_models(models):
         yield finding
     if device == CPU or (device != CUDA and cuda_obstacle() is not None):

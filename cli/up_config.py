@@ -34,8 +34,8 @@ DETERMINISTIC_STEP_TOKENS = 512
 """Token budget of a step with `deterministic`, if max_batched_tokens is auto."""
 METRICS_PORT = 9401
 """The scheduler's port in deploy/prometheus."""
-_IN_ORDER_OF_PORTS = ("scheduler", "verify", "draft")
-"""Services in the order of their consecutive metrics ports; a gateway, the door and more gateways follow."""
+IN_ORDER_OF_PORTS = ("scheduler", "verify", "draft", "gateway", "door", "grammar")
+"""Services in the order of their consecutive metrics ports; more gateways and doors come before the grammar worker."""
 LOOPBACK = "127.0.0.1"
 """Address of the metrics ports."""
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -79,10 +79,10 @@ class UpConfig(
     )
     metrics_port: int | None = setting(
         None,
-        help="Prometheus port of the scheduler, on loopback; verify's, draft's and the gateways' follow; 0: any.",
+        help="Prometheus port of the scheduler, on loopback; the others' follow; 0: any.",
         unit="PORT",
         low=0,
-        high=2**16 - 2 - len(_IN_ORDER_OF_PORTS),
+        high=2**16 - len(IN_ORDER_OF_PORTS),
         unset=f"{METRICS_PORT}, and free ones with port 0 in --listen",
     )
     openai_port: int | None = setting(
@@ -119,7 +119,7 @@ class UpConfig(
             parse_address(self.socket(name), field="state_dir")
         if self.gateways > 1 and not isinstance(parse_address(self.listen), TcpAddress):
             raise ConfigError("gateways", self.gateways, "1 with unix:PATH in --listen")
-        if self.metrics_port_of(self.gateway_names[-1]) >= 2**16:
+        if self.metrics_port_of("grammar") >= 2**16:
             raise ConfigError("metrics_port", self.metrics_port, "a port with room for all services' below 65536")
         if self.mps == MpsMode.ON and self.device == "cpu":
             raise ConfigError("mps", self.mps, "auto or off on a CPU")
@@ -257,7 +257,8 @@ class UpConfig(
     def _in_order_of_ports(self) -> tuple[str, ...]:
         first, *others = self.gateway_names
         first_door, *other_doors = self.door_names or ("door",)
-        return (*_IN_ORDER_OF_PORTS, first, first_door, *others, *other_doors, "grammar")
+        *workers, _, _, last = IN_ORDER_OF_PORTS
+        return (*workers, first, first_door, *others, *other_doors, last)
 
     def check_metrics_ports(self) -> None:
         """Raises ConfigError unless the metrics port of each service is free; it names the first that is not."""

@@ -39,8 +39,8 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def metrics_port() -> int:
-    """The first of four free ports that follow each other."""
-    return free_ports(4)
+    """The first of six free ports that follow each other."""
+    return free_ports(6)
 
 
 @pytest.fixture(scope="session")

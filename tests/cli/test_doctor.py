@@ -55,7 +55,7 @@ def examined(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
 
 @pytest.mark.slow
 def test_two_processes_hand_over_on_the_cpu(tmp_path: Path) -> None:
-    first = free_ports(5)
+    first = free_ports(7)
     ports = ("--listen", f"127.0.0.1:{first}", "--metrics-port", str(first + 1))
     arguments = ("--device", "cpu", "--state-dir", str(tmp_path / "state"), *ports)
     _, findings = examined(*arguments)
@@ -64,7 +64,7 @@ def test_two_processes_hand_over_on_the_cpu(tmp_path: Path) -> None:
     assert "host fence" in findings["hand-over between two processes"]["detail"]
     assert {"overlap, kernels of 1 ms a step", "overlap, kernels of 5 ms a step"} <= set(findings)
     assert findings["port for clients"]["verdict"] == "ok"
-    for number, service in enumerate(("scheduler", "verify", "draft", "gateway"), 1):
+    for service, number in {"scheduler": 1, "verify": 2, "draft": 3, "gateway": 4, "grammar": 6}.items():
         assert findings[f"port for metrics of {service}"]["detail"] == f"127.0.0.1:{first + number} is free"
     assert not (tmp_path / "state").exists()
 
@@ -95,8 +95,11 @@ async def test_ports_of_a_running_server_are_no_fault(
 ) -> None:
     assert await run_doctor(BUNDLED, "cpu", server, metrics_port, tmp_path / "state", as_json=True) == 0
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
-    names = [f"port for {what}" for what in ("clients", *(f"metrics of {name}" for name in ("scheduler", "gateway")))]
-    assert [findings[name]["verdict"] for name in names] == ["note"] * 3
+    names = [
+        f"port for {what}"
+        for what in ("clients", *(f"metrics of {name}" for name in ("scheduler", "gateway", "grammar")))
+    ]
+    assert [findings[name]["verdict"] for name in names] == ["note"] * 4
     assert findings[names[1]]["detail"] == f"a service's metrics are at 127.0.0.1:{metrics_port} already"
 
 
