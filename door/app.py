@@ -83,9 +83,9 @@ class Endpoint:
         client = self._door.client
         if not self._is_open:
             given = [value for name, value in scope["headers"] if name == b"authorization"]
-            client = self._door.client_for(given[0].decode("latin-1") if len(given) == 1 else "")
+            client = await self._door.client_for(given[0].decode("latin-1") if len(given) == 1 else "")
         try:
-            async with self._door.receiving(receive) as body:
+            async with self._door.receiving(receive, client) as body:
                 call = Call(self._door, client, body, send, scope["path_params"], names)
                 await _while_connected(self._handle(call), receive)
         except (ApiError, InvalidArgumentError):

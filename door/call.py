@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from slipstream.client import AsyncClient
 from slipstream.common.errors import SlipstreamError, UnauthenticatedError, UnavailableError
 from slipstream.door.answers import JSON, event, send_whole
 from slipstream.door.errors import ApiError, api_error
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Send
 
-    from slipstream.client import AsyncClient
     from slipstream.client.requests import Prompt, RequestOptions
     from slipstream.common.rpc.metrics import RpcMetrics
     from slipstream.common.wire.job import OutputChunk
@@ -48,6 +49,7 @@ MAX_COMMAS = 2**15
 which nothing else is done."""
 MAX_ARRIVING_BYTES = 256 * 2**20
 """Bytes of all bodies that are being received, or whose calls are under way."""
+MAX_ARRIVING_BYTES_OF_A_KEY = MAX_ARRIVING_BYTES // 4
 
 
 class Door:
@@ -58,28 +60,35 @@ class Door:
         self.config = config
         self.metrics = metrics
         self.reading = ThreadPoolExecutor(1, "reading")
-        self._num_arriving_bytes = 0
+        self._arriving = Counter[AsyncClient]()
+        """Bytes of bodies by the client of their key."""
         self._clients: dict[str, AsyncClient] = {}
         self._state: ServerState | None = None
         self._state_at = 0.0
         self._asking = asyncio.Lock()
         """Calls that arrive together ask once."""
 
-    def client_for(self, authorization: str) -> AsyncClient:
-        """The client that sends a caller's key. Raises UnauthenticatedError where one is missing."""
+    async def client_for(self, authorization: str) -> AsyncClient:
+        """The client that sends a caller's key. Raises UnauthenticatedError where one is missing, or is not known.
+
+        So no body is received without a key that the gateway has known.
+        """
         scheme, _, key = authorization.partition(" ")
         if not self.config.asks_for_keys:
             return self.client
         if scheme.lower() != "bearer" or not key.strip():
             raise UnauthenticatedError("no API key: send `Authorization: Bearer TOKEN`")
-        found = self._clients.pop(key, None) or self.client.with_key(key.strip())
-        self._clients[key] = found
+        if key not in self._clients:
+            found = self.client.with_key(key.strip())
+            await self._ask(found)
+            self._clients.setdefault(key, found)  # not in place of one that a call beside this has made
+        self._clients[key] = found = self._clients.pop(key)
         if len(self._clients) > KEPT_CLIENTS:
             del self._clients[next(iter(self._clients))]
         return found
 
     @asynccontextmanager
-    async def receiving(self, receive: Receive) -> AsyncIterator[bytes]:
+    async def receiving(self, receive: Receive, client: AsyncClient) -> AsyncIterator[bytes]:
         """Receives a body, which counts until the context ends. Raises ApiError for one that is too large or slow."""
         parts: list[bytes] = []
         num_bytes = 0
@@ -91,11 +100,12 @@ class Door:
                         raise ConnectionResetError("the client went away")
                     part = message.get("body", b"")
                     num_bytes += len(part)
-                    self._num_arriving_bytes += len(part)
+                    self._arriving[client] += len(part)
                     if num_bytes > MAX_BODY_BYTES:
                         accepted = f"at most {MAX_BODY_BYTES} bytes"
                         raise ApiError(413, f"the body is too large, accepted: {accepted}", code="request_too_large")
-                    if self._num_arriving_bytes > MAX_ARRIVING_BYTES:
+                    most = MAX_ARRIVING_BYTES if client is self.client else MAX_ARRIVING_BYTES_OF_A_KEY
+                    if self._arriving[client] > most or self._arriving.total() > MAX_ARRIVING_BYTES:
                         raise ApiError(
                             503, "too many bodies arrive", kind="server_error", headers=[(b"retry-after", b"1")]
                         )
@@ -104,7 +114,9 @@ class Door:
                         break
             yield b"".join(parts)
         finally:
-            self._num_arriving_bytes -= num_bytes
+            self._arriving[client] -= num_bytes
+            if not self._arriving[client]:
+                del self._arriving[client]
 
     async def state(self, client: AsyncClient, *, is_fresh: bool = False) -> ServerState:
         """What the server says of itself, or said before it went away. Raises SlipstreamError.

@@ -77,6 +77,34 @@ async def test_a_caller_needs_a_key_that_the_gateway_knows(tmp_path: Path) -> No
         assert (await door.http.get("/metrics")).status_code == 200
 
 
+async def test_no_body_is_received_without_a_key(tmp_path: Path) -> None:
+    async with keyed_door(tmp_path) as (_, door):
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"):
+            reader, writer = await connected(door)
+            head = f"POST {path} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer wrong-key\r\ncontent-length: 8000000"
+            writer.write(head.encode() + b"\r\n\r\n{")
+            async with asyncio.timeout(20):
+                assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+            writer.close()
+
+
+async def test_bodies_of_a_key_leave_room_for_those_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.door.call.MAX_ARRIVING_BYTES_OF_A_KEY", 100)
+    begun = f"POST /tokenize HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {ANN}\r\ncontent-length: 100\r\n\r\n".encode()
+    async with keyed_door(tmp_path) as (_, door), asyncio.timeout(30):
+        both = [await connected(door) for _ in range(2)]
+        for _, writer in both:
+            writer.write(begun + b" " * 60)
+        answers = [asyncio.ensure_future(reader.readline()) for reader, _ in both]
+        (answered,), (waits,) = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+        assert (await answered).startswith(b"HTTP/1.1 503 ")
+        answer = await door.http.post("/tokenize", json={"prompt": "a"}, headers={"authorization": f"Bearer {BOB}"})
+        assert answer.status_code == 200
+        for _, writer in both:
+            writer.close()
+        await waits
+
+
 async def test_neither_of_two_keys_sees_or_cancels_the_other_s_jobs(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     secured = {"tls_cert": certificates.cert, "tls_key": certificates.key}
