@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import psutil
@@ -57,10 +57,16 @@ def up(state_dir: Path, metrics_port: int) -> Iterator[Running]:
                 environment.delenv(name, raising=False)
             environment.setenv("http_proxy", "http://127.0.0.1:9")
             up = held.enter_context(running_up(state_dir, *options, *drafts))
-        until(lambda: status(state_dir)["draft_state"] == "attached", up)
+        until(lambda: _is_complete(status(state_dir)), up)
         yield up
         up.signal(signal.SIGINT)
         assert up.end() == 0
+
+
+def _is_complete(shown: dict[str, Any]) -> bool:
+    """Whether draft and grammar worker, which a server may lack when it is ready, take part."""
+    names = {service["name"] for service in shown["services"]}
+    return shown["draft_state"] == "attached" and "grammar" in names
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def test_memory_is_compared_when_all_parts_that_may_run_are_over(faulty: Path, m
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", NAMED)
 def test_a_planted_fault_is_named(faulty: Path, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_check_drafter(f"unix:{faulty}/{fault}.sock", "auto", timeout_s=2.0) == 1
+    assert run_check_drafter(f"unix:{faulty}/{fault}.sock", "auto", timeout_s=5.0) == 1
     check, text = NAMED[fault]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"✗ {check}")]
     assert len(lines) == 1

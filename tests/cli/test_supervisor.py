@@ -153,7 +153,7 @@ async def test_a_service_that_is_stopped_is_killed_and_its_socket_removed(
 async def test_what_comes_before_a_kill_is_waited_for(fake_service: MakeCommand) -> None:
     kills = Kills()
     commands = fake_service("polite"), fake_service("deaf", "--deaf", "99")
-    async with serving(*commands, drain_timeout_s=0.2, before_kill=kills) as supervisor:
+    async with serving(*commands, drain_timeout_s=1.0, exit_timeout_s=2.0, before_kill=kills) as supervisor:
         deaf = supervisor.pid("deaf")
     assert kills == [(deaf, True)]
 

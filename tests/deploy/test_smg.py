@@ -78,7 +78,7 @@ def serving(state_dir: Path, ports: dict[str, int], *options: str, **more: str) 
             finally:
                 children = set(psutil.Process(script.pid).children(recursive=True))
             script.terminate()
-            assert script.wait(40) == 0
+            assert script.wait(60) == 0
         finally:
             script.kill()
             for child in children:
@@ -110,7 +110,7 @@ def test_a_stop_while_a_trio_is_about_to_start_again_ends_all(number: signal.Sig
             assert "trio 0 ended and is started again" in script.stderr.readline()
             children = psutil.Process(script.pid).children(recursive=True)
             script.send_signal(number)
-            assert script.wait(20) == 0
+            assert script.wait(60) == 0
             assert not any(child.is_running() for child in children)
         finally:
             script.kill()

@@ -242,13 +242,17 @@ async def test_work_without_end_is_refused_and_holds_up_nobody(server_and_client
 
     probing = asyncio.create_task(probe())
     for fields in ENDLESS:
-        waits_s.clear()
-        begun_at = time.monotonic()
-        error = await refusal(client, **fields)
-        took_s = time.monotonic() - begun_at
-        print(f"{took_s:.2f} s, probes at most {max(waits_s, default=0):.3f} s: {error}")
-        assert error.field == next(iter(fields)), error
-        assert took_s < 1 or max(waits_s) < took_s / 2
+        for _ in range(3):  # the machine itself may stand still for a while
+            waits_s.clear()
+            begun_at = time.monotonic()
+            error = await refusal(client, **fields)
+            took_s = time.monotonic() - begun_at
+            print(f"{took_s:.2f} s, probes at most {max(waits_s, default=0):.3f} s: {error}")
+            assert error.field == next(iter(fields)), error
+            if took_s < 1 or max(waits_s, default=took_s) < took_s / 2:
+                break
+        else:
+            pytest.fail("other requests wait for it")
         # The next constraint is compiled as before.
         assert await grammar_of(server, client, regex="a+")
     probing.cancel()

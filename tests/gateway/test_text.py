@@ -267,7 +267,7 @@ def test_the_cost_of_a_token_does_not_grow(kind: str) -> None:
             detokenizer.push(token)
         detokenizer.finish()
         # Decoding all of them with each new one would take minutes.
-        assert time.process_time() - started < 5
+        assert time.process_time() - started < 20
 
 
 class _Decoder:

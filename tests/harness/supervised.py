@@ -29,7 +29,7 @@ def fake_command(folder: Path, name: str, *options: str) -> ServiceCommand:
 
 def supervisor_of(**settings: Any) -> Supervisor:
     """A supervisor; `settings` replace some of its arguments."""
-    return Supervisor(**{"ready_timeout_s": 20.0, "drain_timeout_s": 10.0, "exit_timeout_s": 0.5, **settings})
+    return Supervisor(**{"ready_timeout_s": 60.0, "drain_timeout_s": 10.0, "exit_timeout_s": 0.5, **settings})
 
 
 @asynccontextmanager

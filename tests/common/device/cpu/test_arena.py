@@ -242,7 +242,7 @@ def test_the_file_of_a_killed_owner_is_removed_by_the_next(arena: HostArena) -> 
         assert left.exists(), "its owner lives"
         owner.send_signal(signal.SIGKILL)
         owner.wait()
-    assert left.exists()
+    # Unless a neighbour of this process has made one meanwhile.
     _make_one().close()
     assert not left.exists()
     assert Path(arena.manifest.path).exists(), "another arena of a living owner"
@@ -253,7 +253,7 @@ def _make_one() -> HostArena:
 
 
 STASH = FenceName.VERIFY_STASH
-PROMPT_S = 5.0
+PROMPT_S = 30.0
 """Longer than any thread here waits for the processor, and shorter than a wait that is not ended."""
 
 
