@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
+from pathlib import Path
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.benchmarks.models import Setup
 from slipstream.benchmarks.runner import DevicePlan, Row, Scenario, Table, benchmark, host, run
-from slipstream.benchmarks.stack import Stack
+from slipstream.benchmarks.stack import Served, Stack
 from slipstream.benchmarks.streams import POLL_S, SEED, START_TIMEOUT_S, TEMPERATURE, StepMeter, with_draft
 from slipstream.cli.cancellation import background
 from slipstream.cli.load_requests import request
@@ -24,14 +26,8 @@ from slipstream.client import AsyncClient
 from slipstream.common.rpc.address import Keepalive
 from slipstream.common.settings import setting
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-    from pathlib import Path
-
-    from slipstream.benchmarks.stack import Served
-
-    Receipts = list[tuple[int, int]]
-    """For each message with tokens: when it was received, and when its newest token was published, in nanoseconds."""
+Receipts = list[tuple[int, int]]
+"""For each message with tokens: when it was received, and when its newest token was published, in nanoseconds."""
 
 STREAMS_PER_CLIENT = 16
 """Streams of a client process; with more of them it would measure itself."""

@@ -10,28 +10,24 @@ import json
 import sys
 import time
 from bisect import bisect_right
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from slipstream.benchmarks.runner import NoPlan, Row, Table, benchmark, host
-from slipstream.benchmarks.stack import LOG_DIR, Stack, free_ports, running, words
+from slipstream.benchmarks.stack import LOG_DIR, Served, Stack, free_ports, running, words
 from slipstream.client import AsyncClient
+from slipstream.client.requests import RequestOptions
 from slipstream.common.settings import setting
 from slipstream.door.server import TOGETHER_FROM
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
-    from pathlib import Path
-
-    from slipstream.benchmarks.stack import Served
-    from slipstream.client.requests import RequestOptions
-
-    Start = Callable[[int, "Arrivals"], asyncio.Task[None]]
-    """Starts a stream with a seed."""
+Start = Callable[[int, "Arrivals"], asyncio.Task[None]]
+"""Starts a stream with a seed."""
 
 OURS, OPENAI, ALONE = "gRPC", "OpenAI", "OpenAI, each output on a stream of its own"
 PROMPT = list(range(300, 332))

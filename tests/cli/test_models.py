@@ -6,7 +6,8 @@ import asyncio
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,6 @@ from tests.harness.checkpoints import write_checkpoint, write_json, write_weight
 from tests.harness.eagle3_checkpoints import ALGORITHMS, BLOCKS, LAYOUTS, SPECULATORS, write_head
 from tests.harness.running import slipstream
 from tests.harness.transformers_checkpoints import write_by_transformers
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TARGET = bundled.target_dir()
 DRAFTS = {

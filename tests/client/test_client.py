@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc.aio
 import pytest
 
 from slipstream.client import AsyncClient
-from slipstream.client.requests import OutputReader
+from slipstream.client.requests import OutputReader, RequestOptions
 from slipstream.common.errors import (
     ConnectionLostError,
     DeadlineExceededError,
@@ -25,11 +26,6 @@ from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.harness.example_states import USAGE
 from tests.harness.grpc_server import running_server, unserved_address
 from tests.harness.waiting import DEADLINES_S
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from slipstream.client.requests import RequestOptions
 
 NAME = "slipstream.v1.Generation"
 FIRST = OutputChunk(

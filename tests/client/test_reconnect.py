@@ -6,9 +6,9 @@ import asyncio
 import logging
 import socket
 import threading
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -23,19 +23,12 @@ from slipstream.common.errors import (
     NotFoundError,
     UnavailableError,
 )
-from slipstream.common.wire.job import JobState
-from tests.harness.breaking_proxy import breaking_proxy
+from slipstream.common.wire.job import JobState, OutputChunk
+from tests.harness.breaking_proxy import BreakingProxy, breaking_proxy
 from tests.harness.example_states import STATE, TOKENS_PER_STEP
-from tests.harness.generation_server import generation_server
+from tests.harness.generation_server import GenerationServer, generation_server
 from tests.harness.grpc_server import unserved_address
 from tests.harness.waiting import DEADLINES_S, until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from slipstream.common.wire.job import OutputChunk
-    from tests.harness.breaking_proxy import BreakingProxy
-    from tests.harness.generation_server import GenerationServer
 
 
 @asynccontextmanager

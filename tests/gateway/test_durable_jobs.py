@@ -6,8 +6,10 @@ import asyncio
 import sqlite3
 import threading
 import time
+from collections.abc import AsyncIterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -15,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from slipstream.client import AsyncClient
 from slipstream.common.errors import InternalError, NotFoundError, ResourceExhaustedError, UnavailableError
-from slipstream.common.wire.job import FinishReason, JobState
+from slipstream.common.wire.job import FinishReason, JobState, OutputChunk
 from slipstream.common.wire.sequence import StepOutput
 from slipstream.gateway.job import Job
 from slipstream.gateway.jobs import JobManager
@@ -25,6 +27,7 @@ from slipstream.gateway.metrics import RequestMetrics
 from slipstream.gateway.sample import Sample
 from slipstream.protos import generation_pb2, journal_pb2
 from tests.harness.generation_server import (
+    GenerationServer,
     collect,
     generation_server,
     killed,
@@ -37,13 +40,6 @@ from tests.harness.generation_server import (
 from tests.harness.samples import request_of
 from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from slipstream.common.wire.job import OutputChunk
-    from tests.harness.generation_server import GenerationServer
 
 PROMPT = list(range(65, 91))
 """An alphabet: the text repeats it."""

@@ -7,7 +7,7 @@ import logging
 import re
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -23,7 +23,7 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.rpc.status import error_from_rpc
-from slipstream.common.wire.job import JobState
+from slipstream.common.wire.job import JobState, OutputChunk
 from slipstream.gateway.job import JobStore
 from slipstream.gateway.keys import current_owner
 from slipstream.gateway.request import parse_request
@@ -31,14 +31,18 @@ from slipstream.gateway.sample import MAX_CHUNK_TOKENS, Sample
 from slipstream.gateway.server import log_load
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.harness.example_states import TOKENS_PER_STEP
-from tests.harness.generation_server import TTL_S, collect, generation_server, state_of, text_of, tokens_of
+from tests.harness.generation_server import (
+    TTL_S,
+    GenerationServer,
+    collect,
+    generation_server,
+    state_of,
+    text_of,
+    tokens_of,
+)
 from tests.harness.scripted_scheduler import EOS_ID
 from tests.harness.tokenizers_by_kind import TEXT, break_first_detokenizer, text_after
 from tests.harness.waiting import DEADLINES_S, until
-
-if TYPE_CHECKING:
-    from slipstream.common.wire.job import OutputChunk
-    from tests.harness.generation_server import GenerationServer
 
 
 async def test_a_job_goes_on_without_a_caller(server: GenerationServer) -> None:

@@ -6,20 +6,24 @@ import asyncio
 import gc
 import weakref
 from contextlib import aclosing
-from typing import TYPE_CHECKING
 
 import pytest
 
 from slipstream.client import AsyncClient
 from slipstream.common.errors import InternalError, UnavailableError
 from slipstream.common.wire.job import JobState
-from tests.harness.generation_server import collect, generation_server, model_of, state_of, text_of, tokens_of
+from tests.harness.generation_server import (
+    GenerationServer,
+    collect,
+    generation_server,
+    model_of,
+    state_of,
+    text_of,
+    tokens_of,
+)
 from tests.harness.scripted_scheduler import DESCRIPTION
 from tests.harness.tokenizers_by_kind import TEXT
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from tests.harness.generation_server import GenerationServer
 
 
 def parts_of_the_model(server: GenerationServer) -> list[weakref.ref[object]]:

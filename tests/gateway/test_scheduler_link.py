@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, aclosing, asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -27,18 +27,19 @@ from slipstream.protos import generation_pb2_grpc
 from tests.harness.breaking_proxy import BreakingProxy, breaking_proxy
 from tests.harness.example_states import CONTEXT_TOKENS, STATE, TOKENS_PER_STEP
 from tests.harness.gateway_processes import TIMEOUT_S, GatewayProcesses, gateway_processes
-from tests.harness.generation_server import collect, generation_server, logprobs_in, state_of, text_of, tokens_of
+from tests.harness.generation_server import (
+    GenerationServer,
+    collect,
+    generation_server,
+    logprobs_in,
+    state_of,
+    text_of,
+    tokens_of,
+)
 from tests.harness.samples import sample_of
 from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler, logprobs_of, serving
 from tests.harness.tokenizers_by_kind import TEXT
 from tests.harness.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from slipstream.common.wire.job import OutputChunk
-    from tests.harness.generation_server import GenerationServer
 
 
 def break_stream(server: GenerationServer) -> None:

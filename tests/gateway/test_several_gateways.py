@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -31,10 +33,6 @@ from tests.harness.gateway_processes import GatewayProcesses, gateway_processes
 from tests.harness.generation_server import collect, state_of, tokens_of
 from tests.harness.grpc_server import bytes_service, running_server
 from tests.harness.waiting import DEADLINES_S, until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
 
 PROMPT = [5, 6, 7, 8, 9]
 NUM_GATEWAYS = 3

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from google.protobuf import message_factory
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from hypothesis import strategies as st
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from google.protobuf.descriptor import ServiceDescriptor
-
-    Values = Mapping[str, st.SearchStrategy[Any]]
+Values = Mapping[str, st.SearchStrategy[Any]]
 
 MANY = 5_000
 """Elements of a long list."""

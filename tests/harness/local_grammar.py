@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llguidance import LLExecutor
 
-from slipstream.common.errors import UnavailableError
-from slipstream.common.wire.step import Role
-from slipstream.common.wire.worker import WorkerDescription, attachment_to_pb, command_to_pb
+from slipstream.common.errors import SlipstreamError, UnavailableError
+from slipstream.common.wire.events import EventLog
+from slipstream.common.wire.step import Role, StepCommand
+from slipstream.common.wire.worker import Attachment, WorkerDescription, attachment_to_pb, command_to_pb
+from slipstream.protos import worker_pb2 as pb
 from slipstream.scheduler.link import failure_of
 from slipstream.services.grammar.epoch import GrammarEpoch
 from slipstream.services.grammar.matchers import Grammars, load_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from slipstream.common.errors import SlipstreamError
-    from slipstream.common.wire.events import EventLog
-    from slipstream.common.wire.step import StepCommand
-    from slipstream.common.wire.worker import Attachment
-    from slipstream.protos import worker_pb2 as pb
 
 
 class LocalGrammar:

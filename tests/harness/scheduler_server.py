@@ -6,35 +6,30 @@ import asyncio
 import os
 import signal
 from collections import defaultdict
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, Self, cast
+from pathlib import Path
+from typing import Any, Self, cast
 
 import grpc.aio
 
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.device.interface import Device
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.metrics import LOOPBACK
-from slipstream.common.wire.sequence import Refusal, StepOutput
+from slipstream.common.wire.job import FinishReason
+from slipstream.common.wire.sequence import Refusal, SequenceSpec, StepOutput
 from slipstream.common.wire.server import SchedulerState
 from slipstream.common.wire.step import Role
 from slipstream.protos import scheduler_pb2, scheduler_pb2_grpc
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.link import Link
 from slipstream.scheduler.server import run_scheduler
+from slipstream.services.worker.engine import RoleEngine
 from tests.harness.counted_jobs import rows_of
 from tests.harness.local_epoch import PATIENCE_MS
-from tests.harness.workers import local_workers
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from slipstream.common.device.interface import Device
-    from slipstream.common.wire.job import FinishReason
-    from slipstream.common.wire.sequence import SequenceSpec
-    from slipstream.scheduler.link import Link
-    from slipstream.services.worker.engine import RoleEngine
-    from tests.harness.local_grammar import LocalGrammar
-    from tests.harness.workers import ChangeCommand, LocalWorker
+from tests.harness.local_grammar import LocalGrammar
+from tests.harness.workers import ChangeCommand, LocalWorker, local_workers
 
 
 class ServedScheduler:

@@ -5,23 +5,19 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 
 from slipstream.services.models.checkpoint import load_decoder
 from slipstream.services.models.config import Rank
+from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.ranks import Ranks
 from slipstream.services.worker.crew import Crew, join_ranks
 from slipstream.services.worker.follower import Follower, Line
 from tests.harness.paged_model import CPU, PAGE_SIZE, PagedModel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from slipstream.services.models.decoder import Decoder
-    from slipstream.services.models.ranks import Ranks
 
 
 @contextmanager

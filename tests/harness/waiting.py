@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import psutil
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TIMEOUT_S = 60.0
 DEADLINES_S = (0.2, 2.0, 20.0)

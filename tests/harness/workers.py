@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Protocol
+
+import torch
 
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.device.interface import Device, Fence
+from slipstream.common.errors import SlipstreamError
 from slipstream.common.wire.events import EventLog, StreamName
 from slipstream.common.wire.layout import (
     GIVEN_FENCES,
@@ -36,19 +42,9 @@ from slipstream.common.wire.worker import (
     region_to_pb,
 )
 from slipstream.scheduler.link import failure_of
-from slipstream.services.worker.engine import Engine
+from slipstream.services.worker.engine import Engine, RoleEngine
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    import torch
-
-    from slipstream.common.device.interface import Device, Fence
-    from slipstream.common.errors import SlipstreamError
-    from slipstream.services.worker.engine import RoleEngine
-
-    ChangeCommand = Callable[[StepCommand], StepCommand]
+ChangeCommand = Callable[[StepCommand], StepCommand]
 
 VOCAB_SIZE = 272
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -15,10 +17,6 @@ from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.wire.step import GRAMMAR_PROTOCOL_VERSION, PROTOCOL_VERSION
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(120)
 METRICS_HOST = "127.0.0.2"

@@ -9,9 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -27,10 +29,6 @@ from slipstream.services.worker.crew import Crew, started_crew
 from slipstream.services.worker.follower import Follower, Line
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.waiting import block_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 Lost = SimpleQueue[tuple[int, str]]
 
