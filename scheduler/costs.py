@@ -6,7 +6,8 @@ the tokens of the step, and by the length of the chain. Steps without draft toke
 that takes in what was stashed, and with one that rests. What was not measured is read between the nearest measured
 places, and beyond them taken to grow by half as much as their tokens.
 
-The workers measure steps of some sizes when they are attached, with which the table begins.
+The workers measure steps of some sizes when they are attached, with which the table begins. By how much either part of
+a step takes longer than at first is followed on its own: that workers take turns makes no plain step longer.
 
 Nothing here has a clock: the same measurements give the same answers.
 """

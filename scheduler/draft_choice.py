@@ -5,7 +5,7 @@ survivals of `costs.py`, which results bring one step late. For each length of d
 likely to be accepted are taken, whichever sequences they belong to, as long as the quotient grows; the best length is
 taken. No tokens at all is plain decoding, and where that stays the best, the draft rests.
 
-What is not run cannot be known. One rule: 1/SAVED of the time is saved up, and once what was run longest ago is
+What is not run cannot be known. One rule: TRIAL_SHARE of the time is saved up, and once what was run longest ago is
 expected to lose no more than is saved, it is tried.
 
 Under steady arrivals, when every step would take in prompts, which says little of decoding, ALONE_STEPS only decode
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from slipstream.scheduler.costs import Floats
     from slipstream.scheduler.records import Counts, Step, StepOutcome, StepSlots
 
-SAVED = 256
-"""One part in so many of the time may be lost by trials."""
+TRIAL_SHARE = 1 / 256
+"""Share of the time that trials may lose."""
 MOST_SAVED = 16
 """The most that is saved, in steps. Until everything was tried once with a new draft, trials need no savings."""
 FIRST_STEPS, LEAST_PAUSE = 24, 256
@@ -67,6 +67,10 @@ class _Option(NamedTuple):
     def loss_s(self, best: _Option) -> float:
         """Seconds that it takes longer for its tokens than the best."""
         return max(0.0, self.seconds - self.tokens / best.rate)
+
+
+def _fastest(options: Iterable[_Option]) -> _Option:
+    return max(options, key=lambda option: option.rate)
 
 
 class DraftChoice:
@@ -115,6 +119,11 @@ class DraftChoice:
         # What was measured need not be tried soon.
         self._run_at = {} if self._is_new else dict.fromkeys(range(RESTING, self.survivals.most + 1), self._step)
 
+    @property
+    def rests(self) -> bool:
+        """True if the draft is to take part in no step. Any thread."""
+        return not (self.drafts or self.is_held)
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Each step has draft tokens meanwhile: a draft is judged. Any thread."""
@@ -147,16 +156,15 @@ class DraftChoice:
         survivals = self._survivals(slots, most)
         evenly = self._evenly(survivals)
         if self.is_held:
-            return self._run(max(evenly.values(), key=lambda option: option.rate), most)
-        kept = _Option(KEPT, len(most), self.costs.undrafted(KEPT, len(most)))
-        options = [kept, *evenly.values()]
-        best = max(options, key=lambda option: option.rate)
+            return self._run(_fastest(evenly), most)
+        kept, resting = self._undrafted(KEPT, slots), self._undrafted(RESTING, slots)
+        options = [kept, *evenly]
+        best = _fastest(options)
         if not evens and (likely := self._most_likely(survivals)).rate > best.rate:
             best = likely
         if self._trial_left:
             self._trial_left -= 1
-            return self._run(max(evenly.values(), key=lambda option: option.rate), most)
-        resting = _Option(RESTING, len(most), self.costs.undrafted(RESTING, len(most)))
+            return self._run(_fastest(evenly), most)
         is_against = best.chain == KEPT or resting.rate > (1 + MARGIN) * best.rate
         self._num_against = self._num_against + 1 if is_against else 0
         if self._num_against >= PATIENCE:
@@ -186,8 +194,8 @@ class DraftChoice:
             self._run_at[RESTING] = self._step
         rows = len(step.decoded.slots)
         self.costs.add(seconds, verify_s, rows=rows, tokens=step.num_decoded_tokens, chain=chain)
-        self._saved_s = min(self._saved_s + seconds / SAVED, MOST_SAVED * seconds)
-        if chain == RESTING and not (self.drafts or self.is_held):
+        self._saved_s = min(self._saved_s + seconds * TRIAL_SHARE, MOST_SAVED * seconds)
+        if chain == RESTING and self.rests:
             self._step += 1
             self._rest_on(step.decoded)
 
@@ -195,10 +203,8 @@ class DraftChoice:
         """Decides whether the draft rests on."""
         if not self.costs.knows_drafts:
             return
-        rows = len(slots.slots)
-        resting = _Option(RESTING, rows, self.costs.undrafted(RESTING, rows))
-        survivals = self._survivals(slots, np.full(rows, self._most, np.int32))
-        drafted = max(self._evenly(survivals).values(), key=lambda option: option.rate)
+        resting, most = self._undrafted(RESTING, slots), np.full(len(slots.slots), self._most, np.int32)
+        drafted = _fastest(self._evenly(self._survivals(slots, most)))
         if self._trial_left:
             self._trial_left -= 1
             if not self._trial_left:
@@ -225,8 +231,12 @@ class DraftChoice:
         found: Floats = np.where(places < most[:, None], self.survivals.of(slots, self._most), 0.0)
         return found
 
-    def _evenly(self, survivals: Floats) -> dict[int, _Option]:
-        """By the length of the chain: as many tokens for each sequence, if it may have them."""
+    def _undrafted(self, kind: int, slots: StepSlots) -> _Option:
+        rows = len(slots.slots)
+        return _Option(kind, rows, self.costs.undrafted(kind, rows))
+
+    def _evenly(self, survivals: Floats) -> list[_Option]:
+        """As many tokens for each sequence as the chain has, if it may have them."""
         rows, most = len(survivals), self._most
         # Not those that are longer than any sequence may have, but for the shortest of them.
         lengths = np.arange(1, most + 1)
@@ -236,8 +246,7 @@ class DraftChoice:
         chosen = rows * lengths if self._evens else np.count_nonzero(survivals, axis=0).cumsum()
         chains = self.costs.chains(rows, int(lengths[-1]))[lengths - 1]
         seconds = chains + self.costs.verify(rows, (rows + chosen).astype(np.float64))
-        numbers = zip(lengths.tolist(), tokens.tolist(), seconds.tolist(), strict=True)
-        return {length: _Option(length, *of_length) for length, *of_length in numbers}
+        return list(map(_Option, lengths.tolist(), tokens.tolist(), seconds.tolist()))
 
     def _most_likely(self, survivals: Floats) -> _Option:
         """The best with the most likely tokens, whichever sequences they belong to."""

@@ -253,7 +253,7 @@ class Speculation:
         choice, active, resting = self._choice, self.active, self._resting
         if self._joining is not None:
             return
-        if active is not None and choice is not None and not (choice.drafts or choice.is_held):
+        if active is not None and choice is not None and choice.rests:
             self._move(active, DraftState.RESTING)
         elif resting is not None and (choice is None or choice.drafts):
             resting.look()
