@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from contextlib import asynccontextmanager, suppress
-from importlib.util import find_spec
 from inspect import isasyncgenfunction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,20 +187,7 @@ def build(options: dict[str, Any]) -> Any:
 def _command(directory: Path, options: Mapping[str, Any]) -> tuple[str, ...]:
     """The server's command; it dies with this process."""
     file = directory / "options.yaml"
-    with file.open("w", encoding="utf-8") as out:
-        json.dump(dict(options), out)
-    bound = find_spec("slipstream.cli.exec_with_parent")
-    assert bound is not None, "it is a part of this package"
-    assert bound.origin is not None, "it is a file"
+    file.write_text(json.dumps(dict(options)), encoding="utf-8")
+    bound = ("slipstream.cli.exec_with_parent", str(os.getpid()))
     up = ("up", "--config", str(file), "--state-dir", str(directory), "--listen", "127.0.0.1:0")
-    return (
-        sys.executable,
-        "-I",
-        "-S",
-        bound.origin,
-        str(os.getpid()),
-        sys.executable,
-        "-m",
-        "slipstream.cli.main",
-        *up,
-    )
+    return (sys.executable, "-m", *bound, sys.executable, "-m", "slipstream.cli.main", *up)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
+from unittest.mock import patch
 
 import check_jsonschema
 import pytest
@@ -71,7 +73,8 @@ def options(service: str, project: dict[str, Any]) -> dict[str, Any]:
     command_line = typer.Typer()
     command_line.command()(function)
     command = typer.main.get_command(command_line)
-    return dict(command.make_context(program, list(arguments)).params)
+    with patch.dict(os.environ, project["services"][service].get("environment", {})):
+        return dict(command.make_context(program, list(arguments)).params)
 
 
 def configuration(kind: type, found: dict[str, Any]) -> Any:
@@ -271,7 +274,7 @@ def test_services_under_mps(project: dict[str, Any], variant: str) -> None:
         assert all(
             f'"{variable}"' in source
             for variable in environment
-            if not variable.endswith(("CACHE_DIR", "PATH", "TENSOR_PARALLEL_SIZE"))
+            if not variable.endswith(("CACHE_DIR", "PATH", "TENSOR_PARALLEL_SIZE", "DEVICE"))
         )
         pipes[name] = environment.get("CUDA_MPS_PIPE_DIRECTORY")
     inside, outside = "/run/mps", mps.outside_mps(Path("/run/mps"))["CUDA_MPS_PIPE_DIRECTORY"]

@@ -61,6 +61,7 @@ IMAGES = bool(os.environ.get("POD_IMAGES"))
 """True: pods run in the images of `make images`, as in `make test-all`. False: with this tree's programs."""
 COMPATIBLE = {"vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"}
 COMPATIBLE |= {"vllm:cache_config_info"}
+CONTAINER = "__meta_kubernetes_pod_container_name"
 BUNDLED_IN_IMAGE = "/opt/slipstream/bundled"
 
 each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
@@ -184,9 +185,10 @@ def test_a_pod_ends_within_its_grace(overlay: str) -> None:
 def test_what_selects_pods_finds_them(overlay: str) -> None:
     resources = rendered(overlay)
     template = one_of(resources, "StatefulSet")["spec"]["template"]
-    labels, ports = template["metadata"]["labels"], {}
+    labels, ports, names = template["metadata"]["labels"], {}, {}
     for one in containers(one_of(resources, "StatefulSet")):
         ports |= {port["name"]: port["containerPort"] for port in one.get("ports", ())}
+        names |= {port["name"]: one["name"] for port in one.get("ports", ())}
     for resource in resources:
         spec = resource.get("spec", {})
         selector = spec.get("selector", {})
@@ -195,7 +197,11 @@ def test_what_selects_pods_finds_them(overlay: str) -> None:
         if resource["kind"] == "Service":
             assert {port["targetPort"] for port in spec["ports"]} <= set(ports)
     endpoints = one_of(resources, "PodMonitor")["spec"]["podMetricsEndpoints"]
-    jobs = {endpoint["relabelings"][0]["replacement"]: endpoint["port"] for endpoint in endpoints}
+    assert {endpoint["relabelings"][0]["sourceLabels"][0] for endpoint in endpoints} == {CONTAINER}
+    jobs = {
+        endpoint["relabelings"][0]["replacement"].replace("$1", names[endpoint["port"]]): endpoint["port"]
+        for endpoint in endpoints
+    }
     asked = {job: int(static["targets"][0].rpartition(":")[2]) for job, static in scraped().items()}
     assert {job: ports[port] for job, port in jobs.items()} == asked
     if overlay == "inference-pool":
