@@ -105,6 +105,7 @@ class Client:
         self.name = f"job-{number}"
         self.is_over = False
         """True if it wants nothing any more."""
+        self.num_moves = 0
         self.tokens: list[list[int]] = [[] for _ in range(plan.num_samples)]
         self.ends: list[FinishReason | None] = [None] * plan.num_samples
         self._world = world
@@ -142,6 +143,7 @@ class Client:
         else:
             if self._call is not None and plan.moves:
                 self._reader.continued(self._generate)
+                self.num_moves += 1
                 self._job_id = self._generate.job_id
             # As it is on the wire: the servicer changes what it gets.
             generate = generation_pb2.GenerateRequest()

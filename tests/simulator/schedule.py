@@ -44,6 +44,8 @@ class Result:
     num_events: int
     num_faults: int
     num_tokens: int
+    num_moves: int
+    """Calls by which clients went on with a Continuation, as at another server."""
 
 
 class Schedule:
@@ -191,7 +193,8 @@ class Schedule:
         world.note("all clients are content")
         world.run(lambda: self._is_quiet(machine), until=world.now + QUIET_S)
         num_tokens = sum(len(tokens) for client in clients for tokens in client.tokens)
-        return Result(self.seed, world.digest, world.num_events, self.faults.num_done, num_tokens)
+        num_moves = sum(client.num_moves for client in clients)
+        return Result(self.seed, world.digest, world.num_events, self.faults.num_done, num_tokens, num_moves)
 
     def _machine(self, directory: Path) -> Machine:
         world = self.world

@@ -26,6 +26,7 @@ def run_all(first: int, count: int) -> None:
     results = [run_schedule(seed) for seed in range(first, first + count)]
     assert sum(result.num_faults for result in results) > count / 2, "most schedules have faults"
     assert sum(result.num_tokens for result in results) > 5 * count, "and clients get tokens"
+    assert sum(result.num_moves for result in results) > count / 2, "some of them at another server"
 
 
 @pytest.mark.sampled(2)
