@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from starlette.types import Receive, Scope, Send
 
-    from slipstream.common.wire.server import ServerState
-
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +78,9 @@ class Endpoint:
             accepted = ", ".join(self._methods)
             message = f"{scope['path']}: got {scope['method']}, accepted: {accepted}"
             raise ApiError(405, message, code="method_not_allowed", headers=[(b"allow", accepted.encode())])
-        client = self._door.client
-        if not self._is_open:
-            given = [value for name, value in scope["headers"] if name == b"authorization"]
-            client = await self._door.client_for(given[0].decode("latin-1") if len(given) == 1 else "")
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        key = given[0].decode("latin-1") if len(given) == 1 else ""
+        client = self._door.client if self._is_open else await self._door.client_for(key)
         try:
             async with self._door.receiving(receive, client) as body:
                 call = Call(self._door, client, body, send, scope["path_params"], names)
@@ -115,20 +112,14 @@ async def _while_connected(work: Awaitable[None], receive: Receive) -> None:
 
 
 async def _models(call: Call) -> None:
+    """Lists the models, or says what the path's is."""
     state = await call.door.state(call.client, is_fresh=True)
-    models = [_model_of(name, state) for name in state.served_names]
-    await call.send_whole(encode({"object": "list", "data": models}))
-
-
-async def _model(call: Call) -> None:
-    await call.door.state(call.client, is_fresh=True)
-    state = await call.served(call.path_params["model"])
-    await call.send_whole(encode(_model_of(call.path_params["model"], state)))
-
-
-def _model_of(name: str, state: ServerState) -> dict[str, Any]:
-    fields = {"id": name, "object": "model", "created": 0, "owned_by": "slipstream"}
-    return {**fields, "max_model_len": state.context_tokens}
+    fields = {"object": "model", "created": 0, "owned_by": "slipstream", "max_model_len": state.context_tokens}
+    content: dict[str, Any] = {"object": "list", "data": [{"id": name, **fields} for name in state.served_names]}
+    if (name := call.path_params.get("model")) is not None:
+        await call.served(name)
+        content = {"id": name, **fields}
+    await call.send_whole(encode(content))
 
 
 async def _tokenize(call: Call) -> None:
@@ -178,7 +169,7 @@ def make_app(door: Door, registry: CollectorRegistry) -> Router:
         ("POST", "/v1/chat/completions", chat_completions),
         ("POST", "/v1/responses", responses),
         ("GET", "/v1/models", _models),
-        ("GET", "/v1/models/{model:path}", _model),
+        ("GET", "/v1/models/{model:path}", _models),
         ("POST", "/tokenize", _tokenize),
         ("POST", "/detokenize", _detokenize),
         ("GET", "/health", _health),

@@ -27,6 +27,8 @@ _OF_VLLM = ("json", "json_object", "regex", "choice", "grammar", "structural_tag
 _ANY_TEXT: Format = {"type": "any_text"}
 _ANY_OBJECT = {"type": "object"}
 _NOTHING: Format = {"type": "const_string", "value": ""}
+_NO_CALL: dict[str, Format] = {"llama3_json": {"type": "regex", "pattern": r"([^{](?s:.*))?"}}
+"""Text that begins no call, by forms in which any text may begin one."""
 _FINAL = "<|channel|>final<|message|>"
 
 
@@ -117,7 +119,7 @@ def constraint_of_chat(request: Any, kwargs: Mapping[str, Any], forms: Forms) ->
             # JSON that may begin with the beginning of a call cannot be told from one.
             accepted = "none beside tools whose calls are JSON without a mark, unless tool_choice is none"
             raise refused(constraint.param, constraint.value, accepted)
-        said = _no_call(forms) if constraint is None else constraint.as_format()
+        said = _NO_CALL.get(forms.tools, _ANY_TEXT) if constraint is None else constraint.as_format()
         param = "tools" if constraint is None else constraint.param
         calls = _calls(request, tools, forms, is_strict=False)
         return _structural_tag(param, thoughts, _or(calls, _said(said, forms)))
@@ -157,11 +159,6 @@ def _thoughts(forms: Forms, kwargs: Mapping[str, Any]) -> Format | None:
 
 def _said(content: Format, forms: Forms) -> Format:
     return _tag(_FINAL, content, "") if forms.reasoning == "harmony" else content
-
-
-def _no_call(forms: Forms) -> Format:
-    """Text that begins no call."""
-    return {"type": "regex", "pattern": r"([^{](?s:.*))?"} if forms.tools == "llama3_json" else _ANY_TEXT
 
 
 _TRIGGERS = {"hermes": "<tool_call>", "qwen3_coder": "<tool_call>", "mistral": "[TOOL_CALLS]"}

@@ -50,10 +50,13 @@ _NAMES = (
     (r"^messages\.template_kwargs", "chat_template_kwargs"),
     (r"^messages\.items", "messages"),
     (r"^choice\.items", "choice"),
+)
+"""Our names of fields as patterns, and OpenAI's; the first that is found counts."""
+_NAMES_WITHIN = (
     (r"(tool_calls\[\d+\])\.(name|arguments)", r"\1.function.\2"),
     (r"\.content_parts", ".content"),
 )
-"""Our names of fields as patterns, and OpenAI's; the first that is found counts, and the last two beside it."""
+"""The same for what may follow a name."""
 
 
 class ApiError(Exception):
@@ -98,11 +101,8 @@ def api_error(error: SlipstreamError, names: dict[str, str]) -> ApiError:
 
 
 def _name(field: str) -> str:
-    for pattern, name in _NAMES[:-2]:
-        changed = re.sub(pattern, name, field)
-        if changed != field:
-            field = changed
-            break
-    for pattern, name in _NAMES[-2:]:
+    changed = (re.sub(pattern, name, field) for pattern, name in _NAMES)
+    field = next((name for name in changed if name != field), field)
+    for pattern, name in _NAMES_WITHIN:
         field = re.sub(pattern, name, field)
     return field
