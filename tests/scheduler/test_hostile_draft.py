@@ -43,7 +43,8 @@ async def test_no_token_changes(tmp_path: Path, algorithm: str) -> None:
         processes.start(Role.DRAFT)
         await until(writes.exists)
         num_accepted = num_acceptable = 0
-        while not num_acceptable or int(writes.read_text() or 0) < NUM_WRITES:
+        # Until its draft tokens are used, and most of them are wrong: the test's time bounds it.
+        while num_accepted >= num_acceptable / 2 or int(writes.read_text() or 0) < NUM_WRITES:
             jobs = make_jobs(NUM_JOBS, max_new_tokens=MAX_NEW_TOKENS)
             assert await client.run(*jobs) == expected
             num_accepted += sum(job.stats.total_accepted_tokens for job in jobs)
@@ -51,7 +52,6 @@ async def test_no_token_changes(tmp_path: Path, algorithm: str) -> None:
         assert client.num_epochs == 1
         assert client.errors == client.reasons == []
         assert client.metric("slipstream_draft_attachments_total") > 0
-        assert num_accepted < num_acceptable / 2, "what was written was used"
         samples = [sample for family in client.registry.collect() for sample in family.samples]
         wrong = [sample for sample in samples if not (math.isfinite(sample.value) and sample.value >= 0)]
         # NaN by design where the last steps are long ago, as those without a draft are on a slow machine.

@@ -55,7 +55,7 @@ def test_a_rank_that_ends_is_lost(ends: tuple[Crew, list[socket.socket]], lost: 
     crew, others = ends
     assert len(crew) == 3
     others[1].close()
-    assert lost.get(timeout=5) == (2, "has ended")
+    assert lost.get(timeout=60) == (2, "has ended")
     crew.tell({"do": "close"})
     assert others[0].recv(100) == b'{"do": "close"}\n', "a rank that is gone is nothing to the others"
 
@@ -66,7 +66,7 @@ def test_a_rank_that_ends_before_it_has_read_what_it_was_told_is_lost(
     crew, others = ends
     crew.tell({"do": "close"})
     others[1].close()
-    assert lost.get(timeout=5) == (2, "has ended")
+    assert lost.get(timeout=60) == (2, "has ended")
 
 
 def test_a_rank_that_shows_no_sign_of_life_is_lost(
@@ -88,7 +88,7 @@ def test_a_rank_that_ends_as_it_is_told_is_not_lost(ends: tuple[Crew, list[socke
         other.close()
     for thread in threading.enumerate():
         if thread.name.startswith("rank-"):
-            thread.join(5)
+            thread.join(60)
     assert lost.empty()
 
 
@@ -116,7 +116,7 @@ def test_an_answer_that_arrives_with_a_sign_of_life_does_not_wait_for_the_next_o
         other.sendall(b'{"free": 0}\n{"free": 7, "error": "", "kind": ""}\n{"fr')
     answered = threading.Thread(target=crew.wait_until_loaded, daemon=True)
     answered.start()
-    answered.join(5)
+    answered.join(60)
     assert (answered.is_alive(), crew.least_free) == (False, 7)
 
 

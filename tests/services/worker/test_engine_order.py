@@ -18,6 +18,7 @@ from slipstream.common.wire.step import FenceOps, FenceWait, Role, SlotUpdate, S
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.epoch import EpochState
 from tests.harness.recording_role import PROPOSED, PUBLISH, STASH, Recorder, attached
+from tests.harness.waiting import block_until
 from tests.harness.workers import LocalWorker, SharedArenas, attach, decode
 from tests.ordering.replay import read_log
 
@@ -63,6 +64,7 @@ def test_a_wait_stands_before_the_phase_at_its_place(tmp_path: Path) -> None:
         command = decode(1, 1, role=Role.VERIFY)
         waits = (FenceWait(PROPOSED, 1, WaitPlace.SAMPLING),)
         worker.send(replace(command, num_draft_tokens=(), ops=FenceOps(waits, command.ops.signals)))
+        block_until(lambda: role.done == ["forward"])
         with pytest.raises(DeadlineExceededError):
             worker.stream.synchronize(0.1)
         assert role.done == ["forward"]

@@ -198,10 +198,14 @@ async def test_an_attachment_that_is_refused_leaves_the_worker_free(served: Serv
         assert await run(worker.Execute(), 1, epoch=1) == [1]
 
 
-async def test_a_worker_whose_device_thread_hangs_counts_as_one_that_does_not_answer(served: Served) -> None:
+async def test_a_worker_whose_device_thread_hangs_counts_as_one_that_does_not_answer(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go_on = threading.Event()
     served.device_thread.submit(go_on.wait)
-    assert await check(served.address) == "SERVING"
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceThread, "busy_s", 0.9 * STUCK_AFTER_S)
+        assert await check(served.address) == "SERVING"
     try:
         async with health_checks(served.address) as answers:
             await until_hung(answers, 0.5)
