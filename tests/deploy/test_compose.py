@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -100,6 +102,24 @@ def test_follows_the_compose_specification(project: dict[str, Any], tmp_path: Pa
     assert complaints().strip() == "ok -- validation done"
     project["services"]["verify"]["healthcheck"]["intervall"] = "5s"
     assert "intervall" in complaints()
+
+
+@pytest.mark.slow
+def test_podman_compose_reads_the_same(project: dict[str, Any], variant: str, tmp_path: Path) -> None:
+    """It wants a podman, of which it asks only the version here."""
+    (tmp_path / "podman").write_text("#!/bin/sh\necho podman version 4.3.1\n", encoding="utf-8")
+    (tmp_path / "podman").chmod(0o700)
+    files = [word for name in VARIANTS[variant] for word in ("-f", str(DEPLOY / name))]
+    profiles = [word for name in ("openai", "observe") for word in ("--profile", name)]
+    command = (sys.executable, "-m", "podman_compose", *files, *profiles, "config")
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    read = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=60, check=True)
+    found = yaml.safe_load(read.stdout)
+    for name, service in project["services"].items():
+        # It lists an argument of a build twice, of which the last one counts, and says whole paths.
+        assert found["services"][name].pop("build", {}).keys() == service.pop("build", {}).keys()
+    assert found["services"] == project["services"]
+    assert found["volumes"] == project["volumes"]
 
 
 def test_workers_are_started_as_they_can_be(project: dict[str, Any], variant: str) -> None:
