@@ -33,7 +33,7 @@ from slipstream.common.host import yield_to_streams
 from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.rpc.metrics import BUILD_INFO, HOST_STALL_SECONDS, RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
-from slipstream.common.rpc.shutdown import ShutdownSignals
+from slipstream.common.rpc.shutdown import ShutdownSignals, raise_failure
 from slipstream.common.wire.command_socket import MAX_COMMAND_BYTES, CommandReceiver, serve_on_event_loop
 from slipstream.common.wire.events import WORKER_STALLS, Site, StreamName, make_log_directory, open_event_log
 from slipstream.common.wire.trace import HostRecords
@@ -159,7 +159,9 @@ async def run_worker(
         if not config.acknowledge_done:
             commands.listen(server.address)
         held.enter_context(collection.in_charge())
-        held.callback(asyncio.create_task(collection.run()).cancel)
+        collecting = asyncio.create_task(collection.run())
+        collecting.add_done_callback(raise_failure)
+        held.callback(collecting.cancel)
         server.set_serving(True)
         logger.info("serving %s at %s", engine.description.model, server.address)
         broken.add_done_callback(lambda _: signals.request())

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 
 from slipstream.common.rpc.shutdown import ShutdownSignals
 
+ROOT = Path(__file__).parents[3]
 FAILING = textwrap.dedent(
     """
     import asyncio, sys, threading
@@ -138,3 +142,25 @@ async def test_the_end_can_be_asked_for_without_a_signal() -> None:
         waiting = asyncio.ensure_future(signals.wait())
         signals.request()
         await waiting
+
+
+def test_the_product_drops_no_task_whose_failure_would_be_nothing() -> None:
+    folders = ("cli", "client", "common", "door", "gateway", "scheduler", "services")
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    makes_task = re.compile(r"\b(create_task|ensure_future)$")
+    num_tasks, dropped = 0, []
+    for file, text in ((file, file.read_text(encoding="utf-8")) for file in files):
+        if "create_task(" not in text and "ensure_future(" not in text:
+            continue
+        tree = ast.parse(text)
+        is_task = {
+            node for node in ast.walk(tree) if isinstance(node, ast.Call) and makes_task.search(ast.unparse(node.func))
+        }
+        num_tasks += len(is_task)
+        dropped += [
+            f"{file}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Expr | ast.Attribute) and node.value in is_task
+        ]
+    assert num_tasks > 15
+    assert dropped == []
