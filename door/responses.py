@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
@@ -181,14 +181,6 @@ def _content(content: str | list[Part] | None, field: str) -> str | list[Part]:
     return [Part("text", part.text or part.refusal or "") for part in content or ()]
 
 
-def _is_whole(arguments: str) -> bool:
-    try:
-        msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    return True
-
-
 async def responses(call: ApiCall) -> None:
     """Answers a request, with a stream or without."""
     request, state = await call.read(ResponsesRequest)
@@ -330,7 +322,8 @@ class _Answer:
         item = self._items[-1]
         item["status"] = status
         if item["type"] == "function_call":
-            if _is_whole(item["arguments"]):
+            with suppress(msgspec.DecodeError, RecursionError):
+                msgspec.json.decode(item["arguments"])
                 item["status"] = "completed"
             said = {name: item[name] for name in ("name", "arguments")}
             yield self._item_event("function_call_arguments.done", item_id=item["id"], **said)
