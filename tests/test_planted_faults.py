@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.harness.planted_faults import EXIT_STATUS, POINTS, PlantedFaults
+from tests.harness.waiting import block_until
 
 NAME = "gateway.before_commit"
 PROGRAM = """
@@ -70,9 +71,9 @@ def test_a_thread_hangs(tmp_path: Path) -> None:
     faults = PlantedFaults(tmp_path / "record", f"{NAME}:hang@2")
     with started(faults, tmp_path) as process:
         up_to_the_fault(process)
+        block_until(lambda: faults.have_failed)
         with pytest.raises(subprocess.TimeoutExpired):
             process.communicate("\n\n\n", 0.5)
-        assert faults.have_failed
         assert psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING
         process.kill()
 

@@ -180,7 +180,7 @@ def test_every_change_wakes_the_loop(change: str) -> None:
     waiter = threading.Thread(target=queue.wait_for_change, args=(30.0,))
     waiter.start()
     changes[change]()
-    waiter.join(10.0)
+    waiter.join(25.0)
     assert not waiter.is_alive()
 
 

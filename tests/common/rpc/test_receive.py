@@ -37,8 +37,8 @@ ECHO = "/test.Echo/echo"
 HEALTH = f"/{HEALTH_SERVICE}/Check"
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 NUM_CALLS = 40
-SETTLED_S = 1.0
-"""Time in which a client sends all that it may: 40 messages of 4 MiB take a third of it."""
+SILENT_S = 0.4
+"""A client that twice could send nothing for so long has sent all that it may."""
 
 
 class Refusing(ServerInterceptor):
@@ -60,13 +60,16 @@ def service() -> tuple[str, Any, object]:
     return bytes_service("test.Echo", echo=grpc.unary_unary_rpc_method_handler(echo))
 
 
-async def sent(address: str, path: str, *, num_calls: int = NUM_CALLS, seconds: float = SETTLED_S) -> list[int]:
+async def sent(address: str, path: str, *, num_calls: int = NUM_CALLS) -> list[int]:
     """The bytes that each of many calls could send of a message whose end never comes."""
     with HalfMessages(address, MAX_RECEIVE_BYTES - 1024) as client:
         for _ in range(num_calls):
             client.call(path)
-        await asyncio.to_thread(client.send, seconds)
-        return list(client.num_sent.values())
+        progress = [[0], [1]]
+        while progress[-1] != progress[-3:][0]:
+            await asyncio.to_thread(client.send, SILENT_S)
+            progress.append(list(client.num_sent.values()))
+        return progress[-1]
 
 
 async def test_a_call_that_is_refused_sends_a_window_at_most(service: Any) -> None:
@@ -194,11 +197,11 @@ async def test_a_client_has_no_more_than_its_part() -> None:
 
 @pytest.mark.parametrize(("waits", "given_up"), [("a", 0), ("b", None), ("c", None)])
 async def test_the_oldest_message_that_holds_up_a_waiting_one_is_given_up(waits: str, given_up: int | None) -> None:
-    turns = ReceiveTurns(4, 2, 0.05)
+    turns = ReceiveTurns(4, 2, 0.25)
     messages = await begun(turns, "a", "a", "b", waits)
     if given_up is None:
         assert messages[3].has_turn
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
         assert not any(message.task.done() for message in messages)
     else:
         assert not messages[3].has_turn
