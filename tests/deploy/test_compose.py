@@ -179,6 +179,12 @@ def test_prometheus_asks_where_they_answer(project: dict[str, Any]) -> None:
     assert asked == answered
 
 
+def test_the_workflow_waits_for_all_services_and_dashboards() -> None:
+    workflow = (DEPLOY.parent / ".github" / "workflows" / "checks.yml").read_text(encoding="utf-8")
+    assert re.findall(r'== \\"(\d+)\\"', workflow) == [str(len(scraped()))]
+    assert re.findall(r'"length == (\d+)"', workflow) == [str(len([*DEPLOY.glob("grafana/dashboards/*.json")]))]
+
+
 def test_published_ports_are_those_that_are_served(project: dict[str, Any]) -> None:
     services = project["services"]
     assert {name for name, service in services.items() if "ports" in service} == {"anchor"}
