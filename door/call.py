@@ -45,7 +45,7 @@ MAX_BODY_BYTES = 8 * 2**20
 LARGE_BODY_BYTES = 2**16
 """Bytes of a body from which on a thread reads it."""
 MAX_COMMAS = 2**15
-"""Commas of a large body beside two for each token of the context: to read more values takes tens of milliseconds, in
+"""Commas of a large body beside one for each token of the context: to read more values takes tens of milliseconds, in
 which nothing else is done."""
 MAX_ARRIVING_BYTES = 256 * 2**20
 """Bytes of all bodies that are being received, or whose calls are under way."""
@@ -162,9 +162,9 @@ class Call:
     async def read(self, kind: type[RequestT]) -> tuple[RequestT, ServerState]:
         """Reads the request, and says what serves it. Raises ApiError for a wrong field, and for another model."""
         if len(self.body) >= LARGE_BODY_BYTES:
-            most = MAX_COMMAS + 2 * (await self.door.state(self.client)).context_tokens
+            most = MAX_COMMAS + (await self.door.state(self.client)).context_tokens
             if (count := self.body.count(b",")) > most:
-                accepted = f"at most {most} commas, in JSON and in text: two for each token of the context, and some"
+                accepted = f"at most {most} commas, in JSON and in text: one for each token of the context, and some"
                 raise ApiError(413, f"the body: got {count}, accepted: {accepted}", code="request_too_large")
         self.names.update(kind.names)
         request = await self.aside(partial(parse, self.body, kind))
