@@ -17,6 +17,7 @@ from slipstream.services.models.paged_kv import PagedKV
 from slipstream.services.worker.engine import Engine, RoleEngine
 from slipstream.services.worker.server import DeviceThread, WorkerServicer
 from tests.harness.grpc_server import running_server
+from tests.harness.waiting import block_until
 from tests.harness.workers import LocalWorker
 
 SETTLE_TIMEOUT_S = 20.0
@@ -57,12 +58,12 @@ class ServedWorker:
 
     def until_free(self) -> None:
         """Returns when the end of a stream has been seen, and no epoch is open."""
-        for _ in range(1000):
+
+        def is_free() -> bool:
             self.settle()
-            if self.engine.epoch is None:
-                return
-            threading.Event().wait(0.002)
-        raise AssertionError("an epoch is still open")
+            return self.engine.epoch is None
+
+        block_until(is_free)
 
 
 @contextmanager

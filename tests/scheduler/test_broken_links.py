@@ -44,7 +44,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[Client, dict[Role, Breakin
             breaking_proxy(processes.address(Role.DRAFT), folder / "draft-way.sock") as (to_draft, draft),
         ):
             processes.ways = {Role.VERIFY: to_verify, Role.DRAFT: to_draft}
-            with running_session(processes, **settings(draft_timeout_ms=500.0)) as client:
+            with running_session(processes, **settings(draft_timeout_ms=3000.0)) as client:
                 await client.served()
                 expected = await client.run(*make_jobs(NUM_JOBS, max_new_tokens=MAX_NEW_TOKENS))
                 yield client, {Role.VERIFY: verify, Role.DRAFT: draft}, expected
