@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.request
 from bisect import bisect_left
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -214,18 +214,51 @@ class PageInTurns(Collector):
             yield sample
 
 
+MOST_CONNECTIONS = 64
+"""Connections of scrapers at a time."""
+LAST_SCRAPES_S = 1.0
+"""Longest time for which open connections hold up the end."""
+
+
 class _Handler(WSGIRequestHandler):
     timeout = 1.0
-    """Seconds that a scraper may send or read nothing, for which an open connection holds up the end, too."""
+    """Seconds that a scraper may send or read nothing."""
 
     def log_message(self, format: str, *args: object) -> None:
         """Logs no line for a scrape."""
 
 
 class _MetricsServer(ThreadingWSGIServer):
-    """Serves each connection on a thread of its own, which `server_close` joins."""
+    """Serves each connection on a thread of its own, which `server_close` joins; hangs up beyond MOST_CONNECTIONS."""
 
     daemon_threads = False
+
+    def __init__(self, *arguments: Any) -> None:
+        self._open = set[Any]()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts the thread, where there may be one more."""
+        if len(self._open) == MOST_CONNECTIONS:
+            self.shutdown_request(request)
+            return
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Called when a connection has been served, on its thread."""
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Hangs up on clients that still send or read after a second: one that does so byte by byte holds up no end."""
+        end = time.monotonic() + LAST_SCRAPES_S
+        while self._open and time.monotonic() < end:
+            time.sleep(0.01)
+        for request in tuple(self._open):
+            with suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
+        super().server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Logs the error of a scrape, which ends when a scraper goes away."""

@@ -102,6 +102,18 @@ def test_nothing_is_left_behind_even_with_open_connections() -> None:
     block_until(lambda: set(os.listdir("/proc/self/fd")) <= descriptors and set(threading.enumerate()) <= threads)
 
 
+def test_a_slow_scraper_holds_up_no_end_and_too_many_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As one that sends a byte now and then.
+    monkeypatch.setattr("slipstream.common.rpc.metrics._Handler.timeout", 1000.0)
+    monkeypatch.setattr("slipstream.common.rpc.metrics.MOST_CONNECTIONS", 1)
+    with serve_metrics(make_registry(), 0) as port:
+        slow = socket.create_connection(("127.0.0.1", port))
+        with pytest.raises(OSError, match=r"closed|reset|disconnected"):
+            page(port)
+    assert slow.recv(1) == b""
+    slow.close()
+
+
 def test_scrapes_at_the_same_time() -> None:
     registry = make_registry()
     both = threading.Barrier(2)
