@@ -54,7 +54,7 @@ def accept_lengths(jobs: list[Job]) -> float:
     return 1 + sum(job.stats.total_accepted_tokens for job in jobs) / max(1, steps)
 
 
-@pytest.mark.parametrize("max_new_tokens", [80, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_new_tokens", [50, pytest.param(300, marks=pytest.mark.slow)])
 async def test_a_killed_draft_costs_no_sequence_and_drafts_again_when_it_is_back(
     processes: WorkerProcesses, max_new_tokens: int
 ) -> None:

@@ -97,7 +97,7 @@ async def test_the_same_tokens_in_the_right_order(models: dict[Role, Path], tmp_
     logs.mkdir()
     with WorkerProcesses(tmp_path, models, "--access-log-dir", str(logs)) as processes:
         processes.start(Role.DRAFT, Role.VERIFY)
-        with_draft, jobs, more_jobs = (make_jobs(6) for _ in range(3))
+        with_draft, jobs, more_jobs = (make_jobs(4) for _ in range(3))
         outputs = await serve(processes, with_draft, log_dir=logs)
         assert all(len(set(output)) > 10 for output in outputs)
         assert sum(job.stats.total_accepted_tokens for job in with_draft) > 20

@@ -83,7 +83,7 @@ def test_one_after_the_other_each_draft_is_that_of_a_plain_search(
         assert sum(steps[6:]) < 0.5 * sum(steps[:6])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
 @pytest.mark.parametrize("num_pages", [None, 30])
 def test_what_was_sent_before_is_drafted_from_it(
