@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,16 @@ from slipstream.scheduler.link import LinkThread, WorkerLink
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.server import RECORDER, DeviceThread, RecorderServicer, WorkerServicer
-from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.counted_jobs import Job
 from tests.harness.grpc_server import running_server
 from tests.harness.scheduler_server import Gateway, ServedScheduler, served_scheduler
 from tests.harness.trace_format import check
 from tests.harness.worker_processes import WorkerProcesses, running_session, timeline_server
 from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, decode, describe
+from tests.scheduler.test_session import models, processes
 
-SEED = 5
+__all__ = ["models", "processes"]
+
 SETTINGS: dict[str, Any] = {
     "fixed_draft_tokens": 3,
     "slots": 3,
@@ -46,21 +47,6 @@ SETTINGS: dict[str, Any] = {
     "page_tokens": 8,
     "kv_memory_mib": 8,
 }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[Role, Path]:
-    """A small random target, and a draft that guesses right now and then."""
-    target = write_checkpoint(tmp_path_factory.mktemp("models") / "target", seed=SEED)
-    return {Role.VERIFY: target, Role.DRAFT: write_guesser(target.with_name("draft"), target, seed=SEED)}
-
-
-@pytest.fixture(scope="module")
-def processes(models: dict[Role, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcesses]:
-    """The workers, in processes of their own."""
-    with WorkerProcesses(tmp_path_factory.mktemp("sockets"), models) as made:
-        made.start(Role.DRAFT, Role.VERIFY)
-        yield made
 
 
 def make_job(max_new_tokens: int = 400) -> Job:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import re
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -14,6 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import ListValue, Struct, Value
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
@@ -326,6 +328,8 @@ async def test_a_request_that_is_no_message_costs_one_line(caplog: pytest.LogCap
 
 UNKNOWN = b"\xf8\x07\x01"
 """Field 127 with the value 1."""
+UNKNOWN_PARAMS = generation_pb2.SamplingParams.FromString(UNKNOWN)
+UNKNOWN_UPDATE = worker_pb2.SlotUpdate(slot=1, sampling=worker_pb2.SlotSampling.FromString(UNKNOWN))
 
 
 def test_a_known_message_passes() -> None:
@@ -333,35 +337,21 @@ def test_a_known_message_passes() -> None:
     reject_unknown_fields(Struct(fields={"a": Value(list_value=ListValue(values=[Value(number_value=1)]))}))
 
 
-def test_an_unknown_field_is_named() -> None:
-    request = generation_pb2.GenerateRequest.FromString(UNKNOWN)
-    with pytest.raises(InvalidArgumentError, match=r"^127: .*unknown field number 127.*GenerateRequest") as caught:
-        reject_unknown_fields(request)
-    assert caught.value.field == "127"
-
-
-def test_an_unknown_field_of_a_message_within_is_named() -> None:
-    request = generation_pb2.GenerateRequest(
-        text="a", sampling_params=generation_pb2.SamplingParams.FromString(UNKNOWN)
-    )
-    with pytest.raises(InvalidArgumentError) as caught:
-        reject_unknown_fields(request)
-    assert caught.value.field == "sampling_params.127"
-
-
-def test_an_unknown_field_of_a_repeated_message_is_named() -> None:
-    update = worker_pb2.SlotUpdate(slot=1, sampling=worker_pb2.SlotSampling.FromString(UNKNOWN))
-    command = worker_pb2.StepCommand(updates=[worker_pb2.SlotUpdate(slot=2), update])
-    with pytest.raises(InvalidArgumentError) as caught:
-        reject_unknown_fields(command)
-    assert caught.value.field == "updates[1].sampling.127"
-
-
-def test_an_unknown_field_in_a_map_is_named() -> None:
-    message = Struct(fields={"a": Value.FromString(UNKNOWN)})
-    with pytest.raises(InvalidArgumentError) as caught:
+@pytest.mark.parametrize(
+    ("message", "field", "owner"),
+    [
+        (generation_pb2.GenerateRequest.FromString(UNKNOWN), "127", "GenerateRequest"),
+        (generation_pb2.GenerateRequest(sampling_params=UNKNOWN_PARAMS), "sampling_params.127", "SamplingParams"),
+        (worker_pb2.StepCommand(updates=[{"slot": 2}, UNKNOWN_UPDATE]), "updates[1].sampling.127", "SlotSampling"),
+        (Struct(fields={"a": Value.FromString(UNKNOWN)}), "fields[a].127", "Value"),
+    ],
+    ids=["itself", "message within", "repeated message", "map"],
+)
+def test_an_unknown_field_is_named(message: Message, field: str, owner: str) -> None:
+    told = rf"^{re.escape(field)}: .*unknown field number 127.*\.{owner} "
+    with pytest.raises(InvalidArgumentError, match=told) as caught:
         reject_unknown_fields(message)
-    assert caught.value.field == "fields[a].127"
+    assert caught.value.field == field
 
 
 def test_an_unknown_number_of_an_oneof_is_not_lost() -> None:

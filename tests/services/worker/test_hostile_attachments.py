@@ -91,41 +91,25 @@ def test_regions_are_refused_or_stay_within_what_they_say(hosted: Hosted) -> Non
         hosted.check_it_works()
 
 
-def _a_link(path: Path, arena: GuardedArena) -> None:
-    path.symlink_to(arena.path)
+FILES: dict[str, Callable[[Path, GuardedArena], object]] = {
+    "a-link": lambda path, arena: path.symlink_to(arena.path),
+    "a-pipe": lambda path, _: os.mkfifo(path),
+    "a-directory": lambda path, _: path.mkdir(),
+    "a-device": lambda path, _: path.symlink_to("/dev/zero"),
+    "one-byte-short": lambda path, arena: path.write_bytes(bytes(arena.manifest.size - 1)),
+    "one-byte-long": lambda path, arena: path.write_bytes(bytes(arena.manifest.size + 1)),
+    "nothing": lambda *_: None,
+}
+"""What is there in place of an arena, by name."""
 
 
-def _a_pipe(path: Path, arena: GuardedArena) -> None:
-    os.mkfifo(path)
-
-
-def _a_directory(path: Path, arena: GuardedArena) -> None:
-    path.mkdir()
-
-
-def _a_device(path: Path, arena: GuardedArena) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def _one_byte_short(path: Path, arena: GuardedArena) -> None:
-    path.write_bytes(bytes(arena.manifest.size - 1))
-
-
-def _one_byte_long(path: Path, arena: GuardedArena) -> None:
-    path.write_bytes(bytes(arena.manifest.size + 1))
-
-
-def _nothing(path: Path, arena: GuardedArena) -> None:
-    """No file."""
-
-
-@pytest.mark.parametrize("make", [_a_link, _a_pipe, _a_directory, _a_device, _one_byte_short, _one_byte_long, _nothing])
-def test_a_file_that_is_not_the_arena_s_is_refused(hosted: Hosted, make: Callable[[Path, GuardedArena], None]) -> None:
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_not_the_arena_s_is_refused(hosted: Hosted, name: str) -> None:
     with hosted.memory() as memory:
-        path = DIRECTORY / f"{PREFIX}{os.getpid()}-{make.__name__}"
+        path = DIRECTORY / f"{PREFIX}{os.getpid()}-{name}"
         request = hosted.attach_request(memory)
         request.manifest.path = str(path)
-        make(path, memory.main)
+        FILES[name](path, memory.main)
         try:
             error = error_of(lambda: hosted.worker.stub.Attach(request, timeout=TIMEOUT_S))
             assert isinstance(error, ManifestError)
