@@ -298,9 +298,9 @@ def server_status(*, pid: int = 7, gateway_pid: int = 6, health: str = "SERVING"
     return ServerStatus(server="127.0.0.1:1", state=state, health={"gateway": "SERVING", "scheduler": health})
 
 
-def worked(server: Server | None = None) -> Look:
+def worked() -> Look:
     """A look at a server that worked for two seconds."""
-    server = server or Server()
+    server = Server()
     server.work()
     before = server.read(10.0)
     server.work()

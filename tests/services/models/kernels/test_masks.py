@@ -19,7 +19,7 @@ CONSTRAINED = (1, 2, 3, 4)
 K = 3
 
 
-def made(kind: type[GrammarMasks], vocab_size: int, device: torch.device, seed: int = 1) -> GrammarMasks:
+def made(kind: type[GrammarMasks], vocab_size: int, device: torch.device) -> GrammarMasks:
     """The memory of a grammar worker full of random masks."""
     shape = GrammarShape(num_slots=len(STAMPS), num_draft_tokens=K, vocab_size=vocab_size)
     buffers = {
@@ -27,7 +27,7 @@ def made(kind: type[GrammarMasks], vocab_size: int, device: torch.device, seed: 
         for spec in (*shape.own_specs(), *shape.given_specs())
     }
     words = buffers[BufferName.MASKS]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     words.copy_(torch.randint(-(2**31), 2**31, words.shape, generator=generator))
     buffers[BufferName.MASK_STAMPS].copy_(torch.tensor(STAMPS))
     where = torch.device("cpu") if kind is GrammarMasks else device
