@@ -51,12 +51,20 @@ class DraftSwaps:
     """Swaps the draft, once at a time. A client that goes away ends no swap."""
 
     def __init__(
-        self, config: UpConfig, supervisor: Supervisor, on_log: Callable[[Path], None] = lambda _path: None
+        self,
+        config: UpConfig,
+        supervisor: Supervisor,
+        on_log: Callable[[Path], None],
+        check: Callable[[UpConfig], Awaitable[None]],
     ) -> None:
-        """`config`: the configuration that `supervisor` runs. `on_log` is told of each new draft's log."""
+        """`config`: the configuration that `supervisor` runs. `on_log` is told of each new draft's log.
+
+        `check` raises, before anything starts, for a draft that could not be served.
+        """
         self._config = config
         self._supervisor = supervisor
         self._on_log = on_log
+        self._check = check
         self._num_started = 1
         self._task: asyncio.Task[SwapOutcome] | None = None
 
@@ -101,6 +109,8 @@ class DraftSwaps:
             raise InvalidArgumentError.described(error.field, description) from error
 
     async def _swap(self, config: UpConfig, terms: SwapTerms) -> SwapOutcome:
+        if config.models.has_draft:
+            await self._check(config)
         new = self._start(config)
         try:
             if new is not None:

@@ -113,7 +113,7 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
         async with (
             follower,
             supervising(config, lines.on_change, hurry) as supervisor,
-            control_server(config.state_dir, supervisor, DraftSwaps(config, supervisor, follow)),
+            control_server(config.state_dir, supervisor, DraftSwaps(config, supervisor, follow, _check)),
         ):
             # The doors end beside the gateways, whose last requests arrived through them.
             *before, gateways = [workers, *others]

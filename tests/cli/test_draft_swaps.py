@@ -24,6 +24,7 @@ from slipstream.cli.supervisor import Supervisor
 from slipstream.cli.swap_draft import SwapOptions, print_outcome, run_swap
 from slipstream.cli.up_config import UpConfig
 from slipstream.common.errors import (
+    CheckpointError,
     ConfigError,
     FailedPreconditionError,
     InvalidArgumentError,
@@ -104,11 +105,16 @@ async def up(tmp_path: Path, fake_service: MakeCommand, monkeypatch: pytest.Monk
     models = ModelChoice(target=tmp_path / "target", draft=tmp_path / "old", algorithm="standalone")
     config = UpConfig(models=models, device="cpu", state_dir=state_dir, listen="127.0.0.1:0")
     scheduler, logs = ScriptedScheduler(), list[Path]()
+
+    async def check(config: UpConfig) -> None:
+        if config.models.algorithm == "eagle":
+            raise CheckpointError("it is no head")
+
     service = ("slipstream.v1.Scheduler", scheduler_pb2_grpc.add_SchedulerServicer_to_server, scheduler)
     async with (
         running_server(service, address=config.socket("scheduler")),
         Supervisor(ready_timeout_s=20, drain_timeout_s=5) as supervisor,
-        control_server(state_dir, supervisor, DraftSwaps(config, supervisor, logs.append)),
+        control_server(state_dir, supervisor, DraftSwaps(config, supervisor, logs.append, check)),
     ):
         supervisor.start(worker_command(config, "draft"))
         supervisor.start(fake_service("scheduler"))
@@ -155,6 +161,14 @@ async def test_the_new_draft_takes_over_and_is_the_one_that_is_started_again(up:
     assert "--swapped-draft-tokens" not in words
     with pytest.raises(FailedPreconditionError, match="there is no draft to take away"):
         await up.swap("none")
+
+
+async def test_a_draft_that_cannot_be_served_is_refused_before_anything_starts(up: Up) -> None:
+    with pytest.raises(CheckpointError, match=r"^it is no head$"):
+        await up.swap("eagle")
+    assert (up.logs, up.drafts(), up.scheduler.swaps) == ([], ["draft"], [])
+    assert up.old_process.is_running()
+    assert await up.swap() == SWAPPED
 
 
 async def test_a_draft_without_a_model_comes_and_goes_like_one_with_a_model(up: Up) -> None:
