@@ -29,10 +29,15 @@ class RandomChoice(DraftChoice):
     def choose(self, slots: StepSlots, most: Counts, *, evens: tuple[int, ...]) -> Counts:
         """See `ChooseDraftTokens`."""
         part = np.array([self._rng.random() for _ in most])
-        # Each number once at least: few steps may draw only some of them.
-        new = [even for even in (0, *evens) if even not in self.counts and even <= most.max()]
-        even = np.minimum(most, self._rng.choice(new or (0, *evens)))
-        chosen = (even if evens else np.rint(part * most)).astype(np.int32)
+        # Each number once at least, where rows may differ the largest first: few steps may draw only some of them.
+        numbers = (0, *evens) if evens else range(int(most.max()), -1, -1)
+        new = [number for number in numbers if number not in self.counts and number <= most.max()]
+        if evens:
+            chosen = np.minimum(most, self._rng.choice(new or numbers)).astype(np.int32)
+        else:
+            chosen = np.rint(part * most).astype(np.int32)
+            if new:
+                chosen[most.argmax()] = new[0]
         self.counts |= set(chosen.tolist())
         return chosen
 
