@@ -217,6 +217,8 @@ def test_modules_that_come_late_read_what_they_have_states_of(
             prompter.follow(job)
             if len(epoch.outputs[job]) > 5 and not epoch.attachments:
                 epoch.epoch.speculation.offer(epoch.attach(cast("Link", workers[1])))
+            if not epoch.events:
+                workers[1].stream.synchronize(20.0)  # or the sequence may end before it has caught up
 
         epoch.on_progress = attach
         epoch.run([job])

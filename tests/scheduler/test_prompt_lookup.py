@@ -86,6 +86,8 @@ def test_one_that_comes_late_looks_up_all_of_a_sequence(verify: RoleEngine, draf
             output, known = epoch.outputs[job], (*job.spec.prompt, *epoch.outputs[job])
             if len(output) > 20 and not epoch.attachments:
                 epoch.epoch.speculation.offer(epoch.attach(both[1]))  # type: ignore[arg-type]
+            if not epoch.events:
+                both[1].stream.synchronize(20.0)  # or all sequences may end before it has caught up
             if job.stats.num_verify_steps > drafted[job] and row.finish_reason is None:
                 before = known[: len(known) - len(row.tokens)]
                 guesses = continued(before, num_draft_tokens, *BOUNDS)[: job.spec.max_draft_tokens]

@@ -131,6 +131,8 @@ def test_a_swap_between_drafts_of_other_numbers_changes_no_token(
             num_joined = [event for event, _ in epoch.events].count("joined")
             if job.stats.total_accepted_tokens and num_joined == len(epoch.attachments) < len(swaps):
                 epoch.epoch.speculation.offer(epoch.attach(*swaps[num_joined]))
+            if num_joined < len(epoch.attachments):
+                workers[num_joined].stream.synchronize(20.0)  # or all jobs may end before it has caught up
 
         epoch.on_progress = swap
         outputs = epoch.run(jobs)
