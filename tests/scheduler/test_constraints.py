@@ -9,9 +9,11 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher
@@ -19,16 +21,20 @@ from tokenizers import Tokenizer
 
 from slipstream import bundled
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.errors import DeadlineExceededError, InternalError, InvalidArgumentError
+from slipstream.common.errors import DeadlineExceededError, InternalError, InvalidArgumentError, SlipstreamError
 from slipstream.common.wire.events import EventLog, StreamName
 from slipstream.common.wire.job import FinishReason
 from slipstream.common.wire.layout import BufferName
 from slipstream.common.wire.sequence import MAX_GRAMMAR_CHARACTERS, SamplingParams, SequenceSpec, grammar_digest
 from slipstream.common.wire.step import GRAMMAR_PROTOCOL_VERSION, PROTOCOL_VERSION, FenceName, StepCommand
+from slipstream.protos import worker_pb2 as pb
+from slipstream.scheduler.constraints import Compilation, GrammarWorker
 from slipstream.scheduler.grammar_session import GrammarSession
 from slipstream.services.factory import make_draft, make_verify
+from slipstream.services.grammar.epoch import GrammarEpoch
 from slipstream.services.worker import epoch as worker_epoch
 from slipstream.services.worker.config import DFLASH, EAGLE3, MTP, NGRAM, WorkerConfig
+from slipstream.services.worker.engine import RoleEngine
 from slipstream.services.worker.fused_masks import FusedMasks
 from slipstream.services.worker.future_map import FutureMap, Region
 from slipstream.services.worker.masks import GrammarMasks
@@ -38,16 +44,6 @@ from tests.harness.scheduler_server import Gateway, served_scheduler
 from tests.harness.waiting import until
 from tests.ordering.replay import Replay, read_log
 from tests.scheduler.test_ragged_drafts import chosen_at_random
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-
-    from slipstream.common.errors import SlipstreamError
-    from slipstream.protos import worker_pb2 as pb
-    from slipstream.scheduler.constraints import Compilation, GrammarWorker
-    from slipstream.services.grammar.epoch import GrammarEpoch
-    from slipstream.services.worker.engine import RoleEngine
 
 pytestmark = pytest.mark.timeout(120)
 

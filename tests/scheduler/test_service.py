@@ -6,7 +6,8 @@ import gc
 import time
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -31,15 +32,10 @@ from slipstream.protos import scheduler_pb2 as pb
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.server import run_scheduler
 from slipstream.scheduler.service import MAX_QUEUED, GatewayStream, SequenceLimits
+from slipstream.services.worker.engine import RoleEngine
 from tests.harness.scheduler_server import Gateway, served_scheduler
 from tests.harness.waiting import until
 from tests.harness.workers import VOCAB_SIZE, describe
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from slipstream.services.worker.engine import RoleEngine
-
 
 SPEC = SequenceSpec(
     job_id="job", prompt=(1, 2, 3), max_new_tokens=9, sampling=SamplingParams(), stop_token_ids=frozenset()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import Any
 
 from slipstream.client.requests import OutputReader, can_go_on_after, job_request
 from slipstream.common.errors import ConnectionLostError, ResourceExhaustedError, SlipstreamError
@@ -11,14 +13,9 @@ from slipstream.common.wire.job import FinishReason
 from slipstream.gateway.request import sample_seed
 from slipstream.protos import generation_pb2
 from tests.simulator.model import LEAST_TOKEN, NUM_TOKENS, is_constrained, reference
+from tests.simulator.processes import GatewayProcess
 from tests.simulator.transport import ClientCall
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from random import Random
-
-    from tests.simulator.processes import GatewayProcess
-    from tests.simulator.world import World
+from tests.simulator.world import World
 
 PAUSE_S = 0.05
 """Between two tries of a client."""

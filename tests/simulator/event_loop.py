@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from asyncio import events
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-if TYPE_CHECKING:
-    import contextvars
-    from collections.abc import Callable, Coroutine
-
-    from tests.simulator.world import Process
+from tests.simulator.world import Process
 
 _MOST_GHOST_CALLS = 10_000
 

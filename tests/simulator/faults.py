@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from random import Random
 
-if TYPE_CHECKING:
-    from random import Random
-
-    from tests.simulator.processes import Machine
+from tests.simulator.processes import Machine
 
 PROCESSES = ("gateway", "scheduler", "verify", "draft", "draft")
 DRAFTS = ("draft", "other-draft", "other-draft", "none")

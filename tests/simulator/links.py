@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from slipstream.common.errors import SlipstreamError, UnavailableError
+from slipstream.common.wire.step import Role, StepCommand
+from slipstream.common.wire.trace import HostRecords
+from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, WorkerDescription
 from slipstream.scheduler.link import DRAIN_TIMEOUT_S
 from tests.simulator.threads import Signal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from slipstream.common.wire.step import Role, StepCommand
-    from slipstream.common.wire.trace import HostRecords
-    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, WorkerDescription
-    from tests.simulator.workers import SimulatedWorker
-    from tests.simulator.world import Process
+from tests.simulator.workers import SimulatedWorker
+from tests.simulator.world import Process
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 60.0

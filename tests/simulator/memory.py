@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 import torch
 
-from slipstream.common.device.interface import ANY_TIME
+from slipstream.common.device.interface import ANY_TIME, PollTime
 from slipstream.common.errors import ManifestError
-from slipstream.common.wire.manifest import EVENT, HOST, Manifest, lay_out
+from slipstream.common.wire.manifest import EVENT, HOST, BufferSpec, Manifest, lay_out
 from slipstream.common.wire.step import FenceName
 from slipstream.common.wire.trace import ClockSample
 from tests.simulator.threads import Signal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from slipstream.common.device.interface import PollTime
-    from slipstream.common.wire.manifest import BufferSpec
-    from tests.simulator.world import Process, World
+from tests.simulator.world import Process, World
 
 
 class SharedMemory:

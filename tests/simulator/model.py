@@ -5,19 +5,15 @@ So the whole output of a job is known at once, and one wrong token anywhere in a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 from zlib import crc32
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from numpy.typing import NDArray
-
-    from slipstream.common.wire.step import SlotUpdate
+from slipstream.common.wire.step import SlotUpdate
 
 LEAST_TOKEN, NUM_TOKENS = 3, 60
 """The tokens that it says."""

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.gateway.journal import JobJournal, rows_of
 from slipstream.gateway.sample import Sample
 from slipstream.scheduler.attachment import DraftAttachment
 from slipstream.scheduler.batch import Batch, ContextLimit
 from slipstream.scheduler.link import DispatchAcknowledged
-from slipstream.scheduler.records import Sequence
+from slipstream.scheduler.records import Sequence, Step
 from slipstream.scheduler.slots import SlotAllocator
 from slipstream.scheduler.waiting_queue import WaitingQueue
 from tests.simulator.schedule import run_schedule
 from tests.simulator.world import SimulationError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from slipstream.scheduler.records import Step
 
 
 @dataclass(frozen=True)

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
 from slipstream.common.errors import SlipstreamError
-from slipstream.common.wire.server import DraftSwap, SchedulerDescription, SchedulerState, ServerState, SwapTerms
-from slipstream.common.wire.step import RowTokens
+from slipstream.common.wire.server import (
+    DraftSwap,
+    SchedulerDescription,
+    SchedulerState,
+    ServerState,
+    SwapOutcome,
+    SwapTerms,
+)
+from slipstream.common.wire.step import Role, RowTokens
 from slipstream.gateway.config import WHOLE
 from slipstream.gateway.job import JobStore
 from slipstream.gateway.jobs import JobManager
-from slipstream.gateway.journal_file import JournalFile, JournalMode
+from slipstream.gateway.journal_file import Change, JournalFile, JournalMode
 from slipstream.gateway.metrics import RequestMetrics
 from slipstream.gateway.model import ServedModel
+from slipstream.gateway.peers import Peers
 from slipstream.gateway.request import RequestLimits
 from slipstream.gateway.scheduler import SchedulerLink
 from slipstream.gateway.service import GenerationServicer
 from slipstream.gateway.stream import StreamWrites
 from slipstream.gateway.tokenize_queue import TokenizeQueue
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.epoch import Epoch
+from slipstream.scheduler.results import Outgoing
 from slipstream.scheduler.service import SchedulerServicer
 from slipstream.scheduler.session import WorkerSession
 from slipstream.scheduler.waiting_queue import WaitingQueue
@@ -29,25 +42,11 @@ from tests.harness.tokenizers_by_kind import make_tokenizer
 from tests.harness.workers import VOCAB_SIZE
 from tests.simulator.event_loop import SimulatedLoop
 from tests.simulator.links import SimulatedLink
-from tests.simulator.memory import SimulatedDevice
+from tests.simulator.memory import Host, SimulatedDevice
 from tests.simulator.threads import SimulatedThread
 from tests.simulator.transport import SimulatedConnection
-from tests.simulator.world import Process
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from slipstream.common.wire.server import SwapOutcome
-    from slipstream.common.wire.step import Role
-    from slipstream.gateway.journal_file import Change
-    from slipstream.gateway.peers import Peers
-    from slipstream.scheduler.config import SchedulerConfig
-    from slipstream.scheduler.epoch import Epoch
-    from slipstream.scheduler.results import Outgoing
-    from tests.simulator.memory import Host
-    from tests.simulator.workers import SimulatedWorker
-    from tests.simulator.world import World
+from tests.simulator.workers import SimulatedWorker
+from tests.simulator.world import Process, World
 
 EOS_ID = 1
 """Never said by the model."""

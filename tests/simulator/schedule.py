@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
 
 from slipstream.common.wire.manifest import EVENT, HOST
 from slipstream.common.wire.step import Role, RowTokens
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.draft_session import DraftSession
 from tests.harness.workers import describe
 from tests.simulator.clients import Client, Plan
 from tests.simulator.faults import TYPICAL_EVENTS, Fault, Faults
@@ -22,9 +22,6 @@ from tests.simulator.substitutes import substituted
 from tests.simulator.worker_epochs import DraftSkill
 from tests.simulator.workers import HIDDEN_WIDTH, SimulatedWorker
 from tests.simulator.world import SimulationError, World
-
-if TYPE_CHECKING:
-    from slipstream.scheduler.draft_session import DraftSession
 
 CONTEXT_TOKENS = 64
 END_S = 240.0

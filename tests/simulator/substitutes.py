@@ -9,19 +9,16 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.scheduler import attachment, draft_session, epoch, grammar_session, session, sizes
 from tests.harness.random_choice import RandomChoice
 from tests.simulator.threads import SimulatedCondition, SimulatedEvent, SimulatedFuture, SimulatedThread
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.simulator.world import Process, World
+from tests.simulator.world import Process, World
 
 _UNDER_TEST = ("slipstream.gateway.", "slipstream.scheduler.", "slipstream.common.rpc.loop_turns")
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from greenlet import GreenletExit, greenlet
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.simulator.world import Process, World
+from tests.simulator.world import Process, World
 
 
 class SimulatedThread:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from slipstream.common.wire.events import EventLog
 from slipstream.common.wire.layout import GIVEN_FENCES, OWN_FENCES, BufferName, DraftShape, EpochShape
 from slipstream.common.wire.step import FenceName
-from slipstream.common.wire.worker import DraftSizes
+from slipstream.common.wire.worker import Attachment, DraftSizes
 from slipstream.services.worker.future_map import FutureMap, Region
+from slipstream.services.worker.masks import GrammarMasks
 from tests.harness.workers import VOCAB_SIZE
+from tests.simulator.memory import SimulatedArena, SimulatedDevice, SimulatedFence
 from tests.simulator.model import PagedTokens
-
-if TYPE_CHECKING:
-    from slipstream.common.wire.worker import Attachment
-    from slipstream.services.worker.masks import GrammarMasks
-    from tests.simulator.memory import SimulatedArena, SimulatedDevice, SimulatedFence
-    from tests.simulator.world import Process
+from tests.simulator.world import Process
 
 
 @dataclass(frozen=True, kw_only=True)
