@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import zip_longest
 from types import MappingProxyType
@@ -113,8 +114,8 @@ class Crew:
         """
         self._store = store
         self._lose = lose
-        self._own: Ranks | None = None
-        """Rank 0's collectives, where they are measured."""
+        self._own: Callable[[], Ranks | None] = lambda: None
+        """Rank 0's collectives, where they are measured. They refer to this: a cycle would keep their store open."""
         numbered = enumerate(zip_longest(connections, pids), 1)
         self._members = [Member(rank, connection, pid) for rank, (connection, pid) in numbered]
         self._is_loaded = self._is_closing = False
@@ -143,12 +144,13 @@ class Crew:
     def meet(self, device: torch.device) -> Ranks:
         """Makes rank 0's collectives."""
         ranks = join_ranks(Rank(0, len(self)), self._store, device, self)
-        self._own = ranks if device.type == "cpu" else None
+        if device.type == "cpu":
+            self._own = weakref.ref(ranks)
         return ranks
 
     def reports(self) -> list[RankReport]:
         """Describes all ranks; those after the first by their last messages."""
-        waited_s = None if self._own is None else self._own.waited_s
+        waited_s = None if (own := self._own()) is None else own.waited_s
         first = RankReport(rank=0, pid=os.getpid(), is_loaded=self._is_loaded, waited_s=waited_s)
         return [first, *(member.report() for member in self._members)]
 

@@ -152,6 +152,7 @@ class Line:
                 self._is_busy = False
                 if error is not None:
                     self.answer(error)
+        self._ranks = None  # their store ends with this thread's use of it, not with the signs of life
 
     def wait_for_end(self) -> None:
         """Returns when rank 0 has hung up."""
@@ -161,7 +162,8 @@ class Line:
     def is_alive(self) -> bool:
         """Returns whether the thread that serves waits for other ranks, or has computed since the last call."""
         before, self._used_s = self._used_s, time.clock_gettime(self._clock)
-        return not self._is_busy or self._ranks is None or self._ranks.is_waiting or self._used_s != before
+        ranks = self._ranks
+        return not self._is_busy or ranks is None or ranks.is_waiting or self._used_s != before
 
     def _show_life(self) -> None:
         with suppress(OSError):
@@ -171,7 +173,7 @@ class Line:
                 time.sleep(SIGN_INTERVAL_S)
 
     def _send(self, message: Message) -> None:
-        waited_s = None if self._ranks is None else self._ranks.waited_s
+        waited_s = None if (ranks := self._ranks) is None else ranks.waited_s
         with self._sending:
             line = json.dumps({"free": self._free_bytes(), "waited_s": waited_s, **message})
             self._connection.sendall(line.encode() + b"\n")
