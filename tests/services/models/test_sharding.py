@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,19 @@ def test_what_is_computed_beside_a_token_changes_no_bit(tmp_path: Path) -> None:
     assert torch.equal(joined, torch.cat([logits[0] for logits in alone]))
     assert output.aux is not None
     assert output.aux.shape == (21, 64)
+
+
+def test_ranks_are_gone_with_their_model(tmp_path: Path) -> None:
+    """Else the collector would end their store at any time, and wait there for a file that is gone."""
+    path = write_checkpoint(tmp_path / "it", has_tokenizer=False)
+    gc.disable()
+    try:
+        with ranked_model(path, 2) as model:
+            ranks = weakref.ref(model.decoder.ranks)
+        del model
+        assert ranks() is None
+    finally:
+        gc.enable()
 
 
 def test_a_rank_reads_only_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
