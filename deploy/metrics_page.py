@@ -52,7 +52,7 @@ CATALOGUE = (
         "As routers of vLLM's servers read them, with `--compat-metrics`. On the gateway's endpoint; each of several "
         "gateways has its own requests.",
         gateway_metrics.COMPAT_SPECS,
-        GATEWAY,
+        (),
     ),
     Section("Server", "What it is and how full it is. On the scheduler's endpoint.", metrics.SERVER_SPECS),
     Section(
@@ -82,8 +82,14 @@ CATALOGUE = (
     ),
     Section(
         "Every service",
-        "On each of the four endpoints; the first of them on that of a door, too.",
-        (common_metrics.RPCS, common_metrics.BUILD_INFO),
+        "On each endpoint, that of a door too.",
+        (common_metrics.RPCS,),
+        (*GATEWAY, *SCHEDULER, *WORKERS, "grammar"),
+    ),
+    Section(
+        "What runs",
+        "On the endpoints of gateway, scheduler, draft and verify.",
+        (common_metrics.BUILD_INFO,),
         GATEWAY + SCHEDULER + WORKERS,
     ),
 )

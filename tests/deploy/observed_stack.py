@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import sys
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -17,14 +18,15 @@ from typing import Any
 import yaml
 
 from slipstream.benchmarks.dummy_worker import dummy_worker
-from slipstream.benchmarks.stack import Stack, end, free_ports
+from slipstream.benchmarks.stack import Stack, end, free_ports, words
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.client import AsyncClient
+from slipstream.client.requests import RequestOptions
 
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "prometheus.yml"
 START_TIMEOUT_S = 30.0
 RETRY_S = 0.05
-SERVICES = ("gateway", "scheduler", "draft", "verify")
+SERVICES = ("gateway", "scheduler", "draft", "verify", "grammar")
 PROMPTS = ("def main():\n", "class Queue:\n", "import os\n", "for line in lines:\n")
 
 
@@ -144,6 +146,8 @@ async def observed_stack(
             else stack.worker(role, program=dummy_worker(role, length_ms), model=model, metrics_port=ports[role])
             for (role, model), length_ms in zip(models.items(), dummy_ms or (0.0, 0.0), strict=True)
         ]
+        grammar = words(listen=stack.socket("grammar"), metrics_port=ports["grammar"])
+        starts.append(stack.process("grammar", sys.executable, "-m", "slipstream.services.grammar_main", *grammar))
         await asyncio.gather(*starts)
         jobs = {f"slipstream-{service}": number for service, number in ports.items()}
         async with (
@@ -153,6 +157,7 @@ async def observed_stack(
                 slots=slots,
                 metrics_port=ports["scheduler"],
                 gateway_metrics_port=ports["gateway"],
+                grammar=stack.socket("grammar"),
             ) as served,
             running_prometheus(folder / "prometheus", jobs, interval_ms=interval_ms) as prometheus,
         ):
@@ -160,14 +165,20 @@ async def observed_stack(
 
 
 @asynccontextmanager
-async def busy(address: str, *, num_clients: int, max_new_tokens: int) -> AsyncIterator[None]:
-    """Has clients ask for one completion after the other, until the block ends. Raises the error of a client."""
+async def busy(address: str, *, num_clients: int, max_new_tokens: int, regex: str | None = None) -> AsyncIterator[None]:
+    """Has clients ask for one completion after the other, until the block ends. Raises the error of a client.
+
+    `regex`: what the second client's completions have to match.
+    """
 
     async def ask(client: AsyncClient, number: int) -> None:
         while True:
             # The first client leaves in the middle each time.
             limit = max_new_tokens if number else max_new_tokens // 2
-            stream = client.generate(PROMPTS[number % len(PROMPTS)], max_new_tokens=max_new_tokens, ignore_eos=True)
+            constrained = regex if number == 1 else None
+            prompt, ignore_eos = PROMPTS[number % len(PROMPTS)], constrained is None
+            options: RequestOptions = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos, "regex": constrained}
+            stream = client.generate(prompt, **options)
             num_tokens = 0
             async for chunk in stream:
                 num_tokens += len(chunk.token_ids)
