@@ -250,7 +250,8 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         self._acknowledge_done = acknowledge_done
         self._on_command = on_command
         self._stuck_after_s = stuck_after_s
-        self._has_stream = self._is_attaching = False
+        self._has_stream = self._had_stream = self._is_attaching = False
+        """`_had_stream`: the open epoch has had its stream, whose end ends it."""
 
     def find_fault(self) -> str:
         """Says so if the device's thread hangs; else it is empty."""
@@ -270,6 +271,7 @@ class WorkerServicer(pb_grpc.WorkerServicer):
             raise FailedPreconditionError("another scheduler has the Execute stream of this worker")
         self._commands.forget()
         measured = await self._on_device_thread(self._attach, attachment)
+        self._had_stream = False
         return attached_to_pb(measured, self._commands.ending)
 
     async def AttachDraft(self, request: pb.AttachDraftRequest, context: ServicerContext) -> pb.AttachDraftResponse:
@@ -297,9 +299,9 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         if self._has_stream:
             raise FailedPreconditionError("another scheduler has the Execute stream of this worker")
         epoch = self._engine.epoch
-        if epoch is None:
+        if epoch is None or self._had_stream:
             raise FailedPreconditionError("not attached")
-        self._has_stream = True
+        self._has_stream = self._had_stream = True
         outgoing: asyncio.Queue[pb.StepAck | Exception | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 

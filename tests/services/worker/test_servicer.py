@@ -157,6 +157,24 @@ async def test_a_stream_without_an_epoch_is_refused(served: Served) -> None:
         assert "not attached" in str(error)
 
 
+async def test_an_epoch_has_one_stream(served: Served) -> None:
+    """Also while the device's thread has yet to end it."""
+    async with served.scheduler() as worker:
+        await worker.Attach(served.attach_request(1))
+        call, go_on = worker.Execute(), threading.Event()
+        await run(call, 1, epoch=1)
+        served.device_thread.submit(go_on.wait)
+        try:
+            await call.done_writing()
+            assert await call.code() is grpc.StatusCode.OK
+            assert served.worker.engine.epoch == 1
+            assert "not attached" in str(await refused(worker.Execute().read()))
+        finally:
+            go_on.set()
+        await worker.Attach(served.attach_request(2))
+        assert await run(worker.Execute(), 1, epoch=2) == [1]
+
+
 async def test_a_command_that_makes_no_sense_ends_the_epoch_and_nothing_else(served: Served) -> None:
     async with served.scheduler() as worker:
         await worker.Attach(served.attach_request(1))
