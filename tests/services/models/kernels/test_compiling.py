@@ -30,7 +30,7 @@ TESTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("tests", TESTS, ids="-".join)
 def test_kernels_compile(tests: tuple[str, ...], tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON", "PYTEST"))}
