@@ -35,6 +35,7 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnauthenticatedError,
 )
+from slipstream.common.rpc.shutdown import log_failure
 from slipstream.common.settings import HELP_WIDTH, GroupedCommand, checked, read_defaults, shared, with_options
 from slipstream.services.worker.config import WorkerConfig
 
@@ -342,14 +343,8 @@ def _exit_with(work: Coroutine[object, object, int]) -> None:
 
 def _run(work: Coroutine[object, object, T]) -> T:
     with asyncio.Runner() as runner:
-        runner.get_loop().set_exception_handler(_log_failure)
+        runner.get_loop().set_exception_handler(log_failure)
         return runner.run(work)
-
-
-def _log_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # gRPC's poller reads a byte that is gone: it fails, and nothing is lost (grpc/grpc#25364).
-    if not isinstance(context.get("exception"), BlockingIOError):
-        loop.default_exception_handler(context)
 
 
 def _fail(error: Exception, status: int) -> None:

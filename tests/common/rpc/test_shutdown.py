@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.common.rpc.shutdown import ShutdownSignals
+from slipstream.common.rpc.shutdown import ShutdownSignals, on_failure
+from tests.harness.waiting import until
 
 ROOT = Path(__file__).parents[3]
 FAILING = textwrap.dedent(
@@ -164,3 +165,17 @@ def test_the_product_drops_no_task_whose_failure_would_be_nothing() -> None:
         ]
     assert num_tasks > 15
     assert dropped == []
+
+
+async def test_what_grpcs_poller_fails_to_read_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Other failures without a caller are."""
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    loop = asyncio.get_running_loop()
+    on_failure(loop, lambda: None)
+    for error in (BlockingIOError("nothing to read"), OSError("a failure")):
+        loop.call_soon(fail, error)
+    await until(lambda: "a failure" in caplog.text)
+    assert "nothing to read" not in caplog.text
