@@ -1,4 +1,4 @@
-"""What answers have in common: how they are sent; choices, usage, logprobs, several prompts at once."""
+"""Answers with choices, whole or as a stream: sending, usage, logprobs, several prompts at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slipstream.door.fields import Sampling
 
 Outputs: TypeAlias = "Sequence[AsyncGenerator[OutputChunk, None]]"
-"""Those of the jobs of a request."""
+"""The outputs of a request's jobs, in the order of its prompts."""
 
 DONE = b"data: [DONE]\n\n"
 JSON = "application/json"
@@ -53,9 +53,6 @@ async def send_error(send: Send, error: ApiError) -> None:
 class Answer(ABC):
     """An answer with choices, whole or as a stream, and what is the same in all of its events."""
 
-    num_reasoning_tokens = 0
-    """Tokens of thoughts so far."""
-
     def __init__(self, prefix: str, kind: str, request: Sampling, state: ServerState) -> None:
         """`prefix` is that of the answer's id; `kind` its object. A job has the next `n` of the choices."""
         self.is_stream = bool(request.stream)
@@ -69,9 +66,14 @@ class Answer(ABC):
             "model": request.model or state.served_names[0],
         }
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of thoughts so far."""
+        return 0
+
     @abstractmethod
     def parts(self, index: int, chunk: OutputChunk) -> Sequence[dict[str, Any]]:
-        """What a stream says of the next part of a choice's output."""
+        """Makes the choices of a stream's event from the next part of a choice's output."""
 
     @abstractmethod
     def choice(self, index: int, output: OutputChunk) -> dict[str, Any]:

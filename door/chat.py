@@ -92,7 +92,7 @@ class _Conversations(Answer):
         self._has_logprobs = bool(request.logprobs)
 
     @property
-    def num_reasoning_tokens(self) -> int:  # type: ignore[override]
+    def num_reasoning_tokens(self) -> int:
         return sum(sample.num_reasoning_tokens for sample in self._samples)
 
     def parts(self, index: int, chunk: OutputChunk) -> Sequence[dict[str, Any]]:

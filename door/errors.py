@@ -56,7 +56,7 @@ _NAMES_WITHIN = (
     (r"(tool_calls\[\d+\])\.(name|arguments)", r"\1.function.\2"),
     (r"\.content_parts", ".content"),
 )
-"""The same for what may follow a name."""
+"""Patterns of what may follow a name, and OpenAI's words for it; each that is found counts."""
 
 
 class ApiError(Exception):

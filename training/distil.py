@@ -6,25 +6,10 @@ import torch
 import typer
 from torch import Tensor
 
-from slipstream.training import checkpoint
+from slipstream.training import checkpoint, options
 from slipstream.training.distillation import TEMPERATURE, load_sources, train
 from slipstream.training.llama import Llama
 from slipstream.training.optimizer import Course, OptimizerConfig
-from slipstream.training.options import (
-    Corpus,
-    Device,
-    Log,
-    Minutes,
-    Out,
-    OverlapWeight,
-    Rate,
-    Samples,
-    Seed,
-    Steps,
-    Target,
-    begin,
-    run,
-)
 from slipstream.training.run import write_log
 
 
@@ -62,21 +47,21 @@ class Distillation:
 
 
 def main(
-    corpus: Corpus,
-    samples: Samples,
-    target: Target,
-    out: Out,
-    log: Log,
-    steps: Steps = 4000,
-    minutes: Minutes = 10.0,
+    corpus: options.Corpus,
+    samples: options.Samples,
+    target: options.Target,
+    out: options.Out,
+    log: options.Log,
+    steps: options.Steps = 4000,
+    minutes: options.Minutes = 10.0,
     batch: Annotated[int, typer.Option(help="Sequences of corpus a step; of samples, as many tokens.")] = 24,
-    overlap_weight: OverlapWeight = 1.0,
-    rate: Rate = 4e-3,
-    seed: Seed = 0,
-    device: Device = "cuda",
+    overlap_weight: options.OverlapWeight = 1.0,
+    rate: options.Rate = 4e-3,
+    seed: options.Seed = 0,
+    device: options.Device = "cuda",
 ) -> None:
     """Train the standalone draft on the target's distributions and write it as bfloat16."""
-    where = begin(seed, device)
+    where = options.begin(seed, device)
     sources = load_sources(corpus, samples, where, batch=batch, seed=seed)
     teacher = checkpoint.load_for_training(target).to(where).eval().requires_grad_(False)
     student = Llama(checkpoint.STANDALONE).to(where)
@@ -91,4 +76,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run(main)
+    options.run(main)

@@ -7,30 +7,13 @@ import torch
 import typer
 from torch import Tensor
 
-from slipstream.training import checkpoint
+from slipstream.training import checkpoint, options
 from slipstream.training.dflash import BlockDrafter, BlockShape
 from slipstream.training.distil_mtp import LOGIT_ROWS
 from slipstream.training.distillation import TEMPERATURE, load_sources, train
 from slipstream.training.llama import Llama
 from slipstream.training.mtp import SharedOutputLoss
 from slipstream.training.optimizer import Course, OptimizerConfig
-from slipstream.training.options import (
-    Batch,
-    Corpus,
-    Device,
-    Length,
-    Log,
-    Minutes,
-    Out,
-    OverlapWeight,
-    Rate,
-    Samples,
-    Seed,
-    Steps,
-    Target,
-    begin,
-    run,
-)
 from slipstream.training.run import write_log
 
 PLACE_WEIGHT = 0.8
@@ -94,24 +77,24 @@ def save(drafter: BlockDrafter, folder: Path) -> None:
 
 
 def main(
-    corpus: Corpus,
-    samples: Samples,
-    target: Target,
-    out: Out,
-    log: Log,
-    steps: Steps = 20000,
-    minutes: Minutes = 10.0,
-    batch: Batch = 12,
-    length: Length = None,
+    corpus: options.Corpus,
+    samples: options.Samples,
+    target: options.Target,
+    out: options.Out,
+    log: options.Log,
+    steps: options.Steps = 20000,
+    minutes: options.Minutes = 10.0,
+    batch: options.Batch = 12,
+    length: options.Length = None,
     num_layers: Annotated[int, typer.Option(help="Layers of the drafter.")] = 4,
     block_size: Annotated[int, typer.Option(help="Tokens of a block, the first one included.")] = 8,
-    overlap_weight: OverlapWeight = 1.0,
-    rate: Rate = 3e-3,
-    seed: Seed = 0,
-    device: Device = "cuda",
+    overlap_weight: options.OverlapWeight = 1.0,
+    rate: options.Rate = 3e-3,
+    seed: options.Seed = 0,
+    device: options.Device = "cuda",
 ) -> None:
     """Train the DFlash drafter on the target's distributions and write it as bfloat16."""
-    where = begin(seed, device)
+    where = options.begin(seed, device)
     text, own = sources = load_sources(
         corpus, samples, where, batch=batch, seed=seed, samples_per_text=2, length=length
     )
@@ -153,4 +136,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run(main)
+    options.run(main)

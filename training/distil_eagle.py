@@ -7,7 +7,7 @@ import torch
 import typer
 from torch import Tensor
 
-from slipstream.training import checkpoint
+from slipstream.training import checkpoint, options
 from slipstream.training.distil_eagle3 import DEPTH_WEIGHT
 from slipstream.training.distil_mtp import FIT_TOKENS, LOGIT_ROWS
 from slipstream.training.distillation import TEMPERATURE, load_sources, train
@@ -15,22 +15,6 @@ from slipstream.training.eagle import EagleHead
 from slipstream.training.llama import Llama
 from slipstream.training.mtp import SharedOutputLoss
 from slipstream.training.optimizer import Course, OptimizerConfig
-from slipstream.training.options import (
-    Batch,
-    Corpus,
-    Device,
-    Log,
-    Minutes,
-    Out,
-    OverlapWeight,
-    Rate,
-    Samples,
-    Seed,
-    Steps,
-    Target,
-    begin,
-    run,
-)
 from slipstream.training.run import write_log
 
 
@@ -70,23 +54,23 @@ def save(head: EagleHead, folder: Path) -> None:
 
 
 def main(
-    corpus: Corpus,
-    samples: Samples,
-    target: Target,
-    out: Out,
-    log: Log,
-    steps: Steps = 8000,
-    minutes: Minutes = 10.0,
-    batch: Batch = 12,
+    corpus: options.Corpus,
+    samples: options.Samples,
+    target: options.Target,
+    out: options.Out,
+    log: options.Log,
+    steps: options.Steps = 8000,
+    minutes: options.Minutes = 10.0,
+    batch: options.Batch = 12,
     length: Annotated[int, typer.Option(help="Tokens of a sequence of corpus at most.")] = checkpoint.CONTEXT_TOKENS,
     depth: Annotated[int, typer.Option(help="Tokens of a chain.")] = 4,
-    overlap_weight: OverlapWeight = 1.0,
-    rate: Rate = 2e-3,
-    seed: Seed = 0,
-    device: Device = "cuda",
+    overlap_weight: options.OverlapWeight = 1.0,
+    rate: options.Rate = 2e-3,
+    seed: options.Seed = 0,
+    device: options.Device = "cuda",
 ) -> None:
     """Train the EAGLE head on the target's distributions and write it as bfloat16."""
-    where = begin(seed, device)
+    where = options.begin(seed, device)
     text, own = load_sources(corpus, samples, where, batch=batch, seed=seed, samples_per_text=2)
     teacher = checkpoint.load_for_training(target).eval().requires_grad_(False).to(where)
     fitted_to = text.stream[: FIT_TOKENS // text.length * text.length].view(-1, text.length).long()
@@ -102,4 +86,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run(main)
+    options.run(main)

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from slipstream.common.errors import ConfigError
 from slipstream.services.models.checkpoint import LoadFormat
-from slipstream.training import checkpoint
+from slipstream.training import checkpoint, options
 from slipstream.training.distillation import TEMPERATURE, train
 from slipstream.training.eagle3 import Eagle3Head, HeadShape
 from slipstream.training.llama import LlamaShape
 from slipstream.training.optimizer import Course, OptimizerConfig
-from slipstream.training.options import Device, Minutes, OverlapWeight, Rate, Seed, begin, run
 from slipstream.training.run import Record, SavedRun, write_log
 from slipstream.training.teacher import Teacher
 from slipstream.training.texts import read_texts
@@ -108,21 +107,21 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the head, and for the state of a run that is ended.")],
     log: Annotated[Path | None, typer.Option(help="The training log, JSON; default: in the head's folder.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of one batch.")] = 8000,
-    minutes: Minutes = 600.0,
+    minutes: options.Minutes = 600.0,
     batch: Annotated[int, typer.Option(help="Sequences a step.")] = 4,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
     depth: Annotated[int, typer.Option(help="Tokens of a chain.")] = 5,
     draft_vocab: Annotated[int, typer.Option(help="Tokens that the head drafts, the most frequent ones.")] = 32_000,
     intermediate_size: Annotated[int | None, typer.Option(help="Of the head's MLP; default: the target's.")] = None,
-    overlap_weight: OverlapWeight = 1.0,
-    rate: Rate = 1e-3,
-    seed: Seed = 0,
-    device: Device = "cuda",
+    overlap_weight: options.OverlapWeight = 1.0,
+    rate: options.Rate = 1e-3,
+    seed: options.Seed = 0,
+    device: options.Device = "cuda",
     load_format: Annotated[LoadFormat, typer.Option(help="dummy: random weights, to measure.")] = LoadFormat.AUTO,
     resume: Annotated[bool, typer.Option(help="Go on with the run whose state is in the head's folder.")] = False,
 ) -> None:
     """Train an EAGLE-3 head on the target's distributions and write it as bfloat16."""
-    where = begin(seed, device)
+    where = options.begin(seed, device)
     if not resume and (out / STATE).exists():
         raise ConfigError("out", str(out), f"a folder without the {STATE} of a run that was ended, or --resume")
     text = Windows(read_texts(data, target).to(where), length=length, batch=batch, seed=seed)
@@ -163,4 +162,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run(main)
+    options.run(main)

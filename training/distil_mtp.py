@@ -8,29 +8,12 @@ import typer
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slipstream.training import checkpoint
+from slipstream.training import checkpoint, options
 from slipstream.training.distil_eagle3 import DEPTH_WEIGHT
 from slipstream.training.distillation import TEMPERATURE, load_sources, train
 from slipstream.training.llama import Llama
 from slipstream.training.mtp import MtpHead, SharedOutputLoss
 from slipstream.training.optimizer import Course, OptimizerConfig
-from slipstream.training.options import (
-    Batch,
-    Corpus,
-    Device,
-    Length,
-    Log,
-    Minutes,
-    Out,
-    OverlapWeight,
-    Rate,
-    Samples,
-    Seed,
-    Steps,
-    Target,
-    begin,
-    run,
-)
 from slipstream.training.run import Record, write_log
 
 NUM_MODULES = 3
@@ -92,23 +75,23 @@ def save(head: MtpHead, folder: Path) -> None:
 
 
 def main(
-    corpus: Corpus,
-    samples: Samples,
-    target: Target,
-    out: Out,
-    log: Log,
-    steps: Steps = 8000,
-    minutes: Minutes = 10.0,
-    batch: Batch = 12,
-    length: Length = None,
+    corpus: options.Corpus,
+    samples: options.Samples,
+    target: options.Target,
+    out: options.Out,
+    log: options.Log,
+    steps: options.Steps = 8000,
+    minutes: options.Minutes = 10.0,
+    batch: options.Batch = 12,
+    length: options.Length = None,
     start: Annotated[Path | None, typer.Option(help="Folder of modules to train further.")] = None,
-    overlap_weight: OverlapWeight = 1.0,
-    rate: Rate = 2e-3,
-    seed: Seed = 0,
-    device: Device = "cuda",
+    overlap_weight: options.OverlapWeight = 1.0,
+    rate: options.Rate = 2e-3,
+    seed: options.Seed = 0,
+    device: options.Device = "cuda",
 ) -> None:
     """Train the modules on the target's distributions and write them as bfloat16: one for all first, then each."""
-    where = begin(seed, device)
+    where = options.begin(seed, device)
     text, own = sources = load_sources(
         corpus, samples, where, batch=batch, seed=seed, samples_per_text=2, length=length
     )
@@ -133,4 +116,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run(main)
+    options.run(main)

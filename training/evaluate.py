@@ -11,9 +11,8 @@ import transformers
 import typer
 from transformers import AutoTokenizer
 
-from slipstream.training import accept_length, bits_per_byte, checkpoint
+from slipstream.training import accept_length, bits_per_byte, checkpoint, options
 from slipstream.training.accept_length import Setting
-from slipstream.training.options import Device, Target, run
 
 SAMPLED = Setting()
 HOT = Setting(temperature=1.0)
@@ -47,13 +46,13 @@ def hardware(device: torch.device) -> str:
 
 def main(
     corpus: Annotated[Path, typer.Option(help="Folder with heldout.npy and heldout.json.")],
-    target: Target,
+    target: options.Target,
     prompts: Annotated[Path, typer.Option(help="Held-out prompts, JSON lines.")],
     out: Annotated[Path, typer.Option(help="The results, JSON.")],
     standalone: Annotated[Path | None, typer.Option(help="Folder of the draft model.")] = None,
     num_files: Annotated[int | None, typer.Option(help="Only the first held-out files.")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Only the first prompts.")] = None,
-    device: Device = "cuda",
+    device: options.Device = "cuda",
 ) -> None:
     """Evaluate the weights as stored (bfloat16), computing in float32."""
     where = torch.device(device)
@@ -85,4 +84,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run(main)
+    options.run(main)

@@ -10,8 +10,7 @@ import typer
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from slipstream.training import checkpoint
-from slipstream.training.options import Device, Seed, Target, begin, run
+from slipstream.training import checkpoint, options
 from slipstream.training.texts import smallest_dtype
 from slipstream.training.windows import load_tokens
 
@@ -38,19 +37,19 @@ def continue_text(
 
 def main(
     corpus: Annotated[Path, typer.Option(help="Folder with train.npy, where the prefixes come from.")],
-    target: Target,
+    target: options.Target,
     out: Annotated[Path, typer.Option(help="The sampled rows, [rows, length], .npy.")],
     num_tokens: Annotated[int, typer.Option(help="Tokens to sample, prefixes not counted.")] = 3_000_000,
     minutes: Annotated[float, typer.Option(help="Start no further batch after this time.")] = 2.0,
     batch: Annotated[int, typer.Option(help="Rows sampled at once.")] = 4096,
     length: Annotated[int, typer.Option(help="Tokens a row, the prefix included.")] = 320,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.8,
-    seed: Seed = 0,
-    device: Device = "cuda",
+    seed: options.Seed = 0,
+    device: options.Device = "cuda",
 ) -> None:
     """Continue random pieces of training text with the target; prefixes have 48 to 96 tokens."""
     began = time.monotonic()
-    where = begin(seed, device)
+    where = options.begin(seed, device)
     model = checkpoint.load(target, where, torch.bfloat16)
     stream = load_tokens(corpus / "train.npy", where)
     random = torch.Generator(where).manual_seed(seed)
@@ -69,4 +68,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run(main)
+    options.run(main)

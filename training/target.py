@@ -10,10 +10,9 @@ import typer
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.training import checkpoint
+from slipstream.training import checkpoint, options
 from slipstream.training.llama import Llama
 from slipstream.training.optimizer import Course, Optimizer, OptimizerConfig
-from slipstream.training.options import Device, Log, Minutes, Out, Rate, Seed, begin, run
 from slipstream.training.run import LOG_EVERY_STEPS, Record, Step, steps, write_log
 from slipstream.training.windows import Windows, load_tokens
 
@@ -73,19 +72,19 @@ def train(model: Llama, windows: Windows, heldout: Tensor, course: Course, confi
 def main(
     corpus: Annotated[Path, typer.Option(help="Folder with train.npy and heldout.npy.")],
     tokenizer: Annotated[Path, typer.Option(help="Folder of the tokenizer.")],
-    out: Out,
-    log: Log,
+    out: options.Out,
+    log: options.Log,
     epochs: Annotated[float, typer.Option(help="Passes over the training text.")] = 20.0,
-    minutes: Minutes = 10.0,
+    minutes: options.Minutes = 10.0,
     batch: Annotated[int, typer.Option(help="Sequences a step.")] = 64,
     dropout: Annotated[float, typer.Option(help="On the embedding and each layer's two branches.")] = 0.2,
     weight_decay: Annotated[float, typer.Option(help="Decoupled; none on norms.")] = 0.5,
-    rate: Rate = 4e-3,
-    seed: Seed = 0,
-    device: Device = "cuda",
+    rate: options.Rate = 4e-3,
+    seed: options.Seed = 0,
+    device: options.Device = "cuda",
 ) -> None:
     """Train the target model on the training tokens and write it as bfloat16."""
-    where = begin(seed, device)
+    where = options.begin(seed, device)
     length = checkpoint.CONTEXT_TOKENS
     windows = Windows(load_tokens(corpus / "train.npy", where), length=length, batch=batch, seed=seed)
     heldout = load_tokens(corpus / "heldout.npy", where)
@@ -101,4 +100,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run(main)
+    options.run(main)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 PROTOCOL_VERSION = 4
 """Grows when a message of the worker contract to draft or verify changes its meaning."""
 GRAMMAR_PROTOCOL_VERSION = 5
-"""The same of a grammar worker, so that drafts of others stay as they are."""
+"""Grows when a message of the worker contract to a grammar worker changes its meaning: drafts need no change then."""
 FINAL_NORM = 2**32 - 1
 """Among the layers whose inputs a draft reads: the output of the target's final norm."""
 

@@ -47,7 +47,7 @@ HANG_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 5.0
 """Longest time for all ranks to end by themselves when rank 0 hangs up."""
 PROGRAM = (sys.executable, "-m", "slipstream.services.rank_main")
-"""What runs a rank."""
+"""The command that starts a rank, before its options."""
 _RECEIVED_BYTES = 2**16
 _LOADING_ERRORS: Mapping[str, type[SlipstreamError]] = MappingProxyType(
     {kind.__name__: kind for kind in (CheckpointError, OutOfMemoryError)}

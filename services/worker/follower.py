@@ -126,7 +126,7 @@ class Line:
         self._free_bytes = free_bytes
         self._sending = threading.Lock()
         self._ranks: Ranks | None = None
-        """Those whose collectives say when and how long the thread that serves waits in them."""
+        """Say when and how long the thread that serves waits in a collective."""
         self._is_busy = False
         self._clock = time.CLOCK_MONOTONIC
         self._used_s = 0.0

@@ -44,7 +44,7 @@ class RankReport:
     """Its process; None: one that is not to be measured."""
     is_loaded: bool
     free_bytes: int = 0
-    """Of its device's memory, where that is not the host's."""
+    """Memory that is free on its GPU; 0 on a CPU, and for rank 0, whose GPU is not asked."""
     waited_s: float | None = None
     """Seconds in collectives; None where that is not measured."""
 

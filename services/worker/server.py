@@ -250,8 +250,9 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         self._acknowledge_done = acknowledge_done
         self._on_command = on_command
         self._stuck_after_s = stuck_after_s
-        self._has_stream = self._had_stream = self._is_attaching = False
-        """`_had_stream`: the open epoch has had its stream, whose end ends it."""
+        self._has_stream = self._is_attaching = False
+        self._had_stream = False
+        """Whether the open epoch has had its stream, whose end ends it."""
 
     def find_fault(self) -> str:
         """Says so if the device's thread hangs; else it is empty."""

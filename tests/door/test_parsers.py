@@ -48,7 +48,7 @@ MISTRAL = (
     '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "add", "arguments": {"a": 1}}]'
 )
 MARKS = "</parameter> </function> </tool_call> <tool_call> [TOOL_CALLS] <|python_tag|> <|call|> <|end|>[{<|message|>"
-"""Those of all forms, as a value may have them."""
+"""The marks of all forms of calls, as a value may hold them."""
 ANALYSIS = "<|channel|>analysis<|message|>Let me think.<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>It is warm."
 COMMENTARY = "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + PARIS

@@ -26,7 +26,7 @@ from tests.harness.tokenizers_by_kind import make_tokenizer
 from tests.harness.waiting import block_until
 
 READY_S = 5.0
-"""Of its processor's time, on a slow one, too; a fast one takes half a second."""
+"""Longest processor time until it serves, on a slow machine; a fast one takes half a second."""
 
 
 def test_it_imports_neither_torch_nor_transformers() -> None:
