@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -165,15 +167,20 @@ def test_a_field_of_the_job(request_given: generation_pb2.GenerateRequest, field
     assert getattr(parse(request_given), field) == expected
 
 
+def seconds_of(work: Callable[[], object]) -> float:
+    """Processor time of this thread for some work. What else runs on its core makes it longer: take the least of some."""
+    began = time.thread_time()
+    work()
+    return time.thread_time() - began
+
+
 def test_the_largest_choice_is_checked_in_a_moment() -> None:
     """All clients wait meanwhile. Llama 3 has as many names."""
     names = {f"<|reserved_special_token_{number}|>": number for number in range(256)}
     limits, texts = replace(LIMITS, special_tokens=names, has_constraints=True), ["a"] * (2**18 - 40)
     request = request_of()
     request.choice.items.extend(texts)
-    began = time.process_time()
-    parse(request, limits)
-    assert time.process_time() - began < 0.6
+    assert min(seconds_of(partial(parse, request, limits)) for _ in range(3)) < 0.6
     request.choice.items.append("a<|reserved_special_token_255|>")
     assert refusal(request, limits) == f"choice.items[{len(texts)}]"
 
