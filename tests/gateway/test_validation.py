@@ -168,7 +168,7 @@ def test_a_field_of_the_job(request_given: generation_pb2.GenerateRequest, field
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Processor time of this thread for some work. What else runs on its core makes it longer: take the least of some."""
+    """This thread's processor time for some work; neighbours on its core make it longer: take the least of some."""
     began = time.thread_time()
     work()
     return time.thread_time() - began
