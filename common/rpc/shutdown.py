@@ -38,10 +38,9 @@ def on_failure(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> Non
 
 
 def log_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Handles the exceptions of an event loop: logs all but one of gRPC's that means nothing."""
-    # gRPC's poller reads a byte that is gone: it fails, and nothing is lost (grpc/grpc#25364).
+    """Handles the exceptions of an event loop: logs all but two of gRPC's that mean nothing."""
     error = context.get("exception")
-    if _is_ours(error) or not isinstance(error, BlockingIOError):
+    if _is_ours(error) or not _is_of_grpcs_poller(error):
         loop.default_exception_handler(context)
 
 
@@ -61,6 +60,14 @@ def end_at_once() -> None:
 def _is_ours(error: BaseException | None) -> bool:
     frames = () if error is None else walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__", "").startswith(_OURS) for frame, _ in frames)
+
+
+def _is_of_grpcs_poller(error: BaseException | None) -> bool:
+    # It serves all event loops of the process, and loses nothing where it reads a byte that another one has read
+    # (grpc/grpc#25364), or calls one that is closed.
+    return isinstance(error, BlockingIOError) or (
+        isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+    )
 
 
 class ShutdownSignals:

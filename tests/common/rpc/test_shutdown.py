@@ -173,9 +173,12 @@ async def test_what_grpcs_poller_fails_to_read_is_not_told(caplog: pytest.LogCap
     def fail(error: Exception) -> None:
         raise error
 
-    loop = asyncio.get_running_loop()
+    loop, closed = asyncio.get_running_loop(), asyncio.new_event_loop()
+    closed.close()
     on_failure(loop, lambda: None)
+    loop.call_soon(closed.call_soon_threadsafe, fail)
     for error in (BlockingIOError("nothing to read"), OSError("a failure")):
         loop.call_soon(fail, error)
     await until(lambda: "a failure" in caplog.text)
     assert "nothing to read" not in caplog.text
+    assert "closed" not in caplog.text
