@@ -118,14 +118,14 @@ def fp8_sums(
     else:
         s_at = scales + ((first + offsets_of(tl.arange(0, ROWS), BEHIND, ROWS)) // GROUP * K_BLOCKS)[:, None]
     total = tl.zeros((ROWS, BLOCK_M), tl.float32)
+    scale = tl.load(s_at)
     for block in tl.range(begin, end, num_stages=STAGES):
         tile = tl.trans(tl.load(x_at + block * BLOCK, mask=x_mask, other=0.0))
         numbers = _numbers(w_at + block * (CHUNK * BLOCK), x.dtype.element_ty, ROWS)
-        if K_BLOCKS > 1:
-            total += tl.dot(numbers, tile, input_precision="ieee") * tl.load(s_at + block)
-        else:
-            total = tl.dot(numbers, tile, total, input_precision="ieee")
-    return total if K_BLOCKS > 1 else total * tl.load(s_at)
+        # Multiplied here also where one scale is for all, so that the compiler waits for the product: else the next
+        # step's numbers may come into registers that the tensor cores still read.
+        total += tl.dot(numbers, tile, input_precision="ieee") * (tl.load(s_at + block) if K_BLOCKS > 1 else scale)
+    return total
 
 
 @triton.jit

@@ -142,12 +142,10 @@ def int_sums(
         next_scale, next_zero = tl.load(scales + at), _zero_points(zeros + at, HAS_ZEROS, NUM_BITS)
         blocks = w_at + number * (CHUNK * step * NUM_BITS // 8)
         numbers = int_numbers(blocks, zero, x.dtype.element_ty, ROWS, step, NUM_BITS)
-        if GROUPS > 1:
-            total += tl.dot(numbers, tile, input_precision="ieee") * scale[:, None].to(tl.float32)
-        else:
-            total = tl.dot(numbers, tile, total, input_precision="ieee")
+        # See `fp8_sums` for a group that is the whole row.
+        total += tl.dot(numbers, tile, input_precision="ieee") * scale[:, None].to(tl.float32)
         scale, zero = next_scale, next_zero
-    return total if GROUPS > 1 else total * scale[:, None].to(tl.float32)
+    return total
 
 
 @triton.jit

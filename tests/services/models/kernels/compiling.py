@@ -4,14 +4,16 @@
 
 The interpreter accepts code that the compiler does not: types that change in a branch, globals, returns of two types.
 Kernels write nothing here, so that tests go wrong; what counts is printed at the end: the kernels that were compiled,
-each once for each set of flags, and the first error of each that could not be. Belongs into a process of its own, as
-Triton decides between the two when it is imported.
+each once for each set of flags, and the first error of each that could not be. One is that a product of numbers in
+registers is not awaited in its step: those of the next step may replace them while the tensor cores still read them.
+Belongs into a process of its own, as Triton decides between the two when it is imported.
 """
 
 from __future__ import annotations
 
 import os
 import pkgutil
+import re
 import traceback
 from importlib import import_module
 from typing import Any
@@ -52,6 +54,11 @@ class HopperDriver:
         return torch.device("cpu")
 
 
+PRODUCT_OF_REGISTERS = re.compile(r"warp_group_dot [^\n]*: tensor<")
+AWAITED = re.compile(r"warp_group_dot_wait [^\n]*pendings = 0")
+SINGLE = ("K_BLOCKS", "GROUPS")
+"""Numbers of scales along a row: one is multiplied otherwise than many."""
+
 _failures: dict[str, str] = {}
 _compiled: set[tuple[object, ...]] = set()
 _run = JITFunction.run
@@ -62,7 +69,8 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> 
     # Heads of that size have the tiles that models run with.
     has_full_heads = options.get("HEAD_DIM") == FULL_HEAD_DIM
     dtypes = (arg.dtype for arg in args if isinstance(arg, torch.Tensor))
-    key = self.fn.__name__, has_full_heads, *sorted(flags), *dtypes
+    is_single = (options.get(name, 0) == 1 for name in SINGLE)
+    key = self.fn.__name__, has_full_heads, *is_single, *sorted(flags), *dtypes
     if key in _compiled:
         return None
     _compiled.add(key)
@@ -72,10 +80,19 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> 
         kernel = _run(self, *args, grid=grid, warmup=True, **options)
         if kernel.metadata.shared > SHARED_BYTES:
             raise MemoryError(f"{kernel.metadata.shared} bytes of shared memory, of which there are {SHARED_BYTES}")
+        if any(map(_has_unawaited, kernel.asm["ttgir"].split("scf.for")[1:])):
+            raise AssertionError("a step does not wait for its product of numbers in registers")
         return kernel
     except Exception as error:
         _failures.setdefault(self.fn.__name__, "".join(traceback.format_exception(error)[-3:]))
         raise
+
+
+def _has_unawaited(code: str) -> bool:
+    """True if a loop, given without its first words, goes on while a product of registers may be under way."""
+    step = code.partition("scf.yield")[0]
+    products = [found.end() for found in PRODUCT_OF_REGISTERS.finditer(step)]
+    return bool(products) and AWAITED.search(step, products[-1]) is None
 
 
 for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
