@@ -66,7 +66,11 @@ class StepBytes:
         config = ModelConfig.from_directory(setup.target)
         draft_weights, draft_kv_per_token = _draft_bytes(setup, num_draft_tokens, dtype)
         target, mixture = Decoder(config, device=META, dtype=dtype), config.experts
-        experts = sum(_nbytes(part.gate_up, part.down) for part in target.modules() if isinstance(part, Experts))
+        experts = sum(
+            _nbytes(*(each for name, each in part.named_parameters() if name.startswith(("gate_up", "down"))))
+            for part in target.modules()
+            if isinstance(part, Experts)
+        )
         return cls(
             verify_weights=_weights(target, is_tied=config.tie_word_embeddings) - experts,
             verify_experts=experts,

@@ -30,8 +30,9 @@ from slipstream.services.models.head_config import (
 )
 from slipstream.services.models.heads import DraftHead, make_head
 from slipstream.services.models.linear import FP8, Linear, dequantised
-from slipstream.services.models.packed import check_values, mxfp4, unpacked
+from slipstream.services.models.packed import Quantised, check_values, fp4_codes, mxfp4, unpacked
 from slipstream.services.models.packed_ints import PackedInts
+from slipstream.services.models.quantization import MXFP4_GROUP
 from slipstream.services.models.sharding import sharded, sharded_slots
 from slipstream.services.models.slots import (
     EMBEDDING_TENSOR,
@@ -222,9 +223,20 @@ def _taken(slot: Slot, values: torch.Tensor) -> torch.Tensor:
 
 def _fill_stacked(module: nn.Module, slot: Slot, files: WeightFiles, name: str) -> None:
     """Copies a tensor of all experts, or of their biases; raises as `_copy_finite`."""
-    parameter, values = module.get_parameter(slot.parameter), files.read(name)
+    values = files.read(name)
     num_parts = 2 if "gate_up" in slot.parameter else 1
     scales = None if slot.packed is None else files.read(f"{name.removesuffix(slot.packed.name)}_scales")
+    if scales is not None and (ints := _ints_of(module, slot)) is not None:
+        num_rows = ints.rows_per_expert
+        for expert, (codes, exponents) in enumerate(zip(values.to(ints.bits.device), scales, strict=True)):
+            for part in range(num_parts):
+                numbers = fp4_codes(codes[part::num_parts]).flatten(1)
+                scale = exponents[part::num_parts].to(codes.device)
+                groups = torch.arange(ints.num_columns, device=codes.device) // MXFP4_GROUP
+                start = expert * num_rows + part * (num_rows // num_parts)
+                ints.fill(start, Quantised(numbers, scale, scale, groups))
+        return
+    parameter = module.get_parameter(slot.parameter)
     for expert, place in enumerate(parameter):
         own = values[expert] if scales is None else mxfp4(values[expert], scales[expert])
         own = own.T if scales is None and own.dim() == 2 else own
@@ -235,14 +247,21 @@ def _fill_stacked(module: nn.Module, slot: Slot, files: WeightFiles, name: str) 
 
 def _fill_packed(module: nn.Module, slot: Slot, layout: PackedWeights, files: WeightFiles, name: str) -> None:
     """Copies packed numbers where the module keeps them, else what they are worth; raises as `_copy_finite`."""
-    linear = module.get_submodule(slot.parameter.removesuffix(".weight")) if slot.expert is None else None
-    if isinstance(linear, Linear) and linear.ints is not None:
-        ints = linear.ints
-        ints.fill(slot.start, unpacked(layout, files, name, slot.num_rows, slot.num_columns, ints.bits.device))
+    ints = _ints_of(module, slot)
+    if ints is not None:
+        start = slot.start + (slot.expert or 0) * ints.rows_per_expert
+        ints.fill(start, unpacked(layout, files, name, slot.num_rows, slot.num_columns, ints.bits.device))
     else:
         place = _place(module.get_parameter(slot.parameter), slot)
         weight = unpacked(layout, files, name, slot.num_rows, slot.num_columns, place.device)
         _copy_finite(place, files, name, weight.taken(slot).worth())
+
+
+def _ints_of(module: nn.Module, slot: Slot) -> PackedInts | None:
+    """Returns the weight that a tensor belongs to, where the module keeps it packed."""
+    path, _, name = slot.parameter.rpartition(".")
+    owner = module.get_submodule(path)
+    return getattr(owner, "ints" if isinstance(owner, Linear) else f"{name}_ints", None)
 
 
 def _plain_weights(files: WeightFiles, slots: Slots) -> frozenset[str]:
@@ -250,12 +269,14 @@ def _plain_weights(files: WeightFiles, slots: Slots) -> frozenset[str]:
     plain, order_of = set[str](), dict[str, torch.Tensor]()
     for name, slot in slots.items():
         layout = slot.packed
-        if slot.parameter.endswith(".weight") and layout is None:
+        if layout is None and (slot.parameter.endswith(".weight") or slot.is_stacked):
             plain.add(slot.parameter)
         elif layout is not None and layout.has_order and name.endswith(layout.order_name):
             groups = files.read(name)
             first, size = order_of.setdefault(slot.parameter, groups), layout.group_size or len(groups)
-            has_whole_groups = torch.equal(groups.sort().values, torch.arange(len(groups), dtype=groups.dtype) // size)
+            in_order = torch.arange(len(groups), dtype=groups.dtype) // size
+            # Of experts each would have an order of its own.
+            has_whole_groups = torch.equal(groups if slot.expert is not None else groups.sort().values, in_order)
             if not has_whole_groups or not torch.equal(groups, first):
                 plain.add(slot.parameter)
     return frozenset(plain)
@@ -332,7 +353,7 @@ def fill_with_noise(module: nn.Module) -> None:
     progress = _Progress(module, sum(parameter.numel() for parameter in module.parameters()))
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if ".ints." in name:
+            if "ints." in name:
                 continue
             if name.endswith("bias"):
                 parameter.zero_()

@@ -111,7 +111,8 @@ class DecoderLayer(nn.Module):
         has_kernels = config.has_whole_blocks and config.has_llama_layers
         is_kept = keeps_fp8(device, dtype, has_whole_blocks=has_kernels) and not config.rope.reorders(config.head_dim)
         fp8 = config.fp8 if is_kept else None
-        has_ints = keeps_ints(config.packed, device) and config.rank.size == 1
+        has_ints = config.packed is not None and config.packed.is_of_ints and keeps_ints(config.packed, device)
+        has_ints = has_ints and config.rank.size == 1
         packed = config.packed if is_kept and has_kernels and has_ints else None
 
         def linear(name: str, in_features: int, out_features: int, has_bias: bool) -> Linear:
@@ -147,7 +148,16 @@ class DecoderLayer(nn.Module):
         none = cast("Linear", nn.Identity())
         self.gate_up = linear("gate_up", hidden, 2 * mlp_size, config.has_mlp_bias) if mlp_size else none
         self.down = linear("down", mlp_size, hidden, config.has_mlp_bias) if mlp_size else none
-        self.experts = None if experts is None else Experts(experts, hidden, device=device, dtype=dtype)
+        self.experts = None
+        if experts is not None:
+            parameters = {f"layers.{index}.experts.{name}" for name in ("gate_up", "down")}
+            is_kept = keeps_fp8(device, dtype, has_whole_blocks=True) and config.rank.size == 1
+            packed = config.packed if is_kept else None
+            if packed is not None and (
+                parameters & packed.plain or not keeps_ints(packed, device, hidden, experts.width)
+            ):
+                packed = None
+            self.experts = Experts(experts, hidden, device=device, dtype=dtype, packed=packed)
         has_gate = experts is not None and experts.mixture.has_shared_gate
         self.shared_gate = Linear(empty_parameter(1, hidden, device=device, dtype=dtype)) if has_gate else None
         self.mlp_post_norm = norm_of_branch("mlp_post_norm")

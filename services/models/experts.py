@@ -11,9 +11,11 @@ from torch import nn
 
 from slipstream.services.models.families import Scoring
 from slipstream.services.models.linear import Linear, empty_parameter
+from slipstream.services.models.packed_ints import PackedInts
 
 if TYPE_CHECKING:
     from slipstream.services.models.experts_config import ExpertsConfig
+    from slipstream.services.models.quantization import PackedWeights
 
 _STEEPNESS = 1.702
 """Factor in the sigmoid of bounded gates."""
@@ -32,7 +34,16 @@ class Experts(nn.Module):
 
     steepness = _STEEPNESS
 
-    def __init__(self, config: ExpertsConfig, hidden_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        hidden_size: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        packed: PackedWeights | None = None,
+    ) -> None:
+        """`packed`: the layout of weights that stay packed, which only kernels multiply."""
         super().__init__()
         self.config = config
         num_experts, width = config.num_experts, config.width
@@ -44,8 +55,16 @@ class Experts(nn.Module):
         router_bias = parameter(num_experts, dtype=torch.float32) if has_biases else None
         self.router = Linear(parameter(num_experts, hidden_size, dtype=torch.float32), router_bias)
         self.choice_bias = parameter(num_experts, dtype=torch.float32) if has_choice_bias else None
-        self.gate_up: nn.Parameter | None = parameter(num_experts, 2 * width, hidden_size)
-        self.down: nn.Parameter | None = parameter(num_experts, hidden_size, width)
+        self.gate_up, self.down = (
+            None if packed is not None else parameter(num_experts, rows, columns)
+            for rows, columns in ((2 * width, hidden_size), (hidden_size, width))
+        )
+        self.gate_up_ints, self.down_ints = (
+            None
+            if packed is None
+            else PackedInts(packed, rows, columns, device=device, dtype=dtype, num_experts=num_experts)
+            for rows, columns in ((2 * width, hidden_size), (hidden_size, width))
+        )
         self.gate_up_bias = parameter(num_experts, 2 * width) if has_biases else None
         self.down_bias = parameter(num_experts, hidden_size) if has_biases else None
         self.by_kernels: ByKernels | None = None
@@ -84,8 +103,7 @@ class Experts(nn.Module):
 
     def pack(self) -> None:
         """Gives the weights of each expert their fastest layout on a CPU; they cannot be read or set any more."""
-        assert self.gate_up is not None, "experts are packed once"
-        if self.gate_up.is_cpu and self.by_kernels is None:
+        if self.gate_up is not None and self.gate_up.is_cpu and self.by_kernels is None:
             self._each = self._linears()
             for gate_up, down in self._each:
                 gate_up.pack()

@@ -79,8 +79,6 @@ class Linear(nn.Module):
 
     def pack_fp8(self, dtype: torch.dtype) -> None:
         """Rearranges an FP8 weight for the kernels and rows of `dtype`; `forward` cannot be called any more."""
-        if self.ints is not None:
-            self.ints.complete()
         if self.weight is not None and self.scales is not None:
             self.packed_fp8, self.weight = PackedFp8.of(self.weight, dtype), None
 

@@ -90,9 +90,13 @@ def _compressed_tensors(
 
 def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The numbers of a stacked expert: [rows, groups, 16] uint8 and [rows, groups] uint8 to [rows, columns] float32."""
-    halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)
-    numbers = torch.tensor([*_FP4, *(-number for number in _FP4)])[halves.int()]
+    numbers = torch.tensor([*_FP4, *(-number for number in _FP4)])[fp4_codes(blocks).int()]
     return torch.ldexp(numbers, (scales.int() - _SCALE_BIAS)[..., None]).view(len(blocks), -1)
+
+
+def fp4_codes(blocks: torch.Tensor) -> torch.Tensor:
+    """The codes of MXFP4's blocks, side by side: [rows, groups, 16] uint8 to [rows, groups, 32]."""
+    return torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)
 
 
 def _words(words: torch.Tensor, num_bits: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""A weight of 4 or 8 bits as the kernels read it."""
+"""Weights of 4 or 8 bits as the kernels read them."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,23 +20,36 @@ MOST_PART = {4: 64, 8: 32}
 """Columns whose numbers lie together, by bits: a lane of a warp has 16 bytes of them. Of smaller groups, theirs."""
 _DEVIATION = {4: 4.6, 8: 74.0}
 """Standard deviation of random numbers of some bits."""
+_FP4_DEVIATION, _EXPONENT_OF_ONE = 3.0, 127
+"""The same of MXFP4, and the exponent of the scale 1."""
 
 
 class PackedInts(nn.Module):
-    """A weight, [rows, columns], in the order in which the lanes of a warp multiply it.
+    """A weight, [rows, columns], in the order in which the lanes of a warp multiply it; of experts, all their rows.
 
-    Rows and columns are multiples of 128, and groups have 32 or 64 columns, multiples of 128, or all.
+    Its numbers are integers, and groups have 32 or 64 columns, multiples of 128, or all; or they are MXFP4.
     """
 
     zeros: nn.Parameter | None
 
     def __init__(
-        self, layout: PackedWeights, rows: int, columns: int, *, device: torch.device, dtype: torch.dtype
+        self,
+        layout: PackedWeights,
+        rows: int,
+        columns: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_experts: int = 1,
     ) -> None:
-        """`dtype`: of what it will be multiplied with; for bfloat16 bits are woven."""
+        """`rows`: of an expert. `dtype`: of what it will be multiplied with; for bfloat16 bits are woven."""
         super().__init__()
+        self.rows_per_expert = rows
+        rows *= num_experts
         self.num_bits, self.num_rows, self.num_columns = layout.num_bits, rows, columns
-        self._part = min(MOST_PART[layout.num_bits], layout.group_size or columns)
+        self.is_mxfp4 = not layout.is_of_ints
+        part = MOST_PART[layout.num_bits]
+        self._part = part if self.is_mxfp4 else min(part, layout.group_size or columns)
         self._is_woven = dtype == torch.bfloat16
 
         def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -43,9 +57,10 @@ class PackedInts(nn.Module):
 
         groups = layout.num_groups(columns)
         self.bits = parameter(rows // CHUNK, columns * CHUNK * layout.num_bits // 8, dtype=torch.uint8)
-        self.scales = parameter(groups, rows, dtype=torch.float16)
-        """[groups, rows]; float32 where float16 would not be exact."""
-        self.zeros = parameter(groups, rows, dtype=torch.uint8) if layout.has_zero_points else None
+        self.scales = parameter(groups, rows, dtype=torch.uint8 if self.is_mxfp4 else torch.float16)
+        """[groups, rows]; float32 where float16 would not be exact. Of MXFP4 the exponents."""
+        has_zeros = layout.has_zero_points and not self.is_mxfp4
+        self.zeros = parameter(groups, rows, dtype=torch.uint8) if has_zeros else None
         """[groups, rows]; None: the middle of the range."""
         self.order: torch.Tensor | None = None
         """[columns] int64: the columns by group, where they are not in this order."""
@@ -59,8 +74,9 @@ class PackedInts(nn.Module):
         if not torch.equal(part.groups, torch.arange(columns, device=part.groups.device) // (columns // groups)):
             self.order = part.groups.argsort(stable=True)
         values = self.ordered(part.values).to(torch.uint8)
-        self.bits[start // CHUNK : rows.stop // CHUNK] = self._in_lanes(values)
-        if self.scales.dtype != torch.float32 and not torch.equal(scales.to(self.scales.dtype).float(), scales):
+        lanes = in_lanes(values, self.num_bits, self._part, is_woven=self._is_woven)
+        self.bits[start // CHUNK : rows.stop // CHUNK] = lanes
+        if self.scales.dtype == torch.float16 and not torch.equal(scales.to(self.scales.dtype).float(), scales):
             self.scales.data = self.scales.data.float()
         self.scales[:, rows] = scales
         if self.zeros is not None:
@@ -74,6 +90,9 @@ class PackedInts(nn.Module):
     def fill_with_noise(self, generator: torch.Generator) -> None:
         """Random numbers around zero with a standard deviation of 1 / sqrt(columns)."""
         self.bits.random_(generator=generator)
+        if self.is_mxfp4:
+            self.scales.fill_(_EXPONENT_OF_ONE - round(math.log2(_FP4_DEVIATION * self.num_columns**0.5)))
+            return
         self.scales.fill_(self.num_columns**-0.5 / _DEVIATION[self.num_bits])
         if self.zeros is not None:
             self.zeros.fill_(1 << (self.num_bits - 1))
@@ -82,19 +101,29 @@ class PackedInts(nn.Module):
         """The columns of [rows, columns] in the weight's order."""
         return x if self.order is None else x.index_select(1, self.order)
 
-    def _in_lanes(self, values: torch.Tensor) -> torch.Tensor:
-        rows, columns = values.shape
-        # By a chunk's groups of 16 rows, two of 8, each row; a part's groups of 16 columns, two of 8, of pairs.
-        shape = (rows // CHUNK, 4, 2, 8, columns // self._part, self._part // 16, 2, 4, 2)
-        # Within a word: of 8 bits as the lane multiplies; of 4 bits so that one mask takes a pair out of it.
-        word = (6, 2, 8) if self.num_bits == 8 else (8, 6, 2) if self._is_woven else (2, 8, 6)
-        lanes = values.view(shape).permute(0, 4, 1, 3, 7, 5, *word).reshape(rows // CHUNK, -1)
-        return lanes if self.num_bits == 8 else lanes[:, ::2] | lanes[:, 1::2] << 4
+
+def in_lanes(values: torch.Tensor, num_bits: int, part: int, *, is_woven: bool) -> torch.Tensor:
+    """Orders the numbers of [rows, columns] uint8 as lanes multiply them: [rows / 64, bytes].
+
+    `part`: columns whose numbers lie together. `is_woven`: for bfloat16.
+    """
+    rows, columns = values.shape
+    # By a chunk's groups of 16 rows, two of 8, each row; a part's groups of 16 columns, two of 8, of pairs.
+    shape = (rows // CHUNK, 4, 2, 8, columns // part, part // 16, 2, 4, 2)
+    # Within a word: of 8 bits as the lane multiplies; of 4 bits so that one mask takes a pair out of it.
+    word = (6, 2, 8) if num_bits == 8 else (8, 6, 2) if is_woven else (2, 8, 6)
+    lanes = values.reshape(shape).permute(0, 4, 1, 3, 7, 5, *word).reshape(rows // CHUNK, -1)
+    return lanes if num_bits == 8 else lanes[:, ::2] | lanes[:, 1::2] << 4
 
 
-def keeps_ints(layout: PackedWeights | None, device: torch.device) -> bool:
-    """True if kernels multiply weights that are packed so, where they multiply FP8 weights, too."""
-    if layout is None or not layout.is_of_ints or device.type == "cpu":
+def keeps_ints(layout: PackedWeights | None, device: torch.device, *sizes: int) -> bool:
+    """True if kernels multiply weights that are packed so, where they multiply FP8 weights, too.
+
+    `sizes`: of rows and columns.
+    """
+    if layout is None or device.type == "cpu":
         return False
-    size = layout.group_size
-    return size is None or size in (32, 64) or size % BLOCK == 0
+    if not layout.is_of_ints:
+        return all(size % CHUNK == 0 for size in sizes)
+    has_groups = layout.group_size in (None, 32, 64) or layout.group_size % BLOCK == 0
+    return has_groups and all(size % BLOCK == 0 for size in sizes)

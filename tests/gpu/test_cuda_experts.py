@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,6 +23,7 @@ from tests.harness.local_epoch import LocalEpoch
 from tests.harness.paged_model import random_tokens
 from tests.harness.transformers_checkpoints import write_by_transformers
 from tests.harness.workers import LocalWorker, local_workers
+from tests.services.models.kernels.test_grouped import LAYOUTS, fill_packed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,6 +124,24 @@ def test_in_bfloat16_numbers_are_those_of_float32(device: CudaDevice, shape: str
         x = torch.randn(num_rows, SHAPES[shape][1], generator=generator, device=where).to(torch.bfloat16)
         chosen, shares = experts.route(x)
         assert torch.equal(chosen, exact.route(x.float())[0])
+        made = exact._by_expert(x.float(), chosen).view(*chosen.shape, -1)
+        expected = (made * shares[..., None]).sum(dim=1)
+        error = (run_experts(experts, x, chosen, shares).float() - expected).norm() / expected.norm()
+        assert error < MOST_ERROR, f"{num_rows} rows: {error:.4f}"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("shape", "layout"), [("gpt-oss-20b", "mxfp4"), ("Qwen3-30B-A3B", "4 bits")])
+def test_packed_weights_are_what_their_formula_says(device: CudaDevice, shape: str, layout: str) -> None:
+    where, (config, hidden_size), packing = device.torch_device, SHAPES[shape], LAYOUTS[layout]
+    config = replace(config, num_experts=2 * config.num_chosen)
+    experts = Experts(config, hidden_size, device=where, dtype=torch.bfloat16, packed=packing)
+    exact = Experts(config, hidden_size, device=where, dtype=torch.float32)
+    fill_packed(experts, exact, packing)
+    for num_rows in (1, 5, 40, 320, 2048):
+        generator = torch.Generator(where).manual_seed(num_rows)
+        x = torch.randn(num_rows, hidden_size, generator=generator, device=where).to(torch.bfloat16)
+        chosen, shares = experts.route(x)
         made = exact._by_expert(x.float(), chosen).view(*chosen.shape, -1)
         expected = (made * shares[..., None]).sum(dim=1)
         error = (run_experts(experts, x, chosen, shares).float() - expected).norm() / expected.norm()

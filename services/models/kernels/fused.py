@@ -25,6 +25,7 @@ from slipstream.services.models.kernels.products import (
     tiled_product,
 )
 from slipstream.services.models.linear import Linear
+from slipstream.services.models.packed_ints import PackedInts
 
 if TYPE_CHECKING:
     from slipstream.services.models.attention import Attention, ForwardBatch, JoinedBatch
@@ -53,6 +54,9 @@ class FusedDecoder(Decoder):
         linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
         for each in linears:
             each.pack_fp8(self.embedding.dtype)
+        for module in self.modules():
+            if isinstance(module, PackedInts):
+                module.complete()
         self._most_rows = most_rows_of(*linears)
 
     def enable_batch_invariance(self) -> None:

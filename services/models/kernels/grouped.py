@@ -12,7 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.services.models.kernels.fp8 import halves
+from slipstream.services.models.kernels.ints import int_sums
 from slipstream.services.models.kernels.launching import overlapping, power_of_two, wait_for_previous
+from slipstream.services.models.kernels.mxfp4 import mxfp4_sums
 
 if TYPE_CHECKING:
     from slipstream.services.models.experts import Experts
@@ -38,6 +41,8 @@ def tile_of(
 def grouped_kernel(
     x: tl.tensor,  # [N, SIZE] of tokens if IS_GATED, else [N * NUM_CHOSEN, SIZE] sorted by expert
     weight: tl.tensor,  # [NUM_EXPERTS, COLUMNS, SIZE]; twice as many columns if IS_GATED: gates, then ups
+    scales: tl.tensor,  # of weights that are `PackedInts`, read if GROUPS
+    zeros: tl.tensor,  # the same, read if HAS_ZEROS
     bias: tl.tensor,  # [NUM_EXPERTS, COLUMNS], or twice as many; read if HAS_BIAS
     ends: tl.tensor,  # [NUM_EXPERTS] int32: where the rows of each expert end
     order: tl.tensor,  # [N * NUM_CHOSEN] int64: the choice of each sorted row, of which a token has NUM_CHOSEN
@@ -47,6 +52,7 @@ def grouped_kernel(
     LIMIT: tl.constexpr,  # of gates and ups, or None
     STEEPNESS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GROUPS: tl.constexpr, NUM_BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_MXFP4: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_N columns of at most BLOCK_M rows of an expert. Grid: (cdiv(COLUMNS, BLOCK_N), tiles)."""
@@ -61,18 +67,37 @@ def grouped_kernel(
     choice = tl.load(order + row, mask=is_row, other=0)
     source = choice // NUM_CHOSEN if IS_GATED else row.to(tl.int64)
     of_expert: tl.constexpr = 2 * COLUMNS if IS_GATED else COLUMNS
-    w_at = weight + (expert.to(tl.int64) * of_expert + n)[:, None] * SIZE + k[None, :]
-    x_at = x + source[:, None] * SIZE + k[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     total_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(0, SIZE, BLOCK_K, num_stages=STAGES):
-        is_k = k < SIZE - start
-        there = is_column[:, None] & is_k[None, :]
-        rows = tl.load(x_at + start, mask=is_row[:, None] & is_k[None, :], other=0.0)
-        total = tl.dot(rows, tl.trans(tl.load(w_at + start, mask=there, other=0.0)), total, input_precision="ieee")
+    if GROUPS > 0:
+        first_column = expert * of_expert + tl.program_id(0) * BLOCK_N
+        weight_rows: tl.constexpr = 2 * BLOCK_N if IS_GATED else BLOCK_N
+        behind: tl.constexpr = COLUMNS if IS_GATED else 0
+        all_rows: tl.constexpr = NUM_EXPERTS * of_expert
+        if IS_MXFP4:
+            sums = mxfp4_sums(
+                x, source, is_row, weight, scales, first_column, SIZE, behind, all_rows, BLOCK_M, weight_rows, STAGES
+            )
+        else:
+            sums = int_sums(
+                x, source, is_row, weight, scales, zeros, first_column, 0,
+                SIZE, behind, GROUPS, all_rows, NUM_BITS, HAS_ZEROS, BLOCK_M, weight_rows, 1, STAGES,
+            )  # fmt: skip
         if IS_GATED:
-            up = tl.load(w_at + COLUMNS * SIZE + start, mask=there, other=0.0)
-            total_up = tl.dot(rows, tl.trans(up), total_up, input_precision="ieee")
+            total, total_up = halves(sums, BLOCK_M, weight_rows)
+        else:
+            total = tl.trans(sums)
+    else:
+        w_at = weight + (expert.to(tl.int64) * of_expert + n)[:, None] * SIZE + k[None, :]
+        x_at = x + source[:, None] * SIZE + k[None, :]
+        for start in tl.range(0, SIZE, BLOCK_K, num_stages=STAGES):
+            is_k = k < SIZE - start
+            there = is_column[:, None] & is_k[None, :]
+            rows = tl.load(x_at + start, mask=is_row[:, None] & is_k[None, :], other=0.0)
+            total = tl.dot(rows, tl.trans(tl.load(w_at + start, mask=there, other=0.0)), total, input_precision="ieee")
+            if IS_GATED:
+                up = tl.load(w_at + COLUMNS * SIZE + start, mask=there, other=0.0)
+                total_up = tl.dot(rows, tl.trans(up), total_up, input_precision="ieee")
     if HAS_BIAS:
         b_at = bias + expert * of_expert + n
         total += tl.load(b_at, mask=is_column, other=0.0).to(tl.float32)[None, :]
@@ -111,32 +136,42 @@ def _tile(rows_per_expert: int, size: int, element_size: int) -> _Tile:
     return tile._replace(block_k=min(tile.block_k, max(16, power_of_two(size))))
 
 
+def _packed_tile(rows_per_expert: int, size: int, element_size: int) -> _Tile:
+    """The same of `PackedInts`, whose chunks have 64 rows."""
+    block_m = min(64 if element_size == 4 else 128, max(16, power_of_two(rows_per_expert)))
+    return _Tile(block_m, 64, 64, 4 if block_m <= 32 else 3, 4 if block_m <= 32 else 8)
+
+
 def run_experts(experts: Experts, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """Adds up what the chosen experts make of each row: [N, hidden_size] to the same.
 
     `chosen`: [N, num_chosen] int64. `shares`: the same float32, the weights of their outputs.
     """
-    assert experts.gate_up is not None, "weights are only given up on a CPU"
-    assert experts.down is not None, "as the others"
     config = experts.config
     by_expert, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(config.num_experts, device=x.device)
     ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
     gated = x.new_empty(len(order), config.width)
     made = x.new_empty(len(order), x.shape[1])
-    for source, weight, bias, output in (
-        (x.contiguous(), experts.gate_up, experts.gate_up_bias, gated),
-        (gated, experts.down, experts.down_bias, made),
+    for source, weight, ints, bias, output in (
+        (x.contiguous(), experts.gate_up, experts.gate_up_ints, experts.gate_up_bias, gated),
+        (gated, experts.down, experts.down_ints, experts.down_bias, made),
     ):
         size, columns, is_gated = source.shape[1], output.shape[1], output is gated
-        tile = _tile(len(order) // config.num_experts, size, x.element_size())
+        tile = (_tile if ints is None else _packed_tile)(len(order) // config.num_experts, size, x.element_size())
+        zeros = None if ints is None else ints.zeros
+        bits, scales = (weight, x) if ints is None else (ints.bits, ints.scales)
         # Each expert with rows has one tile more than whole ones at most.
         num_tiles = min(config.num_experts, len(order)) + len(order) // tile.block_m
         grouped_kernel[-(-columns // tile.block_n), num_tiles](
-            source, weight, x if bias is None else bias, ends, order, shares, output,
+            source, bits, scales, x if zeros is None else zeros, x if bias is None else bias,
+            ends, order, shares, output,
             SIZE=size, COLUMNS=columns, NUM_EXPERTS=config.num_experts, NUM_CHOSEN=config.num_chosen,
             LIMIT=config.limit, STEEPNESS=experts.steepness, BLOCK_E=power_of_two(config.num_experts),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages,
-            IS_GATED=is_gated, HAS_BIAS=bias is not None, num_warps=tile.num_warps, **overlapping(x.device),
+            IS_GATED=is_gated, HAS_BIAS=bias is not None, GROUPS=0 if ints is None else len(ints.scales),
+            NUM_BITS=0 if ints is None else ints.num_bits, HAS_ZEROS=zeros is not None,
+            IS_MXFP4=ints is not None and ints.is_mxfp4,
+            num_warps=tile.num_warps, **overlapping(x.device),
         )  # fmt: skip
     return made.view(*chosen.shape, -1).sum(dim=1)

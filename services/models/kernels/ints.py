@@ -110,25 +110,26 @@ def fetch_ints(
 
 @triton.jit
 def int_sums(
-    x: tl.tensor,  # [num_rows, SIZE]
+    x: tl.tensor,  # [.., SIZE]
+    source: tl.tensor,  # [BLOCK_M] int64: rows of x
+    is_row: tl.tensor,  # [BLOCK_M]: those that are read
     weight: tl.tensor,  # bits of a `PackedInts`
     scales: tl.tensor,  # [GROUPS, ALL_ROWS] of the same
     zeros: tl.tensor,  # the same, read if HAS_ZEROS
-    first: tl.tensor, num_rows: tl.tensor, SIZE: tl.constexpr, BEHIND: tl.constexpr, GROUPS: tl.constexpr,
+    first: tl.tensor, slice: tl.tensor, SIZE: tl.constexpr, BEHIND: tl.constexpr, GROUPS: tl.constexpr,
     ALL_ROWS: tl.constexpr, NUM_BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
     SLICES: tl.constexpr, STAGES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Multiplies ROWS of the weight with all rows of x, over this program's slice of SIZE: [ROWS, BLOCK_M].
+    """Multiplies ROWS of the weight with rows of x, over a slice of SIZE: [ROWS, BLOCK_M].
 
     The weight's rows begin at `first`; if BEHIND, the second half of them is BEHIND rows further.
     """
     group: tl.constexpr = SIZE // GROUPS
     step: tl.constexpr = group if group < BLOCK else BLOCK
-    begin = tl.program_id(1) * per_slice(SIZE, SLICES)
+    begin = slice * per_slice(SIZE, SLICES)
     end = tl.minimum(begin + per_slice(SIZE, SLICES), SIZE // BLOCK)
-    m = tl.arange(0, BLOCK_M)
-    x_at = x + m.to(tl.int64)[:, None] * SIZE + tl.arange(0, step)[None, :]
-    x_mask = (m < num_rows)[:, None]
+    x_at = x + source[:, None] * SIZE + tl.arange(0, step)[None, :]
+    x_mask = is_row[:, None]
     w_at = chunks_at(weight, first, SIZE * NUM_BITS // 8, BEHIND, ROWS)
     row = first + offsets_of(tl.arange(0, ROWS), BEHIND, ROWS)
     begin, end = begin * (BLOCK // step), end * (BLOCK // step)

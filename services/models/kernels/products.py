@@ -108,7 +108,7 @@ def product_kernel(
     if K_BLOCKS > 0:
         if NUM_BITS > 0:
             sums = int_sums(
-                x, weight, scales, zeros, row, num_rows,
+                x, m.to(tl.int64), m_mask, weight, scales, zeros, row, tl.program_id(1),
                 SIZE, behind, K_BLOCKS, behind + COLUMNS, NUM_BITS, HAS_ZEROS, BLOCK_M, weight_rows, SLICES, STAGES,
             )  # fmt: skip
         else:

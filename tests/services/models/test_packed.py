@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slipstream.benchmarks.models import SHAPES
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.checkpoint import load_decoder
 from slipstream.services.models.config import ModelConfig
@@ -24,6 +25,7 @@ from tests.harness.transformers_checkpoints import write_by_transformers
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "attention_bias": True}
 Q_PROJ = "model.layers.1.self_attn.q_proj"
+GB = 10**9
 PROMPT = [(0, random_tokens(12, seed=1))]
 
 
@@ -238,6 +240,17 @@ def test_scales_that_float16_would_round_are_float32() -> None:
     ints.fill(0, Quantised(numbers, zeros, torch.full((128, 2), 1e-9), groups))
     assert ints.scales.dtype == torch.float32
     assert torch.equal(ints.scales, torch.full((2, 128), 1e-9))
+
+
+def test_a_model_of_120_billion_parameters_fits_a_gpu(tmp_path: Path) -> None:
+    """By plan: experts in MXFP4 stay what they are there."""
+    write_json(tmp_path / "config.json", SHAPES["gpt-oss-120b"])
+    decoder = Decoder(ModelConfig.from_directory(tmp_path), device=torch.device("meta"), dtype=torch.bfloat16)
+    parameters = dict(decoder.named_parameters())
+    assert 60 * GB < sum(parameter.nbytes for parameter in parameters.values()) < 66 * GB
+    # A byte of experts holds two numbers, and scales are none.
+    numbers = sum(2 * part.numel() for name, part in parameters.items() if name.endswith("ints.bits"))
+    assert numbers == 36 * 128 * 3 * 2880 * 2880
 
 
 def test_memory_is_that_of_plain_weights(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.harness.eagle3_checkpoints import ALGORITHMS, BLOCKS, LAYOUTS, LLAMA_BLOCKS, MODULES, write_head
 from tests.harness.fp8_checkpoints import quantise
 from tests.harness.packed_checkpoints import LAYOUTS as PACKED_LAYOUTS
-from tests.harness.packed_checkpoints import pack
+from tests.harness.packed_checkpoints import pack, pack_experts
 from tests.harness.transformers_checkpoints import write_by_transformers
 
 pytestmark = pytest.mark.sampled_module(4)
@@ -154,28 +154,6 @@ def test_a_fused_decoder_has_the_decoders_numbers(name: str, tmp_path: Path, dev
         assert_close(logits[valid], plain.logits(expected.hidden)[valid])
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.usefixtures("products_of")
-@pytest.mark.parametrize("layout", PACKED_LAYOUTS)
-def test_a_fused_decoder_keeps_packed_weights(
-    layout: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_checkpoint(tmp_path, seed=1, **MODELS["llama-fp8"], num_key_value_heads=2, attention_bias=True)
-    pack(path, layout, is_left=("layers.0.self_attn.k_proj",))
-    plain = load_decoder(path, device=CPU, dtype=torch.float32)
-    monkeypatch.setattr(decoder, "keeps_ints", lambda layout, _: keeps_ints(layout, torch.device("meta")))
-    fused = load_decoder(path, device=device, dtype=torch.float32, decoder_class=FusedDecoder)
-    kept = {name.removesuffix(".bits") for name, _ in fused.named_parameters() if name.endswith(".ints.bits")}
-    # Weights of several projections have random orders here, each its own, and one projection is left plain.
-    names = {"output", "down"} if "order" in layout else {"qkv", "output", "gate_up", "down"}
-    expected_names = {f"layers.{layer}.{name}.ints" for layer in range(plain.config.num_layers) for name in names}
-    assert kept == (set() if "16" in layout else expected_names - {"layers.0.qkv.ints"})
-    caches = cache_for(plain.config, CPU), cache_for(plain.config, device)
-    for batch, on_device in zip(batches(CPU), batches(device), strict=True):
-        expected = plain.forward(batch, caches[0]).hidden[batch.is_valid]
-        assert_close(fused.forward(on_device, caches[1]).hidden.cpu()[batch.is_valid], expected)
-
-
 class OneRank(Ranks):
     """A rank that has all of a model."""
 
@@ -211,6 +189,61 @@ def test_a_rank_of_a_fused_decoder_adds_up_each_branch(name: str, tmp_path: Path
         assert ranks.num_sums == 1, "of the logits"
         fused.forward(on_device, caches[1])
         assert ranks.num_sums == 1 + 1 + 2 * num_layers, "of the embedding, and of each branch"
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.usefixtures("products_of")
+@pytest.mark.parametrize("layout", PACKED_LAYOUTS)
+def test_a_fused_decoder_keeps_packed_weights(
+    layout: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_checkpoint(tmp_path, seed=1, **MODELS["llama-fp8"], num_key_value_heads=2, attention_bias=True)
+    pack(path, layout, is_left=("layers.0.self_attn.k_proj",))
+    plain = load_decoder(path, device=CPU, dtype=torch.float32)
+    keep_ints(monkeypatch)
+    fused = load_decoder(path, device=device, dtype=torch.float32, decoder_class=FusedDecoder)
+    kept = {name.removesuffix(".bits") for name, _ in fused.named_parameters() if name.endswith(".ints.bits")}
+    # Weights of several projections have random orders here, each its own, and one projection is left plain.
+    names = {"output", "down"} if "order" in layout else {"qkv", "output", "gate_up", "down"}
+    expected_names = {f"layers.{layer}.{name}.ints" for layer in range(plain.config.num_layers) for name in names}
+    assert kept == (set() if "16" in layout else expected_names - {"layers.0.qkv.ints"})
+    caches = cache_for(plain.config, CPU), cache_for(plain.config, device)
+    for batch, on_device in zip(batches(CPU), batches(device), strict=True):
+        expected = plain.forward(batch, caches[0]).hidden[batch.is_valid]
+        assert_close(fused.forward(on_device, caches[1]).hidden.cpu()[batch.is_valid], expected)
+
+
+def keep_ints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps packed weights on a CPU, too."""
+    elsewhere = torch.device("meta")
+    monkeypatch.setattr(decoder, "keeps_ints", lambda layout, _, *sizes: keeps_ints(layout, elsewhere, *sizes))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.usefixtures("products_of")
+@pytest.mark.parametrize(
+    ("family", "layout"), [("gpt-oss", None), ("qwen3-moe", "awq"), ("glm4-moe", "packed-8-bits"), ("mixtral", "gptq")]
+)
+def test_a_fused_decoder_keeps_packed_experts(
+    family: str, layout: str | None, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128}
+    sizes |= {} if family in ("gpt-oss", "mixtral") else {"moe_intermediate_size": 128}
+    path = write_by_transformers(tmp_path / "it", family, seed=1, **sizes)
+    if layout is None:
+        pack_experts(path)
+    else:
+        pack(path, layout)
+    plain = load_decoder(path, device=CPU, dtype=torch.float32)
+    keep_ints(monkeypatch)
+    fused = load_decoder(path, device=device, dtype=torch.float32, decoder_class=FusedDecoder)
+    experts = [layer.experts for layer in fused.layers if layer.experts is not None]
+    assert experts
+    assert all(each.gate_up is None and each.down_ints is not None for each in experts)
+    caches = cache_for(plain.config, CPU), cache_for(plain.config, device)
+    for batch, on_device in zip(batches(CPU), batches(device), strict=True):
+        expected = plain.forward(batch, caches[0]).hidden[batch.is_valid]
+        assert_close(fused.forward(on_device, caches[1]).hidden.cpu()[batch.is_valid], expected)
 
 
 @pytest.mark.sampled(1)
