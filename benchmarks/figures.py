@@ -205,14 +205,16 @@ def _constrained() -> str:
 
 
 def _experts() -> str:
-    """Steps of mixtures of experts, in three processes."""
+    """Steps of mixtures of experts, with an EAGLE-3 head and without."""
     names = ("tokens_per_second", "step_ms", "draft_ms", "verify_ms")
+    measured = [row for name in ("decode_h200", "experts_h200") for row in load(name)]
     rows = []
-    for (shape, batch), found in grouped(load("decode_h200"), "shape", "batch").items():
+    for (shape, mode, batch), found in sorted(grouped(measured, "shape", "mode", "batch").items()):
         if SHAPES.get(shape, {}).keys() & {"num_experts", "num_local_experts"}:
             row = {name: median_of(found, name) for name in names}
             over_floor = median(one["verify_ms"] / one["verify_floor_ms"] for one in found)
-            rows.append({"shape": shape, "batch": batch, "over_floor": over_floor, **row})
+            draft = DRAFT_TITLES[NONE if mode == PLAIN else EAGLE3]
+            rows.append({"shape": shape, "draft": draft, "batch": batch, "over_floor": over_floor, **row})
     return table_of("experts", rows)
 
 

@@ -33,7 +33,7 @@ from slipstream.common.rpc.metrics import Scrape
 from slipstream.common.settings import setting
 
 T = TypeVar("T")
-MODELS = (BUNDLED, "llama-3.2-1b", "llama-3.1-8b")
+MODELS = (BUNDLED, "llama-3.2-1b", "llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b-mxfp4")
 DRAFTS = {"yes": EAGLE3, "auto": EAGLE3_AUTO, "no": NONE}
 QUEUE = 1024
 DRAIN_S = 120.0

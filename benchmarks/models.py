@@ -47,6 +47,8 @@ BUNDLED = "bundled"
 NUM_DRAFT_TOKENS = 4
 ACCEPT_LENGTH = 3.5
 """Tokens of a step where drafts are accepted by chance."""
+ACCEPTED_SHARE = 0.8206
+"""Of draft tokens after accepted ones, for any number of them: with K = 4 a step has ACCEPT_LENGTH."""
 SHAPES_DIR = Path("build/shapes")
 _DATA = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
 SHAPES: dict[str, dict[str, Any]] = {
@@ -135,7 +137,7 @@ class Setup:
             return options | {"algorithm": NONE}
         options |= {"draft": self.draft, "algorithm": self.algorithm}
         options["fixed_draft_tokens"] = None if draft == EAGLE3_AUTO else NUM_DRAFT_TOKENS
-        return options if self.name == BUNDLED else options | {"simulate_accept_length": ACCEPT_LENGTH}
+        return options if self.name == BUNDLED else options | {"simulate_accept_by_position": ACCEPTED_SHARE}
 
 
 def with_context(model: Path, context_tokens: int, into: Path) -> Path:
