@@ -29,7 +29,15 @@ from slipstream.benchmarks.load import (
     measure,
     result_of,
 )
-from slipstream.benchmarks.models import EAGLE3, EAGLE3_AUTO, NONE
+from slipstream.benchmarks.models import (
+    ACCEPT_LENGTH,
+    ACCEPTED_SHARE,
+    EAGLE3,
+    EAGLE3_AUTO,
+    NONE,
+    NUM_DRAFT_TOKENS,
+    Setup,
+)
 from slipstream.benchmarks.runner import Names, Row, Table, told, write_json
 from slipstream.benchmarks.stack import LOG_DIR_VARIABLE, UpServer
 from slipstream.benchmarks.workloads import NAMES, Workload
@@ -40,6 +48,16 @@ from slipstream.common.rpc.metrics import Scrape
 PATIENT = "--draft-timeout-ms 20000"
 """A busy machine may take a while; the tests are about drafts that are there, or killed."""
 MODEL = "llama-3.1-8b"
+
+
+def test_drafts_are_accepted_alike_whatever_their_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else rows with as many draft tokens as pay would not compare with those of four."""
+    monkeypatch.chdir(tmp_path)
+    fixed, chosen = (Setup.named(MODEL).up_options(draft) for draft in (EAGLE3, EAGLE3_AUTO))
+    assert (fixed.pop("fixed_draft_tokens"), chosen.pop("fixed_draft_tokens")) == (NUM_DRAFT_TOKENS, None)
+    assert fixed == chosen
+    assert fixed["simulate_accept_by_position"] == ACCEPTED_SHARE
+    assert sum(ACCEPTED_SHARE**place for place in range(NUM_DRAFT_TOKENS + 1)) == pytest.approx(ACCEPT_LENGTH, abs=0.01)
 
 
 def completed() -> RequestRecord:
