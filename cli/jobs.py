@@ -10,8 +10,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from slipstream.cli.cancellation import StopSignals
-from slipstream.common.errors import ConfigError, UnavailableError
-from slipstream.common.wire.job import FinishReason
+from slipstream.common.errors import CancelledError, ConfigError
+from slipstream.common.wire.job import AbortCause, FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 MAX_JOBS = 1000
 _UNFOLDED_WIDTH = 240
+_WHO_CANCELLED = {
+    AbortCause.CANCELLED: "a client cancelled it",
+    AbortCause.DISCONNECTED: "its last client went away",
+    AbortCause.DEADLINE: "its last client's deadline was over",
+    None: "a client cancelled it or went away",
+}
+"""None: a server of an earlier version does not tell."""
 
 
 async def run_generate(
@@ -82,7 +89,7 @@ def _print(jobs: tuple[JobInfo, ...]) -> None:
     for heading in ("job", "state", "end", "tokens", "created (UTC)"):
         table.add_column(heading, overflow="fold", justify="right" if heading == "tokens" else "left")
     for job in jobs:
-        end = job.error or (job.finish_reason or "-")
+        end = job.error or job.abort_cause or job.finish_reason or "-"
         table.add_row(job.job_id, job.state, end, f"{job.num_tokens}", f"{job.created_at:%Y-%m-%d %H:%M:%S}")
     Console(width=None if sys.stdout.isatty() else _UNFOLDED_WIDTH, markup=False).print(table)
 
@@ -104,15 +111,16 @@ async def print_output(output: AsyncGenerator[OutputChunk, None], *, num_samples
 
 
 async def _read(output: AsyncGenerator[OutputChunk, None], chunks: list[OutputChunk], *, is_streamed: bool) -> bool:
-    """Adds all chunks of `output` to `chunks`; True at the end. Raises UnavailableError if the job was cancelled."""
+    """Adds all chunks of `output` to `chunks`; True at the end. Raises CancelledError if the job was cancelled."""
     async with aclosing(output) as stream:
         async for chunk in stream:
             chunks.append(chunk)
             if is_streamed:
                 sys.stdout.write(chunk.text)
                 sys.stdout.flush()
-    if any(chunk.finish_reason is FinishReason.ABORT for chunk in chunks):
-        raise UnavailableError(f"the server ended job {chunks[-1].job_id} before it was done")
+    for chunk in chunks:
+        if chunk.finish_reason is FinishReason.ABORT:
+            raise CancelledError(f"job {chunk.job_id} ended before it was done: {_WHO_CANCELLED[chunk.abort_cause]}")
     return True
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from slipstream.common.wire.job import FinishReason, JobInfo, JobState, Usage
+from slipstream.common.wire.job import AbortCause, FinishReason, JobInfo, JobState, Usage
 from slipstream.gateway.metrics import FAILED, RequestTimes
 from slipstream.gateway.sample import Sample
 
@@ -122,6 +122,11 @@ class Job:
         return None if None in reasons else next(reason for reason in _STRONGEST_FIRST if reason in reasons)
 
     @property
+    def abort_cause(self) -> AbortCause:
+        """Who had it cancelled, where its finish reason, or that of a sample, is ABORT."""
+        return AbortCause(self.left_as or AbortCause.CANCELLED)
+
+    @property
     def usage(self) -> Usage | None:
         """Tokens, drafts and times of all samples; None while one goes on."""
         usages = [sample.usage for sample in self.samples if sample.usage is not None]
@@ -202,6 +207,7 @@ class Job:
             usage=self.usage,
             samples=tuple(sample.info() for sample in self.samples),
             attempt=self.attempt,
+            abort_cause=self.abort_cause if self.finish_reason is FinishReason.ABORT else None,
         )
 
     def _measure_start(self, metrics: RequestMetrics, now: float) -> None:

@@ -128,13 +128,15 @@ class JobReader:
         chunk = sample.read(offset)
         if chunk is None:
             return None
-        if chunk.finish_reason == FINISH_REASON_ABORT and self._job.error is not None:
-            # Another sample's error is the end of this one, too, and is told after all output.
-            if not chunk.token_ids:
-                return None
+        if chunk.finish_reason == FINISH_REASON_ABORT:
             chunk = _copy(chunk)
-            chunk.ClearField("finish_reason")
-            chunk.ClearField("usage")
+            chunk.abort_cause = self._job.abort_cause.to_pb()
+            if self._job.error is not None:
+                # Another sample's error is the end of this one, too, and is told after all output.
+                if not chunk.token_ids:
+                    return None
+                for name in ("finish_reason", "abort_cause", "usage"):
+                    chunk.ClearField(name)
         if chunk.token_ids:
             self._advance(sample, len(chunk.token_ids))
         if chunk.finish_reason:

@@ -23,6 +23,13 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
+
+class AbortCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ABORT_CAUSE_UNSPECIFIED: _ClassVar[AbortCause]
+    ABORT_CAUSE_CANCELLED: _ClassVar[AbortCause]
+    ABORT_CAUSE_DISCONNECTED: _ClassVar[AbortCause]
+    ABORT_CAUSE_DEADLINE: _ClassVar[AbortCause]
 JOB_STATE_UNSPECIFIED: JobState
 JOB_STATE_WAITING: JobState
 JOB_STATE_RUNNING: JobState
@@ -31,6 +38,10 @@ FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
+ABORT_CAUSE_UNSPECIFIED: AbortCause
+ABORT_CAUSE_CANCELLED: AbortCause
+ABORT_CAUSE_DISCONNECTED: AbortCause
+ABORT_CAUSE_DEADLINE: AbortCause
 
 class GenerateRequest(_message.Message):
     __slots__ = ("job_id", "text", "input_ids", "messages", "sampling_params", "speculation", "resume", "priority", "cache_salt", "json_schema", "json_object", "regex", "grammar", "choice", "structural_tag", "continuation", "delivery")
@@ -197,7 +208,7 @@ class ListJobsResponse(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("job_id", "state", "create_time", "num_tokens", "finish_reason", "error", "usage", "samples", "attempt")
+    __slots__ = ("job_id", "state", "create_time", "num_tokens", "finish_reason", "error", "usage", "samples", "attempt", "abort_cause")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +218,7 @@ class Job(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_CAUSE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     state: JobState
     create_time: _timestamp_pb2.Timestamp
@@ -216,7 +228,8 @@ class Job(_message.Message):
     usage: Usage
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
     attempt: int
-    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., num_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., attempt: _Optional[int] = ...) -> None: ...
+    abort_cause: AbortCause
+    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., num_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., attempt: _Optional[int] = ..., abort_cause: _Optional[_Union[AbortCause, str]] = ...) -> None: ...
 
 class Sample(_message.Message):
     __slots__ = ("num_tokens", "finish_reason", "matched_token_id", "matched_string", "usage")
@@ -344,7 +357,7 @@ class Speculation(_message.Message):
     def __init__(self, enabled: _Optional[bool] = ..., max_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("job_id", "token_offset", "token_ids", "text", "is_draft", "text_lengths", "finish_reason", "usage", "logprobs", "sample_index", "matched_token_id", "matched_string", "job_usage", "attempt", "published_ns")
+    __slots__ = ("job_id", "token_offset", "token_ids", "text", "is_draft", "text_lengths", "finish_reason", "usage", "logprobs", "sample_index", "matched_token_id", "matched_string", "job_usage", "attempt", "published_ns", "abort_cause")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -360,6 +373,7 @@ class GenerateResponse(_message.Message):
     JOB_USAGE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_NS_FIELD_NUMBER: _ClassVar[int]
+    ABORT_CAUSE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     token_offset: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -375,7 +389,8 @@ class GenerateResponse(_message.Message):
     job_usage: Usage
     attempt: int
     published_ns: int
-    def __init__(self, job_id: _Optional[str] = ..., token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., is_draft: _Optional[_Iterable[bool]] = ..., text_lengths: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., sample_index: _Optional[int] = ..., matched_token_id: _Optional[int] = ..., matched_string: _Optional[str] = ..., job_usage: _Optional[_Union[Usage, _Mapping]] = ..., attempt: _Optional[int] = ..., published_ns: _Optional[int] = ...) -> None: ...
+    abort_cause: AbortCause
+    def __init__(self, job_id: _Optional[str] = ..., token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., is_draft: _Optional[_Iterable[bool]] = ..., text_lengths: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., sample_index: _Optional[int] = ..., matched_token_id: _Optional[int] = ..., matched_string: _Optional[str] = ..., job_usage: _Optional[_Union[Usage, _Mapping]] = ..., attempt: _Optional[int] = ..., published_ns: _Optional[int] = ..., abort_cause: _Optional[_Union[AbortCause, str]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs", "token", "top_tokens")

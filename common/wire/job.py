@@ -43,6 +43,33 @@ _TO_PB: dict[FinishReason, generation_pb2.FinishReason] = {
 _FROM_PB: dict[int, FinishReason] = {number: reason for reason, number in _TO_PB.items()}
 
 
+class AbortCause(enum.StrEnum):
+    """Who had a job cancelled."""
+
+    CANCELLED = "cancelled"
+    """A client that called CancelJob."""
+    DISCONNECTED = "disconnected"
+    """The last caller of its Generate, who left."""
+    DEADLINE = "deadline"
+    """The deadline of the last call of its Generate."""
+
+    def to_pb(self) -> generation_pb2.AbortCause:
+        return _CAUSE_TO_PB[self]
+
+    @staticmethod
+    def from_pb(number: int) -> AbortCause | None:
+        """Returns None for a job that was not cancelled, and for a cause that this version does not know."""
+        return _CAUSE_FROM_PB.get(number)
+
+
+_CAUSE_TO_PB: dict[AbortCause, generation_pb2.AbortCause] = {
+    AbortCause.CANCELLED: generation_pb2.ABORT_CAUSE_CANCELLED,
+    AbortCause.DISCONNECTED: generation_pb2.ABORT_CAUSE_DISCONNECTED,
+    AbortCause.DEADLINE: generation_pb2.ABORT_CAUSE_DEADLINE,
+}
+_CAUSE_FROM_PB: dict[int, AbortCause] = {number: cause for cause, number in _CAUSE_TO_PB.items()}
+
+
 MatchedStop = int | str
 """The token id or the stop string that stopped a sample."""
 
@@ -161,7 +188,12 @@ class Usage:
         return decode(cls, message)
 
 
-READERS: Readers = {"finish_reason": FinishReason.from_pb, "usage": Usage.from_pb, "job_usage": Usage.from_pb}
+READERS: Readers = {
+    "finish_reason": FinishReason.from_pb,
+    "abort_cause": AbortCause.from_pb,
+    "usage": Usage.from_pb,
+    "job_usage": Usage.from_pb,
+}
 """Decoders of the fields that chunks and jobs have in common."""
 
 
@@ -196,6 +228,8 @@ class OutputChunk:
     """The job's attempt; tokens of different attempts do not belong together."""
     published_ns: int = 0
     """When the newest of the tokens was known on the server's host, by its `time.monotonic_ns`; 0 without tokens."""
+    abort_cause: AbortCause | None = None
+    """Who had the job cancelled. Set in the sample's last chunk, when the reason is "abort"."""
 
     def to_pb(self) -> generation_pb2.GenerateResponse:
         # Not `encode`, which takes twice as long: this is done for each stream in each step.
@@ -213,6 +247,7 @@ class OutputChunk:
             job_usage=None if self.job_usage is None else self.job_usage.to_pb(),
             attempt=self.attempt,
             published_ns=self.published_ns,
+            abort_cause=None if self.abort_cause is None else self.abort_cause.to_pb(),
             **matched_stop_to_pb(self.matched_stop),
         )
 
@@ -234,6 +269,7 @@ class OutputChunk:
             job_usage=Usage.from_pb(message.job_usage) if message.HasField("job_usage") else None,
             attempt=message.attempt,
             published_ns=message.published_ns,
+            abort_cause=AbortCause.from_pb(message.abort_cause),
         )
 
 
@@ -341,6 +377,8 @@ class JobInfo:
     """Each of its outputs."""
     attempt: int = 0
     """Names this beginning of the job: another job of the same name, which began later, has a larger number."""
+    abort_cause: AbortCause | None = None
+    """Who had it cancelled; set when the finish reason is "abort"."""
 
     @property
     def is_over(self) -> bool:

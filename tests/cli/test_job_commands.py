@@ -13,8 +13,8 @@ import pytest
 
 from slipstream.cli.jobs import _report, print_output
 from slipstream.client import Client
-from slipstream.common.errors import UnavailableError
-from slipstream.common.wire.job import FinishReason, JobState, OutputChunk
+from slipstream.common.errors import CancelledError, UnavailableError
+from slipstream.common.wire.job import AbortCause, FinishReason, JobState, OutputChunk
 from tests.harness.example_states import USAGE
 from tests.harness.running import Running, slipstream, until
 
@@ -80,7 +80,7 @@ def test_a_job_is_cancelled_by_its_name(server: str) -> None:
     watched = slipstream("watch", "--server", server, name)
     assert (watched.returncode, watched.stderr) == (
         1,
-        f"slipstream: error: the server ended job {name} before it was done\n",
+        f"slipstream: error: job {name} ended before it was done: a client cancelled it\n",
     )
     assert slipstream("cancel", "--server", server, name).returncode == 0
     unknown = slipstream("cancel", "--server", server, uuid.uuid4().hex)
@@ -105,7 +105,7 @@ def test_what_a_cancelled_job_had_is_printed(server: str) -> None:
     for ended in (watched, as_json):
         assert (ended.returncode, ended.stderr) == (
             1,
-            f"slipstream: error: the server ended job {name} before it was done\n",
+            f"slipstream: error: job {name} ended before it was done: a client cancelled it\n",
         )
 
 
@@ -133,6 +133,22 @@ async def test_what_came_before_an_error_is_printed(
     printed = capsys.readouterr().out
     assert printed.startswith(expected) if as_json else printed == expected
     assert printed.count("\n") == (1 if as_json else expected.count("\n"))
+
+
+@pytest.mark.parametrize(
+    ("cause", "expected"),
+    [
+        (AbortCause.DISCONNECTED, "its last client went away"),
+        (AbortCause.DEADLINE, "its last client's deadline was over"),
+        (None, "a client cancelled it or went away"),
+    ],
+)
+async def test_who_ended_a_job_is_told(cause: AbortCause | None, expected: str) -> None:
+    async def output() -> AsyncGenerator[OutputChunk, None]:
+        yield OutputChunk(job_id="a", token_offset=0, finish_reason=FinishReason.ABORT, abort_cause=cause)
+
+    with pytest.raises(CancelledError, match=f"^job a ended before it was done: {expected}$"):
+        await print_output(output(), num_samples=1, as_json=False)
 
 
 def test_a_watch_that_is_interrupted_leaves_the_job(server: str) -> None:

@@ -148,7 +148,8 @@ async def test_a_created_job_is_cancelled_by_its_name(server: GenerationServer, 
     chunks = client.watch_job("mine")
     assert (await anext(chunks)).token_ids == (5, 6, 5)
     await client.cancel_job("mine")
-    assert (await anext(chunks)).finish_reason == "abort"
+    last = await anext(chunks)
+    assert (last.finish_reason, last.abort_cause) == ("abort", "cancelled")
     await client.cancel_job("mine")
     again = await collect(client.watch_job("mine"))
     assert (tokens_of(again), again[-1].finish_reason) == ([5, 6, 5], "abort")
@@ -418,6 +419,7 @@ async def test_a_deadline_ends_the_job(is_running: bool) -> None:
             if server.metric("requests_total", outcome="disconnected"):
                 continue  # the call took too long to arrive, and its end came well before the server's
             assert (ended.finish_reason, ended.num_tokens) == ("abort", TOKENS_PER_STEP * is_running)
+            assert ended.abort_cause == (await collect(client.watch_job("mine")))[-1].abort_cause == "deadline"
             assert [job.spec.job_id for job in server.loop.cancelled] == ["mine"]
             assert not server.link.num_waiting
             assert server.metric("requests_total", outcome="deadline") == 1

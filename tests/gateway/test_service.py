@@ -264,6 +264,7 @@ async def test_a_client_that_goes_away_cancels_its_job(
     await is_idle(server)
     assert len(server.loop.cancelled) == 1
     assert server.metric("requests_total", outcome="disconnected") == 1
+    assert [job.abort_cause for job in (await client.list_jobs()).jobs] == ["disconnected"]
 
 
 async def test_a_connection_that_breaks_cancels_its_jobs(server: GenerationServer) -> None:

@@ -19,6 +19,7 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.wire.job import (
+    AbortCause,
     FinishReason,
     JobInfo,
     JobPage,
@@ -226,6 +227,7 @@ def test_chunks_travel(matched: int | str | None) -> None:
         matched_stop=matched,
         usage=USAGE,
         job_usage=replace(USAGE, completion_tokens=9),
+        abort_cause=AbortCause.DEADLINE,
     )
     assert OutputChunk.from_pb(generation_pb2.GenerateResponse.FromString(chunk.to_pb().SerializeToString())) == chunk
 
@@ -237,7 +239,8 @@ def test_jobs_travel() -> None:
     )
     created_at = datetime.now(UTC)
     job = JobInfo(job_id="a", state=JobState.RUNNING, created_at=created_at, num_tokens=5, samples=samples)
-    page = JobPage(jobs=(job, replace(job, error="lost")), next_page_token="7")
+    jobs = (job, replace(job, error="lost"), replace(job, abort_cause=AbortCause.CANCELLED))
+    page = JobPage(jobs=jobs, next_page_token="7")
     assert JobPage.from_pb(generation_pb2.ListJobsResponse.FromString(page.to_pb().SerializeToString())) == page
 
 
