@@ -30,9 +30,8 @@ from slipstream.services.models.head_config import (
 )
 from slipstream.services.models.heads import DraftHead, make_head
 from slipstream.services.models.linear import FP8, Linear, dequantised
-from slipstream.services.models.packed import Quantised, check_values, fp4_codes, mxfp4, unpacked
+from slipstream.services.models.packed import check_values, mxfp4, mxfp4_codes, unpacked
 from slipstream.services.models.packed_ints import PackedInts
-from slipstream.services.models.quantization import MXFP4_GROUP
 from slipstream.services.models.sharding import sharded, sharded_slots
 from slipstream.services.models.slots import (
     EMBEDDING_TENSOR,
@@ -227,17 +226,13 @@ def _fill_stacked(module: nn.Module, slot: Slot, files: WeightFiles, name: str) 
     num_parts = 2 if "gate_up" in slot.parameter else 1
     scales = None if slot.packed is None else files.read(f"{name.removesuffix(slot.packed.name)}_scales")
     if scales is not None and (ints := _ints_of(module, slot)) is not None:
-        num_rows = ints.rows_per_expert
-        for expert, (codes, exponents) in enumerate(zip(values.to(ints.bits.device), scales, strict=True)):
+        on_device = (tensor.to(ints.bits.device) for tensor in (values, scales))
+        for expert, (blocks, exponents) in enumerate(zip(*on_device, strict=True)):
             for part in range(num_parts):
-                numbers = fp4_codes(codes[part::num_parts]).flatten(1)
-                scale = exponents[part::num_parts].to(codes.device)
-                groups = torch.arange(ints.num_columns, device=codes.device) // MXFP4_GROUP
-                start = expert * num_rows + part * (num_rows // num_parts)
-                ints.fill(start, Quantised(numbers, scale, scale, groups))
+                start = (expert * num_parts + part) * (ints.rows_per_expert // num_parts)
+                ints.fill(start, mxfp4_codes(blocks[part::num_parts], exponents[part::num_parts]))
         return
-    parameter = module.get_parameter(slot.parameter)
-    for expert, place in enumerate(parameter):
+    for expert, place in enumerate(module.get_parameter(slot.parameter)):
         own = values[expert] if scales is None else mxfp4(values[expert], scales[expert])
         own = own.T if scales is None and own.dim() == 2 else own
         for part, rows in enumerate(place.chunk(num_parts)):
@@ -269,9 +264,9 @@ def _plain_weights(files: WeightFiles, slots: Slots) -> frozenset[str]:
     plain, order_of = set[str](), dict[str, torch.Tensor]()
     for name, slot in slots.items():
         layout = slot.packed
-        if layout is None and (slot.parameter.endswith(".weight") or slot.is_stacked):
+        if layout is None:
             plain.add(slot.parameter)
-        elif layout is not None and layout.has_order and name.endswith(layout.order_name):
+        elif layout.has_order and name.endswith(layout.order_name):
             groups = files.read(name)
             first, size = order_of.setdefault(slot.parameter, groups), layout.group_size or len(groups)
             in_order = torch.arange(len(groups), dtype=groups.dtype) // size
@@ -354,8 +349,8 @@ def fill_with_noise(module: nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if "ints." in name:
-                continue
-            if name.endswith("bias"):
+                pass  # by their module below
+            elif name.endswith("bias"):
                 parameter.zero_()
             elif parameter.dim() >= 2 and not name.endswith("scales"):
                 noise = torch.empty_like(parameter, dtype=torch.bfloat16) if parameter.dtype == FP8 else parameter

@@ -16,7 +16,7 @@ from slipstream.services.models.attention import Attention, Rotation, TorchAtten
 from slipstream.services.models.experts import Experts, sigmoid
 from slipstream.services.models.families import Activation, HeadNorms
 from slipstream.services.models.linear import FP8, Linear, empty_parameter, keeps_fp8, pack_linears
-from slipstream.services.models.packed_ints import PackedInts, keeps_ints
+from slipstream.services.models.packed_ints import PackedInts, keeps_packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from slipstream.services.models.attention import ForwardBatch, JoinedBatch
     from slipstream.services.models.config import ModelConfig, RopeConfig
     from slipstream.services.models.paged_kv import PagedKV
+    from slipstream.services.models.quantization import PackedWeights
     from slipstream.services.models.ranks import Ranks
 
 
@@ -109,15 +110,14 @@ class DecoderLayer(nn.Module):
         # Layers of other kinds are computed by PyTorch's products, which know no packed FP8 weights, and rows that get
         # another order would part from their scales.
         has_kernels = config.has_whole_blocks and config.has_llama_layers
-        is_kept = keeps_fp8(device, dtype, has_whole_blocks=has_kernels) and not config.rope.reorders(config.head_dim)
-        fp8 = config.fp8 if is_kept else None
-        has_ints = config.packed is not None and config.packed.is_of_ints and keeps_ints(config.packed, device)
-        has_ints = has_ints and config.rank.size == 1
-        packed = config.packed if is_kept and has_kernels and has_ints else None
+        is_in_order = not config.rope.reorders(config.head_dim)
+        fp8 = config.fp8 if is_in_order and keeps_fp8(device, dtype, has_whole_blocks=has_kernels) else None
+        kept = partial(kept_packing, config, device, dtype)
 
         def linear(name: str, in_features: int, out_features: int, has_bias: bool) -> Linear:
             bias = empty_parameter(out_features, device=device, dtype=dtype) if has_bias else None
-            if packed is not None and f"layers.{index}.{name}.weight" not in packed.plain:
+            packed = kept({f"layers.{index}.{name}.weight"}) if has_kernels and is_in_order else None
+            if packed is not None:
                 ints = PackedInts(packed, out_features, in_features, device=device, dtype=dtype)
                 return Linear(None, bias, ints=ints)
             weight = empty_parameter(out_features, in_features, device=device, dtype=dtype if fp8 is None else FP8)
@@ -150,13 +150,7 @@ class DecoderLayer(nn.Module):
         self.down = linear("down", mlp_size, hidden, config.has_mlp_bias) if mlp_size else none
         self.experts = None
         if experts is not None:
-            parameters = {f"layers.{index}.experts.{name}" for name in ("gate_up", "down")}
-            is_kept = keeps_fp8(device, dtype, has_whole_blocks=True) and config.rank.size == 1
-            packed = config.packed if is_kept else None
-            if packed is not None and (
-                parameters & packed.plain or not keeps_ints(packed, device, hidden, experts.width)
-            ):
-                packed = None
+            packed = kept({f"layers.{index}.experts.{name}" for name in ("gate_up", "down")}, hidden, experts.width)
             self.experts = Experts(experts, hidden, device=device, dtype=dtype, packed=packed)
         has_gate = experts is not None and experts.mixture.has_shared_gate
         self.shared_gate = Linear(empty_parameter(1, hidden, device=device, dtype=dtype)) if has_gate else None
@@ -208,6 +202,20 @@ class DecoderLayer(nn.Module):
 
     def _scaled(self, branch: torch.Tensor) -> torch.Tensor:
         return branch if self._branch_scale == 1.0 else branch * self._branch_scale
+
+
+def kept_packing(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, parameters: set[str], *sizes: int
+) -> PackedWeights | None:
+    """Returns the layout in which parameters stay packed, all of them; None: they are made plain.
+
+    `sizes`: of their rows and columns, where these need not be whole blocks.
+    """
+    packed = config.packed
+    if packed is None or config.rank.size > 1 or packed.plain & parameters:
+        return None
+    has_kernels = keeps_fp8(device, dtype, has_whole_blocks=True) and keeps_packed(packed, device, *sizes)
+    return packed if has_kernels else None
 
 
 def make_norm(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from slipstream.services.models.quantization import Packing
+from slipstream.services.models.quantization import MXFP4_GROUP, Packing
 
 if TYPE_CHECKING:
     from slipstream.services.models.quantization import PackedWeights
@@ -19,19 +19,21 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers of three bits; a fourth is their sign."""
 _SCALE_BIAS = 127
 """Exponent that is added to those of MXFP4's scales."""
-_MOST_EXPONENT = 254
-"""Greatest one with this added; the next means NaN."""
+_MOST_EXPONENT = 251
+"""Greatest one with this added, of which twice each number is finite in bfloat16; 255 means NaN."""
+_MOST_FP8 = 448
+"""Greatest number of e4m3."""
 
 
 class Quantised(NamedTuple):
-    """Numbers of a checkpoint: each is worth (value - zero point) * scale."""
+    """Numbers of a checkpoint: each is worth (value - zero point) * scale, but for MXFP4, see `mxfp4_codes`."""
 
     values: torch.Tensor
     """[rows, columns], not negative."""
     zeros: torch.Tensor
     """[rows, groups]."""
     scales: torch.Tensor
-    """[rows, groups] float32."""
+    """[rows, groups] float32; of MXFP4 the exponents, uint8."""
     groups: torch.Tensor
     """[columns] int64: the group of each."""
 
@@ -90,13 +92,16 @@ def _compressed_tensors(
 
 def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The numbers of a stacked expert: [rows, groups, 16] uint8 and [rows, groups] uint8 to [rows, columns] float32."""
-    numbers = torch.tensor([*_FP4, *(-number for number in _FP4)])[fp4_codes(blocks).int()]
-    return torch.ldexp(numbers, (scales.int() - _SCALE_BIAS)[..., None]).view(len(blocks), -1)
+    codes, exponents = mxfp4_codes(blocks, scales)[0], scales.int() - _SCALE_BIAS
+    numbers = torch.tensor([*_FP4, *(-number for number in _FP4)])[codes.int()]
+    return torch.ldexp(numbers.view(*scales.shape, MXFP4_GROUP), exponents[..., None]).flatten(1)
 
 
-def fp4_codes(blocks: torch.Tensor) -> torch.Tensor:
-    """The codes of MXFP4's blocks, side by side: [rows, groups, 16] uint8 to [rows, groups, 32]."""
-    return torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)
+def mxfp4_codes(blocks: torch.Tensor, scales: torch.Tensor) -> Quantised:
+    """The same rows as the codes and exponents that `PackedInts` keeps; there are no zero points."""
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+    groups = torch.arange(codes.shape[1], device=codes.device) // MXFP4_GROUP
+    return Quantised(codes, scales.new_empty(0), scales, groups)
 
 
 def _words(words: torch.Tensor, num_bits: int) -> torch.Tensor:
@@ -110,14 +115,14 @@ def _awq(words: torch.Tensor) -> torch.Tensor:
 
 
 def check_values(files: WeightFiles, slots: Slots) -> None:
-    """Raises `CheckpointError` for scales that are not finite, and zero points, groups and sizes that there are not.
+    """Raises `CheckpointError` for scales that may make weights infinite, and bad zero points, groups and sizes.
 
     Reads what belongs to quantised numbers, and not these, before anything takes memory.
     """
     for name, slot in slots.items():
         layout = slot.packed
         if slot.fp8 is not None and slot.num_rows:
-            _check_scales(files, name)
+            _check_scales(files, name, _MOST_FP8)
         elif layout is not None and slot.is_part:
             if name.endswith("qzeros") and layout.packing is Packing.GPTQ:
                 most = (1 << layout.num_bits) - 1
@@ -131,15 +136,16 @@ def check_values(files: WeightFiles, slots: Slots) -> None:
                 if given != size:
                     raise files.error(name, f"got {given}, supported: {size}")
             elif layout.packing is Packing.MXFP4:
-                if int(files.read(name).max()) > _MOST_EXPONENT:
-                    raise files.error(name, f"got scales of NaN, supported: exponents up to {_MOST_EXPONENT}")
+                if (greatest := int(files.read(name).max())) > _MOST_EXPONENT:
+                    raise files.error(name, f"got exponents of {greatest}, supported: at most {_MOST_EXPONENT}")
             elif name.endswith(("scales", "weight_scale")):
-                _check_scales(files, name)
+                _check_scales(files, name, (1 << layout.num_bits) - 1)
 
 
-def _check_scales(files: WeightFiles, name: str) -> None:
-    if not files.read(name).float().isfinite().all():
-        raise files.error(name, "got scales that are NaN or infinite, supported: finite scales")
+def _check_scales(files: WeightFiles, name: str, most: int) -> None:
+    """`most`: the greatest number that is multiplied with a scale; where both are kept, nobody sees the product."""
+    if not (files.read(name).float() * most).isfinite().all():
+        raise files.error(name, "got scales that are NaN or infinite, or make weights so, supported: finite weights")
 
 
 def _check_groups(files: WeightFiles, name: str, num_groups: int) -> None:

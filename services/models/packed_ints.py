@@ -116,14 +116,8 @@ def in_lanes(values: torch.Tensor, num_bits: int, part: int, *, is_woven: bool) 
     return lanes if num_bits == 8 else lanes[:, ::2] | lanes[:, 1::2] << 4
 
 
-def keeps_ints(layout: PackedWeights | None, device: torch.device, *sizes: int) -> bool:
-    """True if kernels multiply weights that are packed so, where they multiply FP8 weights, too.
-
-    `sizes`: of rows and columns.
-    """
-    if layout is None or device.type == "cpu":
-        return False
-    if not layout.is_of_ints:
-        return all(size % CHUNK == 0 for size in sizes)
-    has_groups = layout.group_size in (None, 32, 64) or layout.group_size % BLOCK == 0
-    return has_groups and all(size % BLOCK == 0 for size in sizes)
+def keeps_packed(layout: PackedWeights, device: torch.device, *sizes: int) -> bool:
+    """True if kernels multiply weights of these rows and columns as they are packed, where they do so with FP8."""
+    has_groups = not layout.is_of_ints or layout.group_size in (None, 32, 64) or layout.group_size % BLOCK == 0
+    least = BLOCK if layout.is_of_ints else CHUNK
+    return device.type != "cpu" and has_groups and all(size % least == 0 for size in sizes)

@@ -70,6 +70,7 @@ class Packing(Enum):
 
 
 MXFP4_GROUP = 32
+"""Columns that share an exponent."""
 _WORD_BITS = 32
 _WORDS, _BYTES, _LENGTHS, FLOATS = ("I32",), ("U8",), ("I64",), ("F32", "F16", "BF16")
 

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from slipstream.services.models import decoder
+from slipstream.services.models.packed_ints import keeps_packed
 from tests.harness.checkpoints import write_json, write_weights
 from tests.harness.fp8_checkpoints import compressed_tensors
 
@@ -126,6 +129,12 @@ def _tensors(
     if not layout.is_symmetric:
         made["weight_zero_point"] = words(zeros.T, bits).T
     return made | ({"weight_g_idx": groups} if layout.has_order else {})
+
+
+def keep_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps packed weights on a CPU, too, where FP8 weights are kept."""
+    elsewhere = torch.device("meta")
+    monkeypatch.setattr(decoder, "keeps_packed", lambda layout, _, *sizes: keeps_packed(layout, elsewhere, *sizes))
 
 
 def words(numbers: torch.Tensor, bits: int) -> torch.Tensor:

@@ -11,21 +11,22 @@ from safetensors.torch import load_file
 
 from slipstream.benchmarks.models import SHAPES
 from slipstream.common.errors import CheckpointError
-from slipstream.services.models.checkpoint import load_decoder
-from slipstream.services.models.config import ModelConfig
+from slipstream.services.models.checkpoint import LoadFormat, load_decoder
+from slipstream.services.models.config import ALONE, ModelConfig, Rank
 from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.experts import Experts
 from slipstream.services.models.head_config import MtpConfig
 from slipstream.services.models.packed import Quantised
 from slipstream.services.models.packed_ints import PackedInts
 from slipstream.services.models.quantization import PackedWeights, Packing
+from slipstream.services.models.sharding import sharded
 from tests.harness.checkpoints import LLAMA, refusal, write_checkpoint, write_json, write_weights
-from tests.harness.packed_checkpoints import LAYOUTS, awq, gptq, pack, pack_experts, packed
+from tests.harness.packed_checkpoints import FP4, LAYOUTS, awq, gptq, keep_packed, pack, pack_experts, packed
 from tests.harness.paged_model import CPU, PagedModel, random_tokens
 from tests.harness.transformers_checkpoints import write_by_transformers
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "attention_bias": True}
 Q_PROJ = "model.layers.1.self_attn.q_proj"
-GB = 10**9
 PROMPT = [(0, random_tokens(12, seed=1))]
 
 
@@ -61,6 +62,35 @@ def test_experts_are_packed_and_routers_are_not(tmp_path: Path, family: str, lay
     sizes = {"intermediate_size": 96} | ({} if family == "mixtral" else {"moe_intermediate_size": 32})
     path = write_by_transformers(tmp_path / "it", family, has_tokenizer=False, head_dim=32, **sizes)
     assert_worth(path, pack(path, layout))
+
+
+def test_experts_stay_packed_where_all_of_a_layer_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A projection that is plain makes its layer's experts plain, and leaves those of others."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "decoder_sparse_step": 1}
+    path = write_by_transformers(tmp_path / "it", "qwen3-moe", has_tokenizer=False, **sizes)
+    name = "layers.2.mlp.experts.3"
+    worth = pack(path, "awq", is_left=(f"{name}.up_proj",))
+    keep_packed(monkeypatch)
+    decoder = load_decoder(path, device=CPU, dtype=torch.bfloat16)
+    experts = [layer.experts for layer in decoder.layers if layer.experts is not None]
+    assert [each.gate_up is None for each in experts] == [True, False, True]
+    expected = torch.cat([worth[f"model.{name}.{part}_proj.weight"] for part in ("gate", "up")])
+    assert torch.equal(experts[1].gate_up[3], expected.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("shape", ["gpt-oss-20b-mxfp4", "qwen3-30b-a3b-w4"])
+def test_random_weights_of_packed_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    sizes = {"num_hidden_layers": 1, "layer_types": None, "vocab_size": 128, "num_local_experts": 4, "num_experts": 8}
+    write_json(tmp_path / "config.json", SHAPES[shape] | sizes | {"num_experts_per_tok": 2, "eos_token_id": 1})
+    keep_packed(monkeypatch)
+    decoder = load_decoder(tmp_path, device=CPU, dtype=torch.bfloat16, load_format=LoadFormat.DUMMY)
+    experts = decoder.layers[0].experts
+    assert isinstance(experts, Experts)
+    for ints in (experts.gate_up_ints, experts.down_ints):
+        assert ints is not None
+        codes, scale = ints.bits.int() & 15, ints.scales[0, 0].float()
+        numbers = torch.tensor(FP4)[codes] * 2 ** (scale - 127) if ints.is_mxfp4 else (codes - 8) * scale
+        assert 0.7 < numbers.std() * ints.num_columns**0.5 < 1.4
 
 
 def test_some_projections_are_plain(tmp_path: Path) -> None:
@@ -195,6 +225,7 @@ class TestTensors:
             ("gptq", "scales", torch.full((2, 128), torch.nan), "got scales that are NaN or infinite"),
             ("awq", "scales", torch.full((2, 128), torch.inf), "got scales that are NaN or infinite"),
             ("packed", "weight_scale", torch.full((128, 2), torch.nan), "got scales that are NaN or infinite"),
+            ("packed", "weight_scale", torch.full((128, 2), 3e37), "got scales that are NaN or infinite, or make"),
             (
                 "gptq",
                 "qzeros",
@@ -221,15 +252,18 @@ class TestTensors:
         message = self.changed(tmp_path / "it", layout, **{name: value})
         assert message.startswith(f"model.safetensors: tensor {Q_PROJ}.{name}: {expected}")
 
-    def test_scale_of_mxfp4_that_is_no_number(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("exponent", [252, 255])
+    def test_scale_of_mxfp4_that_makes_no_numbers(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exponent: int
+    ) -> None:
         path = write_by_transformers(tmp_path / "it", "gpt-oss", has_tokenizer=False)
         pack_experts(path)
         weights = load_file(path / "model.safetensors")
         name = "model.layers.2.mlp.experts.down_proj"
-        weights[f"{name}_scales"][1, 2, 0] = 255
+        weights[f"{name}_scales"][1, 2, 0] = exponent
         write_weights(path, weights)
         monkeypatch.setattr(Decoder, "__init__", lambda *_, **__: pytest.fail("a decoder is made"))
-        assert f"tensor {name}_scales: got scales of NaN, supported: exponents up to 254" in refusal(path)
+        assert f"tensor {name}_scales: got exponents of {exponent}, supported: at most 251" in refusal(path)
 
 
 def test_scales_that_float16_would_round_are_float32() -> None:
@@ -242,15 +276,26 @@ def test_scales_that_float16_would_round_are_float32() -> None:
     assert torch.equal(ints.scales, torch.full((2, 128), 1e-9))
 
 
-def test_a_model_of_120_billion_parameters_fits_a_gpu(tmp_path: Path) -> None:
-    """By plan: experts in MXFP4 stay what they are there."""
-    write_json(tmp_path / "config.json", SHAPES["gpt-oss-120b"])
-    decoder = Decoder(ModelConfig.from_directory(tmp_path), device=torch.device("meta"), dtype=torch.bfloat16)
-    parameters = dict(decoder.named_parameters())
-    assert 60 * GB < sum(parameter.nbytes for parameter in parameters.values()) < 66 * GB
-    # A byte of experts holds two numbers, and scales are none.
-    numbers = sum(2 * part.numel() for name, part in parameters.items() if name.endswith("ints.bits"))
-    assert numbers == 36 * 128 * 3 * 2880 * 2880
+def plan(path: Path, shape: str, rank: Rank = ALONE) -> dict[str, torch.Tensor]:
+    """The parameters of a model with kernels, on a device without memory."""
+    write_json(path / "config.json", SHAPES[shape])
+    config = sharded(ModelConfig.from_directory(path), rank)
+    return dict(Decoder(config, device=torch.device("meta"), dtype=torch.bfloat16).named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("shape", "gigabytes"), [("gpt-oss-20b-mxfp4", 13.77), ("gpt-oss-120b", 65.28), ("qwen3-30b-a3b-w4", 18.28)]
+)
+def test_packed_experts_take_what_they_are(tmp_path: Path, shape: str, gigabytes: float) -> None:
+    """So that 120 billion parameters fit a GPU of 141 GB, and one of 80."""
+    assert sum(parameter.nbytes for parameter in plan(tmp_path, shape).values()) / 1e9 == pytest.approx(
+        gigabytes, abs=0.01
+    )
+
+
+def test_ranks_have_plain_weights(tmp_path: Path) -> None:
+    names = {name.rpartition(".")[2] for name in plan(tmp_path, "qwen3-30b-a3b-w4", Rank(0, 2))}
+    assert names == {"embedding", "weight", "gate_up", "down"}
 
 
 def test_memory_is_that_of_plain_weights(tmp_path: Path) -> None:

@@ -209,10 +209,12 @@ class TestTensors:
         )
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("name", ["weight", "weight_scale_inv"])
-    def test_values_that_are_not_finite(self, path: Path, name: str, dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize(
+        ("name", "bad"), [("weight", torch.nan), ("weight_scale_inv", torch.nan), ("weight_scale_inv", 1e37)]
+    )
+    def test_values_that_are_not_finite(self, path: Path, name: str, bad: float, dtype: torch.dtype) -> None:
         value = load_file(path / "model.safetensors")[f"{Q_PROJ}.{name}"].to(torch.float32)
-        value[1, 1] = torch.nan
+        value[1, 1] = bad
         self.change(path, **{name: value.to(FP8) if name == "weight" else value})
         expected = "values from nan to nan" if name == "weight" else "scales that are NaN or infinite"
         with pytest.raises(CheckpointError, match=rf"tensor {Q_PROJ}\.{name}: got {expected}"):

@@ -21,14 +21,13 @@ from slipstream.services.models.kernels import products
 from slipstream.services.models.kernels.fused import FusedDecoder, make_fused_head
 from slipstream.services.models.kernels.paged_attention import paged_attention
 from slipstream.services.models.linear import Linear
-from slipstream.services.models.packed_ints import keeps_ints
 from slipstream.services.models.paged_kv import PagedKV
 from slipstream.services.models.ranks import Ranks
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.harness.eagle3_checkpoints import ALGORITHMS, BLOCKS, LAYOUTS, LLAMA_BLOCKS, MODULES, write_head
 from tests.harness.fp8_checkpoints import quantise
 from tests.harness.packed_checkpoints import LAYOUTS as PACKED_LAYOUTS
-from tests.harness.packed_checkpoints import pack, pack_experts
+from tests.harness.packed_checkpoints import keep_packed, pack, pack_experts
 from tests.harness.transformers_checkpoints import write_by_transformers
 
 pytestmark = pytest.mark.sampled_module(4)
@@ -200,7 +199,7 @@ def test_a_fused_decoder_keeps_packed_weights(
     path = write_checkpoint(tmp_path, seed=1, **MODELS["llama-fp8"], num_key_value_heads=2, attention_bias=True)
     pack(path, layout, is_left=("layers.0.self_attn.k_proj",))
     plain = load_decoder(path, device=CPU, dtype=torch.float32)
-    keep_ints(monkeypatch)
+    keep_packed(monkeypatch)
     fused = load_decoder(path, device=device, dtype=torch.float32, decoder_class=FusedDecoder)
     kept = {name.removesuffix(".bits") for name, _ in fused.named_parameters() if name.endswith(".ints.bits")}
     # Weights of several projections have random orders here, each its own, and one projection is left plain.
@@ -211,12 +210,6 @@ def test_a_fused_decoder_keeps_packed_weights(
     for batch, on_device in zip(batches(CPU), batches(device), strict=True):
         expected = plain.forward(batch, caches[0]).hidden[batch.is_valid]
         assert_close(fused.forward(on_device, caches[1]).hidden.cpu()[batch.is_valid], expected)
-
-
-def keep_ints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps packed weights on a CPU, too."""
-    elsewhere = torch.device("meta")
-    monkeypatch.setattr(decoder, "keeps_ints", lambda layout, _, *sizes: keeps_ints(layout, elsewhere, *sizes))
 
 
 @pytest.mark.sampled(1)
@@ -235,7 +228,7 @@ def test_a_fused_decoder_keeps_packed_experts(
     else:
         pack(path, layout)
     plain = load_decoder(path, device=CPU, dtype=torch.float32)
-    keep_ints(monkeypatch)
+    keep_packed(monkeypatch)
     fused = load_decoder(path, device=device, dtype=torch.float32, decoder_class=FusedDecoder)
     experts = [layer.experts for layer in fused.layers if layer.experts is not None]
     assert experts
