@@ -24,6 +24,8 @@ FENCES = {
     FenceName.VERIFY_STASH: (Role.VERIFY, Site.STREAM, "verify.stash"),
 }
 """The worker that signals a fence, the work after which it does, and the fence's name."""
+_RANK = "verify rank "
+"""The names of ranks after the first begin so; on a CPU the scheduler has their records."""
 _PARTS = {Role.DRAFT: (Site.STREAM, Site.PREFILL), Role.VERIFY: (Site.STREAM,)}
 """A stream's work in a step, in order."""
 MAX_DRIFT = 1e-4
@@ -67,7 +69,8 @@ class Place(NamedTuple):
 
 
 class Lane(Place, enum.Enum):
-    """A row of the timeline, which has one thing at a time. In the order in which they are shown; gateways follow."""
+    """A row of the timeline, which has one thing at a time. In the order in which they are shown; ranks after the first
+    follow, and gateways."""
 
     STEPS = 1, 11, "scheduler", "steps, and what they lose"
     LOOP = 1, 12, "scheduler", "loop"
@@ -79,7 +82,7 @@ class Lane(Place, enum.Enum):
 
 
 Row: TypeAlias = Lane | Place
-"""A lane, or a row of a gateway: of these there are as many as requests overlap."""
+"""A lane, one of a rank, or a row of a gateway: of these there are as many as requests overlap."""
 _HOSTS = {Role.DRAFT: Lane.DRAFT_HOST, Role.VERIFY: Lane.VERIFY_HOST}
 _STREAMS = {Role.DRAFT: Lane.DRAFT_STREAM, Role.VERIFY: Lane.VERIFY_STREAM}
 
@@ -169,9 +172,13 @@ class Timeline:
                 self._add_arrows(role, step)
         begin_ns = min((slice_.begin_ns for slice_ in self.slices), default=0)
         end_ns = max((slice_.end_ns for slice_ in self.slices), default=0)
-        gateways = (name for name in self._records if name.startswith("gateway"))
-        for number, name in enumerate(gateways, start=len(_PARTS) + 2):
-            self._add_requests(number, name, begin_ns, end_ns)
+        ranks = [name for name in self._records if name.startswith(_RANK)]
+        gateways = [name for name in self._records if name.startswith("gateway")]
+        for number, name in enumerate(ranks + gateways, start=len(_PARTS) + 2):
+            if name in ranks:
+                self._add_rank(number, name)
+            else:
+                self._add_requests(number, name, begin_ns, end_ns)
         self.slices.sort(key=lambda slice_: (slice_.lane, slice_.begin_ns, -slice_.end_ns))
 
     def _add(self, lane: Row, kind: str, name: str, begin_ns: int, end_ns: int, details: Mapping[str, object]) -> Slice:
@@ -284,6 +291,19 @@ class Timeline:
                         self._add(Lane.STEPS, BUBBLE, _EDGES[edge], begin, end, {"step": step.step})
             before = verify.end_ns
             all_end = max(all_end, verify.end_ns, *(draft.end_ns for draft in drafts if draft is not None))
+
+    def _add_rank(self, process_number: int, name: str) -> None:
+        """Adds the work of a rank after the first: what it computed, and waited for the others in collectives."""
+        lane = Place(process_number, 1000 * process_number, name, "forwards and logits")
+        steps = {step.step: step for step in self._steps}
+        waited_ns = {
+            (r.step, r.begin_ns): r.end_ns - r.begin_ns for r in self._records[name] if r.site is Site.COLLECTIVES
+        }
+        for site, step, begin, end in self._records[name]:
+            if site is Site.STREAM and step in steps:
+                waited = waited_ns.get((step, begin), 0)
+                times = {"busy us": (end - begin - waited) / 1000, "in collectives us": waited / 1000}
+                self._add(lane, KERNEL, f"{steps[step].label} {step}", begin, end, _details(steps[step]) | times)
 
     def _add_requests(self, process_number: int, name: str, earliest_ns: int, latest_ns: int) -> None:
         """Adds a gateway's requests that overlap this time, each in the first row that is free."""

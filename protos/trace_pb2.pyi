@@ -29,6 +29,8 @@ class TraceSite(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRACE_SITE_ATTACH: _ClassVar[TraceSite]
     TRACE_SITE_STAGING: _ClassVar[TraceSite]
     TRACE_SITE_DRAIN: _ClassVar[TraceSite]
+    TRACE_SITE_MASKS: _ClassVar[TraceSite]
+    TRACE_SITE_COLLECTIVES: _ClassVar[TraceSite]
 TRACE_SITE_UNSPECIFIED: TraceSite
 TRACE_SITE_SEND: TraceSite
 TRACE_SITE_RESULT: TraceSite
@@ -48,6 +50,8 @@ TRACE_SITE_ACKNOWLEDGEMENT: TraceSite
 TRACE_SITE_ATTACH: TraceSite
 TRACE_SITE_STAGING: TraceSite
 TRACE_SITE_DRAIN: TraceSite
+TRACE_SITE_MASKS: TraceSite
+TRACE_SITE_COLLECTIVES: TraceSite
 
 class TraceRequest(_message.Message):
     __slots__ = ("steps", "wait_ms")
@@ -140,11 +144,13 @@ class ReadRecordsRequest(_message.Message):
     def __init__(self, from_step: _Optional[int] = ...) -> None: ...
 
 class ReadRecordsResponse(_message.Message):
-    __slots__ = ("epoch", "records", "clock")
+    __slots__ = ("epoch", "records", "clock", "ranks")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     records: _containers.RepeatedCompositeFieldContainer[TraceRecord]
     clock: ClockSample
-    def __init__(self, epoch: _Optional[int] = ..., records: _Optional[_Iterable[_Union[TraceRecord, _Mapping]]] = ..., clock: _Optional[_Union[ClockSample, _Mapping]] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[TracedProcess]
+    def __init__(self, epoch: _Optional[int] = ..., records: _Optional[_Iterable[_Union[TraceRecord, _Mapping]]] = ..., clock: _Optional[_Union[ClockSample, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[TracedProcess, _Mapping]]] = ...) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import RETRY_AFTER_MS, DeadlineExceededError, UnavailableError
@@ -89,6 +90,10 @@ def _merged(
         answer = answers[role]
         records = traced([*streams[role], *(() if answer is None else answer.records)])
         processes.append(TracedProcess(name=role.value, pid=worker.pid, model=worker.model, records=records))
+        processes += [
+            replace(rank, name=f"{role.value} {rank.name}", records=traced(rank.records))
+            for rank in (() if answer is None else answer.ranks)
+        ]
     return Trace(
         epoch=epoch.number,
         device=epoch.verify.device,

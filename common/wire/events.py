@@ -78,6 +78,8 @@ class Site(enum.IntEnum):
     MASKS = 19
     """Verify, stream: the wait for masks, between the end of a step's forward and its sampling. On the stamps' clock;
     it is added with a later such wait."""
+    COLLECTIVES = 20
+    """Rank of verify after the first: how long its work that begins then was in collectives, all of them together."""
 
 
 WORKER_STALLS = (Site.ATTACH, Site.STAGING, Site.ACKNOWLEDGEMENT, Site.DRAIN, Site.MASKS)

@@ -96,7 +96,7 @@ class TracedProcess:
     """A process and its records."""
 
     name: str
-    """ "scheduler", "draft" or "verify", or the name of a gateway."""
+    """ "scheduler", "draft", "verify" or "verify rank 1" and so on, or the name of a gateway."""
     pid: int
     model: str = ""
     records: tuple[Event, ...]
@@ -120,7 +120,7 @@ class Trace:
     steps: tuple[TracedStep, ...]
     """In order."""
     processes: tuple[TracedProcess, ...]
-    """Scheduler first, then the workers that are attached, then gateways if they were asked."""
+    """Scheduler first, then the workers that are attached, each with its ranks, then gateways if they were asked."""
     clock_samples: tuple[ClockSample, ...]
     """The stamps' clock against the host's, at one time or at two; between them it runs evenly."""
 
@@ -144,13 +144,16 @@ class HostRecords:
     epoch: int
     records: tuple[Event, ...]
     clock: ClockSample | None
+    ranks: tuple[TracedProcess, ...] = ()
+    """The ranks after the first, "rank 1" and so on."""
 
     def to_pb(self) -> trace_pb2.ReadRecordsResponse:
         return encode(trace_pb2.ReadRecordsResponse, self)
 
     @classmethod
     def from_pb(cls, message: trace_pb2.ReadRecordsResponse) -> HostRecords:
-        return decode(cls, message, {"clock": _clock_sample}, records=_records(message.records))
+        readers: Readers = {"clock": _clock_sample, "ranks": TracedProcess.from_pb}
+        return decode(cls, message, readers, records=_records(message.records))
 
 
 _clock_sample = partial(decode, ClockSample)

@@ -266,6 +266,8 @@ class TargetStep:
         that is done."""
         if not self._has_copied_in:
             self.copy_in()
+        if (ranks := self._model.decoder.ranks) is not None and self._model.device.type == "cpu":
+            ranks.tell("begin_step", step=self._command.step)
         target, command, layers = self._target, self._command, self._aux_layers
         draft_tokens, step, chunks = self._draft_tokens, command.step, self._chunks
         if chunks is not None and not command.slots:

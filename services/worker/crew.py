@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import zip_longest
 from types import MappingProxyType
@@ -27,6 +28,8 @@ import torch
 from slipstream.common.device.choose import CPU, cuda_obstacle
 from slipstream.common.errors import CheckpointError, ConfigError, OutOfMemoryError, UnavailableError
 from slipstream.common.settings import arguments
+from slipstream.common.wire.events import Event, Site
+from slipstream.common.wire.trace import TracedProcess
 from slipstream.services.models.config import ModelConfig, Rank
 from slipstream.services.models.ranks import Ranks, file_store
 from slipstream.services.models.sharding import sharded
@@ -44,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 HANG_TIMEOUT_S = 10.0
 """Longest time between two signs of life of a rank."""
+REPORT_TIMEOUT_S = 2.0
+"""Longest time for the others to answer what they did; a trace goes without those that do not."""
 END_TIMEOUT_S = 5.0
 """Longest time for all ranks to end by themselves when rank 0 hangs up."""
 PROGRAM = (sys.executable, "-m", "slipstream.services.rank_main")
@@ -65,6 +70,8 @@ class Member:
         self.answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.said: Message = {"free": 0, "waited_s": None}
         """Its last message; `free`: bytes of its device's memory, 0 where this is the host's."""
+        self.asked: dict[int, Future[list[list[int]]]] = {}
+        """The records that it is asked for, by the question's number."""
         # Made here: the connection may be closed before the thread runs that reads.
         self._received = connection.makefile("rb", buffering=0)
         self._rest = b""
@@ -91,6 +98,8 @@ class Member:
                 # All lines that are there: `poll` does not return for what was received.
                 *lines, self._rest = (self._rest + some).split(b"\n")
                 for message in map(json.loads, lines):
+                    if "records" in message and (asked := self.asked.pop(message["number"], None)) is not None:
+                        asked.set_result(message.pop("records"))
                     self.said = message
                     if "error" in message:
                         self.is_loaded |= not message["error"]
@@ -116,6 +125,8 @@ class Crew:
         self._lose = lose
         self._own: Callable[[], Ranks | None] = lambda: None
         """Rank 0's collectives, where they are measured. They refer to this: a cycle would keep their store open."""
+        self._telling = threading.Lock()
+        """Held for a message: steps tell on one thread, a question for records comes from another."""
         numbered = enumerate(zip_longest(connections, pids), 1)
         self._members = [Member(rank, connection, pid) for rank, (connection, pid) in numbered]
         self._is_loaded = self._is_closing = False
@@ -134,9 +145,10 @@ class Crew:
     def tell(self, message: Message) -> None:
         """See `Channel.tell`. Nothing happens where a rank is gone: who watches it ends this process."""
         line = json.dumps(message).encode() + b"\n"
-        for member in self._members:
-            with suppress(OSError):
-                member.connection.sendall(line)
+        with self._telling:
+            for member in self._members:
+                with suppress(OSError):
+                    member.connection.sendall(line)
 
     def answers(self) -> list[Message]:
         return [member.answers.get() for member in self._members]
@@ -153,6 +165,24 @@ class Crew:
         waited_s = None if (own := self._own()) is None else own.waited_s
         first = RankReport(rank=0, pid=os.getpid(), is_loaded=self._is_loaded, waited_s=waited_s)
         return [first, *(member.report() for member in self._members)]
+
+    def read_records(self, from_step: int) -> tuple[TracedProcess, ...]:
+        """Asks the others for their work in steps from this one on. Blocks until they have done what they were told."""
+        number = time.monotonic_ns()
+        asked: dict[Member, Future[list[list[int]]]] = {member: Future() for member in self._members}
+        for member, future in asked.items():
+            member.asked[number] = future
+        self.tell({"do": "report", "number": number, "from_step": from_step})
+        wait(asked.values(), REPORT_TIMEOUT_S)
+        return tuple(
+            TracedProcess(
+                name=f"rank {member.rank}",
+                pid=member.pid or 0,
+                records=tuple(Event(Site(site), *record) for site, *record in future.result()),
+            )
+            for member, future in asked.items()
+            if future.done()
+        )
 
     def wait_until_loaded(self) -> None:
         """Returns once each other rank has its part, as rank 0 has. Raises CheckpointError, OutOfMemoryError."""

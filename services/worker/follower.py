@@ -6,10 +6,12 @@ import json
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slipstream.common.wire.events import EventLog, Site
 from slipstream.services.models.paged_kv import PagedKV
 from slipstream.services.worker.graphs import CudaCapture
 from slipstream.services.worker.memory import first_line, give_back_unused, is_out_of_memory
@@ -23,12 +25,14 @@ if TYPE_CHECKING:
 
 SIGN_INTERVAL_S = 0.5
 """Time between two signs of life."""
+_RECORDED = ("forward", "logits")
+"""The work that is recorded for traces."""
 
 
 class Follower:
     """A rank's part of the work on a target. Rank 0 calls its methods by their names, see `Ranks.tell`.
 
-    Those that return a text answer: it is the error, if there is one.
+    Those that return a text or a message answer: the text is the error, if there is one.
     """
 
     def __init__(self, decoder: Decoder, ranks: Ranks, device: torch.device, *, keeps_fp8: bool = False) -> None:
@@ -40,16 +44,38 @@ class Follower:
         self._cache: PagedKV | None = None
         self._capture: CudaCapture | None = None
         self._graphs: dict[int, Callable[[], None]] = {}
+        self._log = EventLog()
+        self._step = 0
+        """The number of the step that work belongs to; 0 where none is told, as on a GPU."""
 
-    def do(self, message: Message) -> str | None:
+    def do(self, message: Message) -> str | Message | None:
         """Calls what a message names."""
         arguments = {name: value for name, value in message.items() if name != "do"}
-        answer: str | None = getattr(self, message["do"])(**arguments)
+        work = partial(getattr(self, message["do"]), **arguments)
+        if self._step and message["do"] in _RECORDED:
+            work = partial(self._record, work)
+        answer: str | Message | None = work()
         return answer
+
+    def _record(self, work: Callable[[], None]) -> None:
+        begin_ns, waited_s = time.monotonic_ns(), self._ranks.waited_s
+        work()
+        end_ns, in_collectives_ns = time.monotonic_ns(), round(1e9 * (self._ranks.waited_s - waited_s))
+        self._log.add(Site.STREAM, self._step, begin_ns, end_ns)
+        self._log.add(Site.COLLECTIVES, self._step, begin_ns, min(begin_ns + in_collectives_ns, end_ns))
+
+    def begin_step(self, step: int) -> None:
+        """Names the step that the work after it belongs to."""
+        self._step = step
+
+    def report(self, number: int, from_step: int) -> Message:
+        """Answers with its records of steps from this one on, and with the question's number."""
+        return {"number": number, "records": self._log.since(from_step)}
 
     def open(self, num_pages: int, page_tokens: int) -> str:
         """Allocates the KV pages of an epoch."""
-        self._cache = None
+        self._cache, self._step = None, 0
+        self._log.begin_epoch(0)
 
         def allocate() -> None:
             self._cache = PagedKV(
@@ -148,10 +174,10 @@ class Line:
         with self._connection.makefile("rb") as lines:
             for line in lines:
                 self._is_busy = True
-                error = follower.do(json.loads(line))
+                answer = follower.do(json.loads(line))
                 self._is_busy = False
-                if error is not None:
-                    self.answer(error)
+                if answer is not None:
+                    self._send({"error": answer} if isinstance(answer, str) else answer)
         self._ranks = None  # their store ends with this thread's use of it, not with the signs of life
 
     def wait_for_end(self) -> None:

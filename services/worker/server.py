@@ -152,7 +152,7 @@ async def run_worker(
             max_receive_bytes=MAX_COMMAND_BYTES,
         )
         server.add_service("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, servicer)
-        recorder = RecorderServicer(log, device)
+        recorder = RecorderServicer(log, device, crew if device.has_stream_threads else None)
         server.add_service(RECORDER, trace_pb2_grpc.add_RecorderServicer_to_server, recorder)
         await server.start()
         held.callback(commands.close)
@@ -400,11 +400,13 @@ def _advance(work: Generator[None, None, None]) -> bool:
 
 
 class RecorderServicer(trace_pb2_grpc.RecorderServicer):
-    """Serves `Recorder`: what this worker's host did in its last steps."""
+    """Serves `Recorder`: what this worker's host did in its last steps, and what the other ranks' did."""
 
-    def __init__(self, log: EventLog, device: Device) -> None:
+    def __init__(self, log: EventLog, device: Device, crew: Crew | None = None) -> None:
+        """`crew`: the other ranks, where their work is recorded; on a GPU it is in graphs, which are not stamped."""
         self._log = log
         self._device = device
+        self._crew = crew
 
     async def ReadRecords(self, request: trace_pb2.ReadRecordsRequest, context: Any) -> trace_pb2.ReadRecordsResponse:
         records = tuple(self._log.since(request.from_step))
@@ -414,7 +416,8 @@ class RecorderServicer(trace_pb2_grpc.RecorderServicer):
             clock = await asyncio.to_thread(self._device.sample_clock)
         except SlipstreamError as error:
             logger.warning("the clock of the stamps cannot be read: %s", error)
-        return HostRecords(self._log.epoch, records, clock).to_pb()
+        ranks = () if self._crew is None else await asyncio.to_thread(self._crew.read_records, request.from_step)
+        return HostRecords(self._log.epoch, records, clock, ranks).to_pb()
 
 
 class DeviceThread(ThreadPoolExecutor):

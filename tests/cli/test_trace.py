@@ -399,6 +399,24 @@ def test_without_a_draft() -> None:
     assert {process for process, _ in slices_by_thread(content)} == {1, 3}
 
 
+def test_a_rank_after_the_first_has_a_lane_before_the_gateways() -> None:
+    work = (record(Site.STREAM, 8, 45, 90), record(Site.COLLECTIVES, 8, 45, 65), record(Site.STREAM, 8, 91, 99))
+    rank = TracedProcess(name="verify rank 1", pid=14, records=(*work, record(Site.STREAM, 9, 205, 300)))
+    gateway = TracedProcess(name="gateway", pid=21, records=(record(Site.TOKENISE, 4, 1, 2),))
+    content = trace_json(replace(TRACE, processes=(SCHEDULER, VERIFY, rank, DRAFT, gateway)))
+    check(content)
+    assert lane(content, (4, 4000)) == [
+        ("kernel", "prefill 8", 45, 90),
+        ("kernel", "prefill 8", 91, 99),
+        ("kernel", "decode 9", 205, 300),
+    ]
+    first = slices_by_thread(content)[4, 4000][0]["args"]
+    assert (first["step"], first["busy us"], first["in collectives us"]) == (8, 25, 20)
+    assert lane(content, (5, 5000)) == [("request", "tokenise", 1, 2)]
+    names = [e["args"]["name"] for e in content["traceEvents"] if e["name"] == "process_name"]
+    assert "verify rank 1 (process 14)" in names
+
+
 def test_requests_of_gateways_until_their_first_token() -> None:
     def phases(job: int, *times_us: float) -> tuple[Event, ...]:
         sites = (Site.TOKENISE, Site.SUBMIT, Site.FIRST_TOKEN)

@@ -14,9 +14,12 @@ import psutil
 import pytest
 
 from slipstream import bundled
+from slipstream.cli.trace import fetch_trace, trace_json
 from slipstream.common.errors import UnavailableError
 from slipstream.common.rpc.metrics import scrape
+from slipstream.common.wire.events import Site
 from slipstream.common.wire.step import Role
+from slipstream.common.wire.trace import MAX_WAIT_MS, TracedProcess, TraceRequest
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.models.head_config import DFLASH, EAGLE, EAGLE3, MTP
@@ -26,9 +29,11 @@ from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.counted_jobs import Job
 from tests.harness.eagle3_checkpoints import AUTHORS, BLOCKS, EAGLE_AUTHORS, MODULES, write_head
 from tests.harness.planted_faults import PlantedFaults
+from tests.harness.trace_format import check as check_format
+from tests.harness.trace_format import slices_by_thread
 from tests.harness.transformers_checkpoints import greedy_tokens
 from tests.harness.waiting import until
-from tests.harness.worker_processes import WorkerProcesses, running_session
+from tests.harness.worker_processes import WorkerProcesses, running_session, timeline_server
 from tests.scheduler.test_constraints import EOS, SPECS, check
 from tests.scheduler.test_constraints_processes import GrammarProcess
 from tests.scheduler.test_session import SEED, make_jobs, settings
@@ -107,6 +112,34 @@ async def test_each_rank_has_metrics(processes: WorkerProcesses) -> None:
     assert page.by("rank", RANK_UP.name) == {"0": 1, "1": 1}
     assert min(page.by("rank", RANK_RESIDENT.name).values()) > 10e6
     assert not page.by("rank", RANK_FREE.name), "it is the host's"
+
+
+async def test_a_trace_has_the_work_of_each_rank(processes: WorkerProcesses) -> None:
+    with running_session(processes, has_draft=False, **settings()) as client:
+        await client.served(with_draft=False)
+        async with timeline_server(client) as address:
+            found: dict[str, TracedProcess] = {}
+            while "verify rank 1" not in found:  # on a busy host it may answer too late
+                asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=6, wait_ms=MAX_WAIT_MS)))
+                while not asked.done():
+                    await client.run(*make_jobs(1, max_new_tokens=20))
+                trace = await asked
+                found = {process.name: process for process in trace.processes}
+    assert list(found) == ["scheduler", "verify", "verify rank 1"]
+    verify, rank = found["verify"], found["verify rank 1"]
+    assert [rank.pid] == [process.pid for process in followers(processes)]
+    assert verify.model.endswith("(2 ranks)"), "which status shows"
+    led = {record.step: record for record in verify.records if record.site is Site.STREAM}
+    waited = {(record.step, record.begin_ns): record for record in rank.records if record.site is Site.COLLECTIVES}
+    work = [record for record in rank.records if record.site is Site.STREAM]
+    assert {record.step for record in work} == {step.step for step in trace.steps if step.num_slots}
+    for record in work:
+        assert led[record.step].begin_ns <= record.begin_ns <= led[record.step].end_ns
+        assert record.begin_ns < waited[record.step, record.begin_ns].end_ns <= record.end_ns
+    content = trace_json(trace)
+    check_format(content)
+    shown = slices_by_thread(content)[4, 4000]
+    assert [slice_["args"]["step"] for slice_ in shown] == [record.step for record in work]
 
 
 @pytest.mark.slow

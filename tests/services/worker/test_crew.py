@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import socket
@@ -20,6 +21,8 @@ import torch
 
 from slipstream.common.errors import CheckpointError, ConfigError, OutOfMemoryError, UnavailableError
 from slipstream.common.rpc.service_options import LogSettings
+from slipstream.common.wire.events import Event, Site
+from slipstream.common.wire.trace import TracedProcess
 from slipstream.services.models.config import Rank
 from slipstream.services.models.ranks import Ranks
 from slipstream.services.worker import crew as crew_module
@@ -118,6 +121,33 @@ def test_an_answer_that_arrives_with_a_sign_of_life_does_not_wait_for_the_next_o
     answered.start()
     answered.join(60)
     assert (answered.is_alive(), crew.least_free) == (False, 7)
+
+
+def test_a_rank_that_does_not_say_what_it_did_is_left_out_and_its_late_answer_is_of_no_other_question(
+    ends: tuple[Crew, list[socket.socket]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew, others = ends
+    monkeypatch.setattr(crew_module, "REPORT_TIMEOUT_S", 0.01)
+    assert crew.read_records(1) == ()
+    monkeypatch.setattr(crew_module, "REPORT_TIMEOUT_S", 60)
+    files = [other.makefile("rw") for other in others]
+    late = [json.loads(file.readline()) for file in files]
+    found: list[tuple[TracedProcess, ...]] = []
+    asking = threading.Thread(target=lambda: found.append(crew.read_records(8)), daemon=True)
+    asking.start()
+    for rank, (file, before) in enumerate(zip(files, late, strict=True), 1):
+        now = json.loads(file.readline())
+        assert (now["do"], now["from_step"]) == ("report", 8)
+        for question, step in ((before, 1), (now, 8)):
+            file.write(json.dumps({"number": question["number"], "records": [[Site.STREAM, step, 5, rank + 5]]}) + "\n")
+            file.flush()
+    asking.join(60)
+    assert [(one.name, *one.records) for one in found[0]] == [
+        ("rank 1", Event(Site.STREAM, 8, 5, 6)),
+        ("rank 2", Event(Site.STREAM, 8, 5, 7)),
+    ]
+    for file in files:
+        file.close()
 
 
 class Held:
