@@ -25,7 +25,7 @@ from slipstream.services.draft.ngram import NgramDrafter
 from slipstream.services.draft.suffix_cache import SuffixCache
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder, load_head
 from slipstream.services.models.config import ModelConfig, Rank
-from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.decoder import Decoder, as_kept
 from slipstream.services.models.head_config import HEADS
 from slipstream.services.models.heads import DFlashHead, make_head
 from slipstream.services.models.json_files import tokenizer_fingerprint
@@ -182,7 +182,11 @@ def _target_config(config: WorkerConfig, number: int = 0) -> ModelConfig:
 def _load(config: WorkerConfig, device: Device, ranks: Ranks | None = None) -> LanguageModel:
     path, where, dtype = config.directory, device.torch_device, dtype_of(config, device)
     keeps_fp8 = keeps_fp8_kv(config, device)
-    with loading(path.name, where, lambda meta: Decoder(_target_config(config), device=meta, dtype=dtype)):
+
+    def make_empty(meta: torch.device) -> Decoder:
+        return Decoder(as_kept(_target_config(config), where, dtype), device=meta, dtype=dtype)
+
+    with loading(path.name, where, make_empty):
         decoder = load_decoder(
             path,
             device=where,

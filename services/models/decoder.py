@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -216,6 +216,14 @@ def kept_packing(
         return None
     has_kernels = keeps_fp8(device, dtype, has_whole_blocks=True) and keeps_packed(packed, device, *sizes)
     return packed if has_kernels else None
+
+
+def as_kept(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> ModelConfig:
+    """The model without a quantisation that its weights lose on a device: to count their memory on one without any."""
+    has_kernels = config.has_whole_blocks and config.has_llama_layers
+    fp8 = config.fp8 if keeps_fp8(device, dtype, has_whole_blocks=has_kernels) else None
+    packed = config.packed if keeps_fp8(device, dtype, has_whole_blocks=True) else None
+    return replace(config, fp8=fp8, packed=packed)
 
 
 def make_norm(

@@ -6,21 +6,29 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
 
+from slipstream.benchmarks.models import SHAPES
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import OutOfMemoryError
 from slipstream.common.host import host_bytes
 from slipstream.services import factory
 from slipstream.services.models.config import ModelConfig
+from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.head_config import HEADS
+from slipstream.services.models.heads import make_head
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.graphs import forward_size
 from slipstream.services.worker.memory import WORK_BYTES, is_out_of_memory, needed_for_work
-from tests.harness.checkpoints import write_checkpoint
+from tests.harness.checkpoints import write_checkpoint, write_json
 from tests.harness.eagle3_checkpoints import ALGORITHMS, AUTHORS, BLOCKS, write_head
+
+if TYPE_CHECKING:
+    from slipstream.common.device.interface import Device
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +72,25 @@ def test_a_head_says_its_own_size(words: str, tmp_path: Path, monkeypatch: pytes
     config = WorkerConfig(model=head, algorithm="eagle3", target=target, device="cpu")
     with pytest.raises(OutOfMemoryError, match=r"the weights of head take \d+ MiB"):
         factory.make_draft(config, HostDevice(), 0)
+
+
+@pytest.mark.parametrize(("capability", "gigabytes"), [((9, 0), 65.3), ((8, 0), 233.7)])
+def test_weights_count_as_a_gpu_keeps_them(
+    capability: tuple[int, int], gigabytes: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(factory, "load_decoder", fail)
+    monkeypatch.setattr(factory, "_models_on", lambda _: (Decoder, make_head))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**35))
+    write_json(tmp_path / "config.json", SHAPES["gpt-oss-120b"])
+    gpu = cast("Device", SimpleNamespace(torch_device=torch.device("cuda")))
+    with pytest.raises(OutOfMemoryError, match=r"take \d+ MiB, and 1024 MiB of the GPU's 32768 MiB are free") as caught:
+        factory._load(WorkerConfig(model=tmp_path), gpu)
+    mib = int(str(caught.value).partition(" MiB")[0].rpartition(" ")[2])
+    assert mib * 2**20 / 1e9 == pytest.approx(gigabytes, abs=0.1)
 
 
 def test_shared_weights_without_room_name_their_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
