@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,16 +56,10 @@ class Experts(nn.Module):
         router_bias = parameter(num_experts, dtype=torch.float32) if has_biases else None
         self.router = Linear(parameter(num_experts, hidden_size, dtype=torch.float32), router_bias)
         self.choice_bias = parameter(num_experts, dtype=torch.float32) if has_choice_bias else None
-        self.gate_up, self.down = (
-            None if packed is not None else parameter(num_experts, rows, columns)
-            for rows, columns in ((2 * width, hidden_size), (hidden_size, width))
-        )
-        self.gate_up_ints, self.down_ints = (
-            None
-            if packed is None
-            else PackedInts(packed, rows, columns, device=device, dtype=dtype, num_experts=num_experts)
-            for rows, columns in ((2 * width, hidden_size), (hidden_size, width))
-        )
+        sizes = (2 * width, hidden_size), (hidden_size, width)
+        self.gate_up, self.down = (None if packed is not None else parameter(num_experts, *size) for size in sizes)
+        of_experts = partial(PackedInts, device=device, dtype=dtype, num_experts=num_experts)
+        self.gate_up_ints, self.down_ints = (None if packed is None else of_experts(packed, *size) for size in sizes)
         self.gate_up_bias = parameter(num_experts, 2 * width) if has_biases else None
         self.down_bias = parameter(num_experts, hidden_size) if has_biases else None
         self.by_kernels: ByKernels | None = None

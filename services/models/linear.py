@@ -131,7 +131,7 @@ def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn
 def keeps_fp8(device: torch.device, dtype: torch.dtype, *, has_whole_blocks: bool) -> bool:
     """True if a model that computes in `dtype` keeps FP8 weights as they are, else it has them in `dtype`.
 
-    Packed integers are kept where FP8 weights are, but for a CPU.
+    Packed weights are kept only where FP8 weights are, and on no CPU (`keeps_packed`).
 
     The kernels turn them into bfloat16, with instructions that GPUs have from compute capability 9 on.
     `has_whole_blocks`: rows and columns of all weights are multiples of BLOCK, as the kernels need them.
