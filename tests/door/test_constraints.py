@@ -123,17 +123,17 @@ async def test_responses_have_a_format_of_their_text(tmp_path: Path) -> None:
     async with serving(tmp_path) as served:
         given = {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}
         client, submitted = served.door.openai, served.submitted
-        answer = await client.responses.create(model="tiny", input="Hello", max_output_tokens=1, text={"format": given})  # type: ignore[misc]
+        answer = await client.responses.create(model="tiny", input="Hello", max_output_tokens=1, text={"format": given})
         assert served.accepts(submitted[-1].spec.grammar, PLACE)
         assert not served.accepts(submitted[-1].spec.grammar, "{}")
-        assert answer.text.format.type == "json_schema"  # type: ignore[union-attr]
+        assert answer.text.format.type == "json_schema"
         await client.responses.create(
             model="tiny", input="Hello", max_output_tokens=1, text={"format": {"type": "json_object"}}
         )
         assert served.accepts(submitted[-1].spec.grammar, "{}")
         bad = given | {"schema": {"not": {}}}
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.responses.create(model="tiny", input="Hello", text={"format": bad})  # type: ignore[misc]
+            await client.responses.create(model="tiny", input="Hello", text={"format": bad})
         assert (caught.value.param, "not: the keyword" in caught.value.message) == ("text.format", True)
 
 

@@ -57,10 +57,10 @@ async def test_a_call_is_found_with_a_stream_and_without(form: str) -> None:
         }
         whole = (await door.openai.chat.completions.create(**request)).choices[0]
         calls = whole.message.tool_calls or []
-        assert [(call.function.name, json.loads(call.function.arguments)) for call in calls[:1]] == [  # type: ignore[union-attr]
+        assert [(call.function.name, json.loads(call.function.arguments)) for call in calls[:1]] == [
             ("get_weather", {"city": "Paris"})
         ]
-        assert whole.message.reasoning_content == "Hm."  # type: ignore[attr-defined]
+        assert whole.message.reasoning_content == "Hm."
         assert whole.message.content == ("Sure." if "Sure" in text else None)
         assert whole.finish_reason == "tool_calls"
         async with door.openai.chat.completions.stream(**request) as stream:
@@ -70,8 +70,7 @@ async def test_a_call_is_found_with_a_stream_and_without(form: str) -> None:
         final = (await stream.get_final_completion()).choices[0].message
         streamed = final.tool_calls or []
         assert [(one.function.name, one.function.arguments) for one in streamed] == [
-            (one.function.name, one.function.arguments)  # type: ignore[union-attr]
-            for one in calls
+            (one.function.name, one.function.arguments) for one in calls
         ]
         assert (final.content or None) == whole.message.content
         again = [*request["messages"], final.model_dump(), {"role": "user", "content": "ok"}]
@@ -172,12 +171,12 @@ async def test_a_response_has_logprobs_of_its_text() -> None:
             "top_logprobs": 2,
         }
         whole = await door.openai.responses.create(**request)
-        (part,) = whole.output[-1].content  # type: ignore[union-attr]
-        tokens = [one.token for one in part.logprobs]  # type: ignore[union-attr]
+        (part,) = whole.output[-1].content
+        tokens = [one.token for one in part.logprobs]
         # The end of the output has a token, too.
-        assert "".join(tokens[:-1]).endswith(part.text)  # type: ignore[union-attr]
-        assert all(len(one.top_logprobs) == 2 for one in part.logprobs)  # type: ignore[union-attr]
-        assert len(tokens) < whole.usage.output_tokens  # type: ignore[union-attr]
+        assert "".join(tokens[:-1]).endswith(part.text)
+        assert all(len(one.top_logprobs) == 2 for one in part.logprobs)
+        assert len(tokens) < whole.usage.output_tokens
         events: list[Any] = [event async for event in await door.openai.responses.create(**request, stream=True)]
         streamed = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
         assert [one.token for one in streamed] == tokens[: len(streamed)]
@@ -210,7 +209,7 @@ async def test_a_response_goes_on_with_its_items() -> None:
             model="tiny",
             input=text,
             tools=[FUNCTION],
-            max_output_tokens=num_tokens,  # type: ignore[list-item]
+            max_output_tokens=num_tokens,
         )
         call: Any = first.output[-1]
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "warm"}

@@ -266,7 +266,7 @@ async def test_pages_hold_every_job_once(server: GenerationServer, client: Async
     assert [job.job_id for job in (*page.jobs, *rest.jobs)] == names[19::-1]
     for field, params in (("page_size", {"page_size": 1001}), ("page_token", {"page_token": "x"})):
         with pytest.raises(InvalidArgumentError) as caught:
-            await client.list_jobs(**params)  # type: ignore[arg-type]
+            await client.list_jobs(**params)
         assert caught.value.field == field
 
 

@@ -118,7 +118,7 @@ async def test_malformed_requests_make_no_job(server: GenerationServer, client: 
         ({"job_id": "a b"}, "job_id"),
     ):
         with pytest.raises(InvalidArgumentError) as caught:
-            await collect(client.generate([5, 6], **params))  # type: ignore[arg-type]
+            await collect(client.generate([5, 6], **params))
         assert caught.value.field == field
         assert server.manager.num_jobs == 0
 

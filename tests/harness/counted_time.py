@@ -107,7 +107,7 @@ class CountedDevice(HostDevice):
     def create_arena(
         self, specs: Iterable[BufferSpec], fences: Iterable[FenceName], *, on_host: bool = False
     ) -> HostArena:
-        return _CountedArena.create(specs, fences).of(self)  # type: ignore[attr-defined,no-any-return]
+        return _CountedArena.create(specs, fences).of(self)
 
     def open_arena(self, manifest: Manifest, *, read_only: bool = False) -> HostArena:
         return _CountedArena.open(manifest, read_only=read_only).of(self)  # type: ignore[attr-defined,no-any-return]

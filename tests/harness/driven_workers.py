@@ -47,7 +47,7 @@ class Draft:
 
     def proposed(self) -> list[list[int]]:
         """The draft tokens of all slots."""
-        return self.memory.tensor(BufferName.DRAFT_TOKENS).tolist()  # type: ignore[no-any-return]
+        return self.memory.tensor(BufferName.DRAFT_TOKENS).tolist()
 
     def close(self) -> None:
         """The process ends."""

@@ -62,7 +62,7 @@ def _called(arguments: tuple[str, ...], stdin: str) -> subprocess.CompletedProce
     finally:
         root.handlers = handlers
         client.setLevel(level)
-    shown = [output.buffer.getvalue().decode() for output in outputs]  # type: ignore[attr-defined]
+    shown = [output.buffer.getvalue().decode() for output in outputs]
     return subprocess.CompletedProcess(arguments, status, *shown)
 
 

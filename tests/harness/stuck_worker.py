@@ -24,7 +24,7 @@ def _nothing(*_: object) -> None:
 
 if __name__ == "__main__":
     epoch.HOPELESS_TIMEOUT_S = 0.1
-    HostFence.is_releasable = False  # type: ignore[assignment, method-assign]
+    HostFence.is_releasable = False
     HostFence.release = ReadOnlyFence.release = _nothing  # type: ignore[method-assign]
     HostArena.close = _never  # type: ignore[method-assign]
     run_command(main)

@@ -334,7 +334,7 @@ async def test_the_end_of_the_scheduler_lets_sequences_end_first(tmp_path: Path)
         await gateway.until(lambda: gateway.error is not None)
         assert gateway.outputs[own] == tokens_at(3, 93)
         assert gateway.states[-1].paused == "the scheduler is shutting down"
-        assert isinstance(error_from_rpc(gateway.error), UnavailableError)  # type: ignore[arg-type]
+        assert isinstance(error_from_rpc(gateway.error), UnavailableError)
 
 
 async def _unwritten(message: pb.RunResponse) -> None:

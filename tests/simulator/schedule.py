@@ -181,7 +181,7 @@ class Schedule:
         for name in ("verify", *drafts, *grammars, "scheduler", "gateway"):
             machine.start(name)
         clients = [
-            Client(world, number, plan, lambda: machine.find("gateway"), can_fail=self.can_fail)  # type: ignore[no-any-return]
+            Client(world, number, plan, lambda: machine.find("gateway"), can_fail=self.can_fail)
             for number, plan in enumerate(self.plans)
         ]
         self.faults.plant(machine)

@@ -81,7 +81,7 @@ def test_fields_that_are_not_set_stay_unset() -> None:
 def test_a_sequence_that_makes_no_sense_is_refused_by_field(change: dict[str, object], field: str) -> None:
     message = SPEC.to_pb(1, 1)
     for name in change:
-        message.ClearField(name)  # type: ignore[arg-type]
+        message.ClearField(name)
     message.MergeFrom(scheduler_pb2.NewSequence(**change))  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError) as refused:
         SequenceSpec.from_pb(message)

@@ -395,7 +395,7 @@ def test_drafting_needs_an_attachment_and_catching_up_a_draft(target: Path, head
     command = StepCommand(epoch=EPOCH, step=50, slots=(1,))
     for changes in ({"num_draft_tokens": (2,)}, {"catches_up": True}):
         with pytest.raises(InvalidArgumentError, match=r"num_draft_tokens|catches_up"):
-            driven.verify.send(replace(command, **changes))  # type: ignore[arg-type]
+            driven.verify.send(replace(command, **changes))
     draft = driven.make_draft(_head(head, target, device), number=2)
     chunk = PrefillChunk(slot=1, start=0, tokens=(1, 2), is_last=False)
     with pytest.raises(InvalidArgumentError, match="for a draft that reads hidden states"):
