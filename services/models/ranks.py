@@ -83,9 +83,11 @@ class Ranks:
 
     def _wait(self, collective: Callable[[], Any]) -> None:
         self.is_waiting, began_at = True, time.monotonic()
-        collective().wait()
-        self.waited_s += time.monotonic() - began_at
-        self.is_waiting = False
+        try:
+            collective().wait()
+        finally:
+            self.is_waiting = False
+            self.waited_s += time.monotonic() - began_at
 
     def broadcast(self, values: torch.Tensor) -> None:
         """Replaces the values, which are contiguous, by those of rank 0."""

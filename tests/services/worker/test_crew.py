@@ -199,6 +199,13 @@ def test_a_rank_lives_while_it_computes_or_waits_for_others_and_not_while_it_han
     held.end(crew)
 
 
+def test_a_rank_whose_collective_fails_waits_for_nobody() -> None:
+    ranks = Unmet(Rank(1, 2), None)
+    with pytest.raises(AttributeError, match="broadcast"):  # it has no group
+        ranks.broadcast(torch.zeros(1))
+    assert not ranks.is_waiting
+
+
 def test_a_rank_whose_thread_hangs_is_lost(
     ends: tuple[Crew, list[socket.socket]], lost: Lost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
