@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, suppress
@@ -25,6 +26,7 @@ from slipstream.scheduler.config import DEFAULT_DRAFT_TOKENS
 from tests.harness.doors import write_chat_model
 from tests.harness.example_states import STATE
 from tests.harness.local_epoch import PATIENCE_MS
+from tests.harness.planted_faults import ROOT
 from tests.harness.running import Running, free_ports, running_up, status, until
 from tests.harness.supervised import MakeCommand, fake_command
 
@@ -74,6 +76,18 @@ def server(up: Running, state_dir: Path) -> str:
     """Address of the shared `up`."""
     assert not up.has_ended
     return (state_dir / "server").read_text()
+
+
+@pytest.fixture(scope="session")
+def held_server() -> Iterator[str]:
+    """Address of a server whose jobs go on until they are cancelled: a sample gets three tokens and waits for more."""
+    command = (sys.executable, "-m", "tests.harness.generation_server")
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        assert address
+        yield address
 
 
 CHAT_MODEL = "tiny"

@@ -17,8 +17,10 @@ from slipstream.common.errors import CancelledError, UnavailableError
 from slipstream.common.wire.job import AbortCause, FinishReason, JobState, OutputChunk
 from tests.harness.example_states import USAGE
 from tests.harness.running import Running, slipstream, until
+from tests.harness.waiting import block_until
 
-ENDLESS = ("--max-new-tokens", "1000", "--ignore-eos")
+MANY = ("--max-new-tokens", "100")
+"""Tokens of a job, of which `held_server` generates three."""
 
 
 def create(server: str, *options: str) -> str:
@@ -74,32 +76,34 @@ def test_jobs_are_listed_with_their_ends(server: str) -> None:
     assert "--limit: got 0" in slipstream("jobs", "--server", server, "--limit", "0").stderr
 
 
-def test_a_job_is_cancelled_by_its_name(server: str) -> None:
-    name = create(server, *ENDLESS)
-    assert slipstream("cancel", "--server", server, name).returncode == 0
-    watched = slipstream("watch", "--server", server, name)
+def test_a_job_is_cancelled_by_its_name(held_server: str) -> None:
+    name = create(held_server, *MANY)
+    assert slipstream("cancel", "--server", held_server, name).returncode == 0
+    watched = slipstream("watch", "--server", held_server, name)
     assert (watched.returncode, watched.stderr) == (
         1,
         f"slipstream: error: job {name} ended before it was done: a client cancelled it\n",
     )
-    assert slipstream("cancel", "--server", server, name).returncode == 0
-    unknown = slipstream("cancel", "--server", server, uuid.uuid4().hex)
+    assert slipstream("cancel", "--server", held_server, name).returncode == 0
+    listed = slipstream("jobs", "--server", held_server).stdout.splitlines()
+    assert [name, "ended", "cancelled"] in [line.split()[:3] for line in listed]
+    unknown = slipstream("cancel", "--server", held_server, uuid.uuid4().hex)
     assert unknown.returncode == 1
     assert "there is no job" in unknown.stderr
 
 
-def test_what_a_cancelled_job_had_is_printed(server: str) -> None:
-    name = create(server, *ENDLESS, "--n", "2", "--temperature", "0.8")
-    with Client(server) as client:
-        while not all(sample.num_tokens for sample in client.get_job(name).samples):
-            pass
+def test_what_a_cancelled_job_had_is_printed(held_server: str) -> None:
+    name = create(held_server, *MANY, "--n", "2", "--temperature", "0.8")
+    with Client(held_server) as client:
+        block_until(lambda: all(sample.num_tokens for sample in client.get_job(name).samples))
         client.cancel_job(name)
         texts = ["", ""]
         for chunk in client.watch_job(name):
             texts[chunk.sample_index] += chunk.text
-    watched = slipstream("watch", "--server", server, name)
+    assert all(texts)
+    watched = slipstream("watch", "--server", held_server, name)
     assert watched.stdout == "".join(f"--- sample {index} ---\n{text}\n" for index, text in enumerate(texts))
-    as_json = slipstream("watch", "--server", server, "--json", name)
+    as_json = slipstream("watch", "--server", held_server, "--json", name)
     reports = [json.loads(line) for line in as_json.stdout.splitlines()]
     assert [(report["text"], report["finish_reason"]) for report in reports] == [(text, "abort") for text in texts]
     for ended in (watched, as_json):
@@ -151,14 +155,14 @@ async def test_who_ended_a_job_is_told(cause: AbortCause | None, expected: str) 
         await print_output(output(), num_samples=1, as_json=False)
 
 
-def test_a_watch_that_is_interrupted_leaves_the_job(server: str) -> None:
-    name = create(server, *ENDLESS, "--priority", "-1")
-    with closing(Running("watch", "--server", server, name)) as watching:
+def test_a_watch_that_is_interrupted_leaves_the_job(held_server: str) -> None:
+    name = create(held_server, *MANY)
+    with closing(Running("watch", "--server", held_server, name)) as watching:
         until(lambda: bool(watching.output()), watching)
         watching.signal(signal.SIGINT)
         assert watching.end() == 130
-    with Client(server) as client:
-        assert client.get_job(name).finish_reason is not FinishReason.ABORT
+    with Client(held_server) as client:
+        assert client.get_job(name).state is JobState.RUNNING
         client.cancel_job(name)
         assert [*client.watch_job(name)]
         assert client.get_job(name).state is JobState.ENDED

@@ -6,14 +6,23 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from slipstream.client import Client
+from tests.harness.planted_faults import PlantedFaults
 from tests.harness.running import Running, leftovers, running, running_up, slipstream, status, until
+from tests.harness.waiting import block_until
+
+MODULES = {
+    *("slipstream.gateway.main", "slipstream.scheduler.main"),
+    *(f"slipstream.services.{worker}_main" for worker in ("verify", "draft", "grammar")),
+}
+"""Those of an `up`'s services."""
 
 
 def test_status_shows_every_service(server: str, up: Running) -> None:
@@ -64,14 +73,16 @@ def test_a_bad_parameter_is_one_line_that_names_it(server: str) -> None:
     assert found.stderr == "slipstream: error: --top-p: got 1.5, accepted: above 0 to 1\n"
 
 
-def test_an_interrupt_cancels_the_job(server: str, up: Running, state_dir: Path) -> None:
-    options = ("--max-new-tokens", "900", "--ignore-eos", "--temperature", "1")
-    with running("generate", "--server", server, *options, "import os\n") as generate:
-        until(lambda: status(state_dir)["num_running"] == 1, generate)
+def test_an_interrupt_cancels_the_job(held_server: str) -> None:
+    options = ("--max-new-tokens", "100", "--job-id", "interrupted")
+    with running("generate", "--server", held_server, *options, "import os\n") as generate:
+        until(lambda: bool(generate.output()), generate)
         generate.signal(signal.SIGINT)
         assert generate.end() == 130
         assert "Traceback" not in generate.errors()
-    until(lambda: status(state_dir)["num_running"] == 0, up)
+    with Client(held_server) as client:
+        block_until(lambda: client.get_job("interrupted").is_over)
+        assert client.get_job("interrupted").abort_cause == "disconnected"
 
 
 def test_a_second_up_is_refused_and_the_first_serves_on(server: str, state_dir: Path, tmp_path: Path) -> None:
@@ -120,21 +131,30 @@ def test_a_proxy_of_the_environment_is_not_asked(server: str, tmp_path: Path, mo
 
 
 @contextmanager
-def loading_up(state_dir: Path) -> Iterator[tuple[Running, list[psutil.Process]]]:
-    """An `up` whose workers load their models, and its five services."""
-    with running("up", "--state-dir", str(state_dir), "--listen", "127.0.0.1:0") as up:
-        until(lambda: all(list(state_dir.glob(f"sockets/{worker}*.lock")) for worker in ("verify", "draft")), up)
-        children = up.children()
-        assert len(children) == 5
+def loading_up(state_dir: Path) -> Iterator[tuple[Running, dict[str, psutil.Process]]]:
+    """An `up` that is never ready, whose workers load their models or have them, and its services by module."""
+    faults = PlantedFaults(state_dir / "record", "scheduler.before_attach:hang@1")
+    children: dict[str, psutil.Process] = {}
+    command = ("up", "--state-dir", str(state_dir), "--listen", "127.0.0.1:0")
+
+    def are_there() -> bool:
+        with suppress(psutil.NoSuchProcess):
+            named = ((word, child) for child in up.children() for word in child.cmdline() if word in MODULES)
+            children.update(named)
+        have_begun = all(list(state_dir.glob(f"sockets/{worker}*.lock")) for worker in ("verify", "draft"))
+        return have_begun and children.keys() == MODULES
+
+    with running(*command, environment=faults.environment) as up:
+        until(are_there, up)
         yield up, children
-    assert not psutil.wait_procs(children, timeout=60)[1]
+    assert not psutil.wait_procs(children.values(), timeout=60)[1]
 
 
 def test_up_ends_when_a_service_dies_while_it_loads(tmp_path: Path) -> None:
     with loading_up(tmp_path) as (up, children):
-        next(child for child in children if "slipstream.services.verify_main" in child.cmdline()).kill()
+        children["slipstream.scheduler.main"].kill()
         assert up.end() == 1
-        assert "verify was killed by SIGKILL before it was ready" in up.errors()
+        assert "scheduler was killed by SIGKILL before it was ready" in up.errors()
     assert not leftovers(tmp_path)
 
 
@@ -161,7 +181,7 @@ def test_services_die_with_a_killed_up_and_the_next_one_drains(tmp_path: Path) -
 
 def test_the_first_interrupt_stops_and_the_second_does_not_wait(tmp_path: Path) -> None:
     with loading_up(tmp_path) as (up, children):
-        next(child for child in children if "slipstream.gateway.main" in child.cmdline()).suspend()
+        children["slipstream.gateway.main"].suspend()
         up.signal(signal.SIGINT)
         until(lambda: "gateway: stopping" in up.errors(), up)
         up.signal(signal.SIGINT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sqlite3
+import sys
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,7 @@ from slipstream.gateway.stream import StreamWrites
 from slipstream.gateway.tokenize_queue import TokenizeQueue
 from slipstream.gateway.vllm import VllmEngineServicer
 from slipstream.protos import generation_pb2_grpc, trace_pb2_grpc
-from tests.harness.example_states import CONTEXT_TOKENS, STATE
+from tests.harness.example_states import CONTEXT_TOKENS, STATE, TOKENS_PER_STEP
 from tests.harness.grpc_server import FREE_PORT, running_server
 from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler, serving
 from tests.harness.tokenizers_by_kind import make_tokenizer
@@ -239,3 +240,15 @@ def killed(path: Path) -> Path:
     for suffix in ("", "-wal"):
         shutil.copyfile(f"{path}{suffix}", f"{left}{suffix}")
     return left
+
+
+async def serve_held() -> None:
+    """Prints the address of a server whose samples get one step's tokens each, and serves until its input ends."""
+    async with generation_server() as server:
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        print(server.address, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve_held())
