@@ -3,45 +3,65 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slipstream.common.wire.events import Site
-from slipstream.scheduler import loop, result_poller
+from slipstream.scheduler import loop
 from slipstream.scheduler.batch import Batch
 from slipstream.scheduler.loop import LEAST_HOLD_S
 from slipstream.scheduler.records import Step
-from slipstream.scheduler.result_poller import GAP_STEPS, MOST_HOLD_S
-from tests.harness.counted_jobs import Job, OutputRow
+from slipstream.scheduler.result_poller import GAP_STEPS, MOST_HOLD_S, ResultPoller
 from tests.harness.dummy_epoch import make_epoch, make_job, workers
 
 
-@pytest.mark.parametrize("verify_ms", [0.0, 60.0])
-def test_long_steps_are_decided_on_late(verify_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass(slots=True)
+class Held:
+    """Called with the seconds for which a step would be held back."""
+
+    sleep: Callable[[float], None] = lambda _: None
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    """What the loop does while it holds a step back, in place of sleeping."""
+    found = Held()
+    clock = SimpleNamespace(monotonic=time.monotonic, monotonic_ns=time.monotonic_ns, sleep=lambda s: found.sleep(s))
+    monkeypatch.setattr(loop, "time", clock)
+    return found
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.06])
+def test_long_steps_are_decided_on_late(step_s: float, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once enough of their size were seen, behind the last output and with the step before it under way."""
-    with workers(verify_ms=verify_ms) as both:
+    arrived = ResultPoller.arrived
+
+    def arrived_as_usual(self: ResultPoller, *sent: Any) -> float:
+        size, gap_s = self._under_way[0], arrived(self, *sent)
+        size.gaps_s[-1] = step_s  # however busy the machine is
+        return gap_s
+
+    monkeypatch.setattr(ResultPoller, "arrived", arrived_as_usual)
+    with workers() as both:
         epoch, job = make_epoch(both[:1]), make_job(max_new_tokens=20)
-        held: list[tuple[float, int, int]] = []
-        clock = SimpleNamespace(
-            monotonic=time.monotonic,
-            monotonic_ns=time.monotonic_ns,
-            sleep=lambda seconds: held.append((seconds, epoch.epoch.last_sent, len(epoch.outputs[job]))),
-        )
-        monkeypatch.setattr(loop, "time", clock)
+        holds: list[tuple[float, int, int]] = []
+        held.sleep = lambda seconds: holds.append((seconds, epoch.epoch.last_sent, len(epoch.outputs[job])))
         epoch.run([job])
-        holds = [record.step for record in epoch.epoch.trace.host_events(0) if record.site is Site.HOLD]
-        assert holds == [last_sent for _, last_sent, _ in held]
-        if verify_ms:
-            assert len(held) > 5
-            assert all(LEAST_HOLD_S <= seconds <= MOST_HOLD_S for seconds, _, _ in held)
-            assert all(last_sent == num_tokens + 1 > GAP_STEPS for _, last_sent, num_tokens in held)
+        recorded = [record.step for record in epoch.epoch.trace.host_events(0) if record.site is Site.HOLD]
+        assert recorded == [last_sent for _, last_sent, _ in holds]
+        if step_s:
+            assert len(holds) > 5
+            assert all(LEAST_HOLD_S <= seconds <= MOST_HOLD_S for seconds, _, _ in holds)
+            assert all(last_sent == num_tokens + 1 > GAP_STEPS for _, last_sent, num_tokens in holds)
         else:
-            assert not held
+            assert not holds
 
 
-def test_who_comes_while_a_step_is_held_back_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_comes_while_a_step_is_held_back_is_in_it(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     taking_in: list[int] = []
     next_step = Batch.next_step
 
@@ -52,14 +72,14 @@ def test_who_comes_while_a_step_is_held_back_is_in_it(monkeypatch: pytest.Monkey
         return step
 
     monkeypatch.setattr(Batch, "next_step", recorded)
-    monkeypatch.setattr(result_poller, "MOST_HOLD_S", 1.0)  # so that part of a step is long on a busy machine, too
-    with workers(verify_ms=120.0) as both:
+    monkeypatch.setattr(ResultPoller, "hold_s", 3600.0)
+    with workers() as both:
         epoch, job, late = make_epoch(both[:1]), make_job(max_new_tokens=16), make_job(max_new_tokens=2)
 
-        def on_progress(of: Job, _: OutputRow) -> None:
-            if of is job and len(epoch.outputs[job]) == 12:
+        def sleep(_: float) -> None:
+            if len(epoch.outputs[job]) == 12:
                 epoch.jobs.add(late)
 
-        epoch.on_progress = on_progress
+        held.sleep = sleep
         epoch.run([job])
     assert taking_in == [1, 14], "step 12 brings the token, and 13 is under way"
