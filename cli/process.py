@@ -18,6 +18,7 @@ from slipstream.common.errors import AddressInUseError
 from slipstream.common.private_files import open_new
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.settings import VARIABLE_PREFIX
+from slipstream.common.wire.command_socket import ENDING, command_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -149,12 +150,16 @@ class ServiceProcess:
         return f"the end of its log ({self.command.log_path}):\n{self.last_log_lines()}"
 
     def remove_socket(self) -> None:
-        """Removes the socket that a killed service left; one at which another process serves stays."""
+        """Removes the socket that a killed service left, and a worker's for commands beside it.
+
+        Those of another process that serves there stay.
+        """
         address = self.command.address.removeprefix(HTTP)
-        if not address.startswith("unix:") or not Path(address.removeprefix("unix:")).exists():
-            return
-        with contextlib.suppress(AddressInUseError), Listener.claim(address):
-            pass  # leaving a claim removes the socket
+        paths = [path for ending in ("", ENDING) if (path := command_path(address, ending)) is not None]
+        if any(path.exists() for path in paths):
+            with contextlib.suppress(AddressInUseError), Listener.claim(address):
+                for path in paths:
+                    path.unlink(missing_ok=True)
 
     def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
         self._process.wait()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -142,10 +143,12 @@ async def test_a_service_that_does_not_drain_is_ended_after_the_bound(fake_servi
     assert time.monotonic() - start < 20
 
 
-async def test_a_service_that_is_stopped_is_killed_and_its_socket_removed(
+async def test_a_service_that_is_stopped_is_killed_and_its_sockets_removed(
     fake_service: MakeCommand, tmp_path: Path
 ) -> None:
     async with serving(fake_service("verify"), drain_timeout_s=0.2) as supervisor:
+        with socket.socket(socket.AF_UNIX) as commands:
+            commands.bind(str(tmp_path / "verify.sock.commands"))
         os.kill(supervisor.pid("verify"), signal.SIGSTOP)
     assert not sockets_in(tmp_path)
 
