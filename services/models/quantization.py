@@ -169,8 +169,9 @@ def read_quantization(
             _check(given, "zero_point", True)
             return PackedWeights(packing=Packing.AWQ, group_size=_group_size(given, 4, columns, rows))
         case "mxfp4":
-            group_size = _group_size(given.over({"group_size": MXFP4_GROUP}), 4, columns, ())
-            return PackedWeights(packing=Packing.MXFP4, group_size=group_size)
+            _check(given, "group_size", MXFP4_GROUP, None)
+            _group_size(given.with_values({"group_size": MXFP4_GROUP}), 4, columns, ())
+            return PackedWeights(packing=Packing.MXFP4, group_size=MXFP4_GROUP)
     _check(given, "quant_method", "compressed-tensors", others="awq, fp8, gptq, mxfp4")
     return _compressed_tensors(given, columns, rows)
 

@@ -220,6 +220,7 @@ def _expert_slots(config: ModelConfig, experts: ExpertsConfig, theirs: str, ours
         slots[f"{block}.{mixture.shared}_gate.weight"] = Slot(f"{ours}.shared_gate.weight", (1, hidden))
     if mixture.is_stacked:
         slots[f"{block}.{mixture.router}.bias"] = Slot(f"{ours_all}.router.bias", (number,))
+        packed = None if config.packed is None or config.packed.is_of_ints else config.packed
         for name, ours_name, *shape in (
             ("gate_up_proj", "gate_up", hidden, 2 * width),
             ("gate_up_proj_bias", "gate_up_bias", 2 * width),
@@ -227,10 +228,10 @@ def _expert_slots(config: ModelConfig, experts: ExpertsConfig, theirs: str, ours
             ("down_proj_bias", "down_bias", hidden),
         ):
             slot, full = Slot(f"{ours_all}.{ours_name}", (number, *shape), is_stacked=True), f"{block}.experts.{name}"
-            if len(shape) == 1 or config.packed is None or full in names:
+            if len(shape) == 1 or packed is None or full in names:
                 slots[full] = slot
             else:
-                slots |= _packed_slots(config.packed, full, slot, (shape[1], shape[0]))
+                slots |= _packed_slots(packed, full, slot, (shape[1], shape[0]))
         return slots
     gate, up, down = mixture.projections
     for expert in range(number):
@@ -247,7 +248,7 @@ def _expert_slots(config: ModelConfig, experts: ExpertsConfig, theirs: str, ours
 def _weight_slots(config: ModelConfig, name: str, weight: Slot, names: Collection[str]) -> Slots:
     """The tensors of a weight: one, or those of a quantised one."""
     fp8, packed, (rows, columns) = config.fp8, config.packed, weight.shape
-    if packed is not None and packed.packing is not Packing.MXFP4 and f"{name}.weight" not in names:
+    if packed is not None and packed.is_of_ints and f"{name}.weight" not in names:
         return _packed_slots(packed, f"{name}.", weight, (rows, columns))
     if fp8 is None:
         return {f"{name}.weight": weight}

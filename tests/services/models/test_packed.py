@@ -115,6 +115,15 @@ def test_mxfp4_experts(tmp_path: Path) -> None:
     assert_worth(path, pack_experts(path))
 
 
+def test_integers_leave_stacked_experts_plain(tmp_path: Path) -> None:
+    path = write_by_transformers(tmp_path / "it", "gpt-oss", has_tokenizer=False)
+    assert_worth(path, pack(path, "gptq"))
+    weights, name = load_file(path / "model.safetensors"), "model.layers.1.mlp.experts.down_proj"
+    del weights[name]
+    write_weights(path, weights)
+    assert refusal(path) == f"missing tensors: {name}; config.json asks for them"
+
+
 def config_with(quantization: object, **changes: Any) -> dict[str, Any]:
     return LLAMA | SIZES | {"quantization_config": quantization} | changes
 
@@ -142,6 +151,7 @@ GROUP = "config_groups.group_0.weights."
         (packed(strategy="tensor"), f"{GROUP}strategy: got 'tensor', supported: group, channel"),
         (packed(group_size=48), f"{GROUP}group_size: got 48, supported: a divisor of 64, the columns of some weights"),
         ({"quant_method": "mxfp4"}, "quant_method: got 'mxfp4', supported: mxfp4 of stacked experts only"),
+        ({"quant_method": "mxfp4", "group_size": 64}, "group_size: got 64, supported: 32, None"),
         ({"quant_method": "bitsandbytes"}, "quant_method: got 'bitsandbytes', supported: compressed-tensors, awq, fp8"),
     ],
 )

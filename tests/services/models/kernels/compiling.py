@@ -4,9 +4,9 @@
 
 The interpreter accepts code that the compiler does not: types that change in a branch, globals, returns of two types.
 Kernels write nothing here, so that tests go wrong; what counts is printed at the end: the kernels that were compiled,
-each once for each set of flags, and the first error of each that could not be. One is that a product of numbers in
-registers is not awaited in its step: those of the next step may replace them while the tensor cores still read them.
-Belongs into a process of its own, as Triton decides between the two when it is imported.
+each once for each set of flags, and the first error of each that could not be. A loop that does not wait in each step
+for its product of numbers in registers fails, too: the next step's numbers may replace them while the tensor cores
+still read them. Belongs into a process of its own, as Triton decides between the two when it is imported.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class HopperDriver:
 PRODUCT_OF_REGISTERS = re.compile(r"warp_group_dot [^\n]*: tensor<")
 AWAITED = re.compile(r"warp_group_dot_wait [^\n]*pendings = 0")
 SINGLE = ("K_BLOCKS", "GROUPS")
-"""Numbers of scales along a row: one is multiplied otherwise than many."""
+"""Flags with the number of scales along a row; kernels are compiled for 1 and for more."""
 
 _failures: dict[str, str] = {}
 _compiled: set[tuple[object, ...]] = set()
