@@ -20,7 +20,7 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_BIAS = 127
 """Exponent that is added to those of MXFP4's scales."""
 _MOST_EXPONENT = 251
-"""Greatest one with this added, of which twice each number is finite in bfloat16; 255 means NaN."""
+"""Greatest sum of both with which twice each number is finite in bfloat16, as kernels need it; 255 means NaN."""
 _MOST_FP8 = 448
 """Greatest number of e4m3."""
 
@@ -143,7 +143,7 @@ def check_values(files: WeightFiles, slots: Slots) -> None:
 
 
 def _check_scales(files: WeightFiles, name: str, most: int) -> None:
-    """`most`: the greatest number that is multiplied with a scale; where both are kept, nobody sees the product."""
+    """`most`: the greatest number that a scale multiplies. Where both stay, only kernels see the product."""
     if not (files.read(name).float() * most).isfinite().all():
         raise files.error(name, "got scales that are NaN or infinite, or make weights so, supported: finite weights")
 

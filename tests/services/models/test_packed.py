@@ -262,18 +262,26 @@ class TestTensors:
         message = self.changed(tmp_path / "it", layout, **{name: value})
         assert message.startswith(f"model.safetensors: tensor {Q_PROJ}.{name}: {expected}")
 
-    @pytest.mark.parametrize("exponent", [252, 255])
-    def test_scale_of_mxfp4_that_makes_no_numbers(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exponent: int
-    ) -> None:
+    def test_experts_in_mxfp4(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = write_by_transformers(tmp_path / "it", "gpt-oss", has_tokenizer=False)
         pack_experts(path)
-        weights = load_file(path / "model.safetensors")
-        name = "model.layers.2.mlp.experts.down_proj"
-        weights[f"{name}_scales"][1, 2, 0] = exponent
-        write_weights(path, weights)
+        weights, name = load_file(path / "model.safetensors"), "model.layers.2.mlp.experts.down_proj"
+        blocks, scales = weights[f"{name}_blocks"], weights[f"{name}_scales"]
         monkeypatch.setattr(Decoder, "__init__", lambda *_, **__: pytest.fail("a decoder is made"))
-        assert f"tensor {name}_scales: got exponents of {exponent}, supported: at most 251" in refusal(path)
+        for end, value, expected in (
+            ("_scales", None, "missing tensors: {}; config.json asks for them"),
+            ("_scales", scales[..., :1], "{}: got shape [6, 64, 1], config.json asks for [6, 64, 3]"),
+            ("_scales", scales.float(), "{}: got dtype F32, supported: U8 (quantization_config"),
+            ("_scales", scales.index_fill(1, torch.tensor(5), 252), "{}: got exponents of 252, supported: at most 251"),
+            ("_scales", scales.index_fill(1, torch.tensor(5), 255), "{}: got exponents of 255, supported: at most 251"),
+            ("_blocks", torch.cat([blocks, blocks[:1]]), "{}: got shape [7, 64, 3, 16], config.json asks for [6, 64, "),
+            ("", torch.zeros(6, 96, 64), "{}_blocks: got dtype U8, supported: F32, F16, BF16 (no quantised weights)"),
+        ):
+            changed = weights | ({} if value is None else {f"{name}{end}": value.contiguous()})
+            if value is None:
+                del changed[f"{name}{end}"]
+            write_weights(path, changed)
+            assert expected.format(f"{name}{end}") in refusal(path)
 
 
 def test_scales_that_float16_would_round_are_float32() -> None:
