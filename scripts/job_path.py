@@ -1,8 +1,10 @@
 """Lists the project's files that one job passes through: `job_path.py [--json]`.
 
 Starts gateway, scheduler, draft (the bundled EAGLE-3 head) and verify on the CPU, runs a few jobs, and records in each
-process the files of which a function was entered between the call of Generate and its end. Every process
-runs under `sys.setprofile` by way of this file; the product has no code for it.
+process the functions that were entered between the call of Generate and its end. A file counts if one of them was
+entered by every job, and not while there was none: checks of health, and what else comes by the clock, come beside
+every job on a busy machine. Every process runs under `sys.setprofile` by way of this file; the product has no code for
+it.
 """
 
 from __future__ import annotations
@@ -33,9 +35,10 @@ FOLDERS = ("gateway", "scheduler", "services", "common")
 """The product's folders that count. The stubs in protos do not."""
 ALGORITHM = "eagle3"
 PROMPT = "def main():\n"
-MAX_NEW_TOKENS = 32
-NUM_JOBS = 8
-"""The one that enters the fewest files counts: a check of health, once a second, may come beside another."""
+MAX_NEW_TOKENS = 16
+NUM_JOBS = 6
+IDLE = NUM_JOBS + 1
+"""The switch's number for the time without a job: after each, as long as it took. A job is noted by its own number."""
 READY_TIMEOUT_S = 90.0
 JOB_TIMEOUT_S = 60.0
 _TRACED = "--traced"
@@ -78,8 +81,14 @@ def measure() -> JobPath:
                 _await_ready(client, processes)
                 options: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 0.8, "seed": 1}
                 for number in range(1, NUM_JOBS + 1):
+                    begun_at = time.monotonic()
                     switch[0] = number
                     chunks = list(client.generate(PROMPT, timeout_s=JOB_TIMEOUT_S, **options))
+                    switch[0] = 0
+                    took_s = time.monotonic() - begun_at
+                    time.sleep(took_s)  # the services do the rest of what the job began
+                    switch[0] = IDLE
+                    time.sleep(took_s)
                     switch[0] = 0
             switch.close()
         files = read_files(folder, processes)
@@ -87,19 +96,23 @@ def measure() -> JobPath:
 
 
 def read_files(folder: Path, services: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the files of the job that enters the fewest. Raises RuntimeError if a service enters none."""
+    """Returns the files of which all jobs enter a function. Raises RuntimeError if a service enters none."""
     from slipstream import common
 
-    jobs: list[dict[str, list[str]]] = [{} for _ in range(NUM_JOBS)]
+    files: dict[str, list[str]] = {}
     for service in services:
         lines = (folder / f"{service}.files").read_text(encoding="utf-8").splitlines()
         if not lines:
             used = Path(common.__path__[0]).resolve().parent
             raise RuntimeError(f"{service} enters no file of {ROOT}: slipstream is imported from {used}")
+        entered: list[set[str]] = [set() for _ in range(IDLE)]
         for line in lines:
-            number_of, _, path = line.partition(" ")
-            jobs[int(number_of) - 1].setdefault(path, []).append(service)
-    return dict(sorted(min(jobs, key=len).items()))
+            number, _, function = line.partition(" ")
+            entered[int(number) - 1].add(function)
+        *jobs, idle = entered
+        for path in {function.rpartition(":")[0] for function in set.intersection(*jobs) - idle}:
+            files.setdefault(path, []).append(service)
+    return dict(sorted(files.items()))
 
 
 @contextmanager
@@ -155,24 +168,26 @@ def _await_ready(client: Client, processes: dict[str, subprocess.Popen[bytes]]) 
 
 
 def run_traced(folder: Path, service: str, module: str, arguments: list[str]) -> None:
-    """Runs a service's module and notes the project's files that it enters while the switch is on."""
+    """Runs a service's module and notes the project's functions that it enters while the switch is on."""
     with (folder / "switch").open("r+b") as file:
         switch = mmap.mmap(file.fileno(), 1)
     noted, lock = (folder / f"{service}.files").open("w", encoding="utf-8"), threading.Lock()
-    seen: list[set[str]] = [set() for _ in range(NUM_JOBS + 1)]
+    seen: list[set[tuple[str, int]]] = [set() for _ in range(IDLE + 1)]
     roots = tuple(str(ROOT / name) + os.sep for name in FOLDERS)
 
     def profile(frame: Any, event: str, _: object) -> None:
-        if event != "call" or not (job := switch[0]) or (path := frame.f_code.co_filename) in seen[job]:
+        if event != "call" or not (number := switch[0]):
             return
-        if not frame.f_code.co_flags & CO_OPTIMIZED:
-            return  # the body of a module or of a class: an import, not a call
+        code = frame.f_code
+        function = code.co_filename, code.co_firstlineno
+        if function in seen[number] or not code.co_flags & CO_OPTIMIZED:
+            return  # or the body of a module or of a class: an import, not a call
         with lock:
-            if path not in seen[job]:
-                seen[job].add(path)
-                real = os.path.realpath(path)
+            if function not in seen[number]:
+                seen[number].add(function)
+                real = os.path.realpath(code.co_filename)
                 if real.startswith(roots):
-                    noted.write(f"{job} {Path(real).relative_to(ROOT)}\n")
+                    noted.write(f"{number} {Path(real).relative_to(ROOT)}:{code.co_firstlineno}\n")
                     noted.flush()
 
     sys.argv = [module, *arguments]

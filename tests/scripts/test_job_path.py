@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,16 @@ def test_a_job_enters_few_files() -> None:
     assert all(core in by_service[name] for name, core in _CORE.items()), "every process was traced"
     assert report["num_files"] <= MAX_FILES, "\n".join(report["files"])
     assert report["num_lines"] <= MAX_LINES
+
+
+def test_what_comes_by_the_clock_does_not_count(tmp_path: Path) -> None:
+    """Each job enters `check`, as does the time without one; the first enters `once`, too."""
+    script = runpy.run_path(str(SCRIPT))
+    job, check, once = "gateway/jobs.py:10", "gateway/server.py:20", "gateway/keys.py:30"
+    entered = [(number, function) for number in range(1, script["IDLE"]) for function in (job, check)]
+    entered += [(script["IDLE"], check), (1, once)]
+    (tmp_path / "gateway.files").write_text("".join(f"{number} {function}\n" for number, function in entered))
+    assert script["read_files"](tmp_path, ["gateway"]) == {"gateway/jobs.py": ["gateway"]}
 
 
 @pytest.mark.slow
