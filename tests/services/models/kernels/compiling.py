@@ -54,6 +54,7 @@ class HopperDriver:
         return torch.device("cpu")
 
 
+LOOP = re.compile(r"^(?P<indent> *)[^ \n].*scf\.for .*\n(?=(?P<step>(?:(?P=indent)  .*\n)*))", re.MULTILINE)
 PRODUCT_OF_REGISTERS = re.compile(r"warp_group_dot [^\n]*: tensor<")
 AWAITED = re.compile(r"warp_group_dot_wait [^\n]*pendings = 0")
 SINGLE = ("K_BLOCKS", "GROUPS")
@@ -80,7 +81,7 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> 
         kernel = _run(self, *args, grid=grid, warmup=True, **options)
         if kernel.metadata.shared > SHARED_BYTES:
             raise MemoryError(f"{kernel.metadata.shared} bytes of shared memory, of which there are {SHARED_BYTES}")
-        if any(map(_has_unawaited, kernel.asm["ttgir"].split("scf.for")[1:])):
+        if any(_has_unawaited(found["step"]) for found in LOOP.finditer(kernel.asm["ttgir"])):
             raise AssertionError("a step does not wait for its product of numbers in registers")
         return kernel
     except Exception as error:
@@ -88,9 +89,8 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> 
         raise
 
 
-def _has_unawaited(code: str) -> bool:
-    """True if a loop, given without its first words, goes on while a product of registers may be under way."""
-    step = code.partition("scf.yield")[0]
+def _has_unawaited(step: str) -> bool:
+    """True if a loop goes on to its next step while a product of registers may be under way."""
     products = [found.end() for found in PRODUCT_OF_REGISTERS.finditer(step)]
     return bool(products) and AWAITED.search(step, products[-1]) is None
 
