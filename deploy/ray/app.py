@@ -23,6 +23,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray import serve
 
+from slipstream.common.private_files import lock
 from slipstream.protos import generation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ _UNLIMITED = (("grpc.max_receive_message_length", -1),)
 _STOP_S = 60.0
 """Longest wait for a server to end."""
 _POLL_S = 0.1
+_PREFIX, _OPTIONS, _LOCK = "slipstream-ray-", "options.yaml", "replica.lock"
+"""Beginning of the name of a server's folder, its file of options, and what its replica locks."""
 _HEALTH_TIMEOUT_S = 5.0
 _NOT_PASSED = (":", "grpc-", "user-agent", "te", "content-type")
 """Beginnings of the names of metadata that are about a connection."""
@@ -107,8 +110,9 @@ class Server:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Returns when the server serves. `options`: of `slipstream up`, as in its file of options."""
-        self._directory = Path(tempfile.mkdtemp(prefix="slipstream-ray-"))
-        self._child = subprocess.Popen(_command(self._directory, options), stdin=subprocess.DEVNULL)
+        remove_folders_of_the_killed()
+        self._directory = new_folder(options)
+        self._child = subprocess.Popen(_command(self._directory), stdin=subprocess.DEVNULL)
         address = self._directory / "server"
         while not address.exists():
             if self._child.poll() is not None:
@@ -184,10 +188,25 @@ def build(options: dict[str, Any]) -> Any:
     return deployment(Server).bind(options)
 
 
-def _command(directory: Path, options: Mapping[str, Any]) -> tuple[str, ...]:
+def new_folder(options: Mapping[str, Any]) -> Path:
+    """Makes a server's folder, which this process has locked until it ends."""
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    lock(folder / _LOCK)
+    (folder / _OPTIONS).write_text(json.dumps(dict(options)), encoding="utf-8")
+    return folder
+
+
+def remove_folders_of_the_killed() -> None:
+    """Removes the folders of replicas on this host that did not live to do it."""
+    # A folder without options may not be locked yet.
+    for options in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OPTIONS}"):
+        with suppress(OSError):
+            os.close(lock(options.with_name(_LOCK)))
+            shutil.rmtree(options.parent, ignore_errors=True)
+
+
+def _command(directory: Path) -> tuple[str, ...]:
     """The server's command; it dies with this process."""
-    file = directory / "options.yaml"
-    file.write_text(json.dumps(dict(options)), encoding="utf-8")
     bound = ("slipstream.cli.exec_with_parent", str(os.getpid()))
-    up = ("up", "--config", str(file), "--state-dir", str(directory), "--listen", "127.0.0.1:0")
+    up = ("up", "--config", str(directory / _OPTIONS), "--state-dir", str(directory), "--listen", "127.0.0.1:0")
     return (sys.executable, "-m", *bound, sys.executable, "-m", "slipstream.cli.main", *up)

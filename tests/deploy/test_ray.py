@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
@@ -75,6 +76,20 @@ async def test_a_caller_that_leaves_while_a_message_is_sent_ends_its_call() -> N
     with pytest.raises(asyncio.CancelledError):
         await call
     assert is_cancelled.is_set()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what Ray's own import says
+def test_the_folder_of_a_killed_replica_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    app = import_module(CONFIG["applications"][0]["import_path"].partition(":")[0])
+    own, killed, begun = app.new_folder({}), tmp_path / "slipstream-ray-killed", tmp_path / "slipstream-ray-begun"
+    (killed / "sockets").mkdir(parents=True)
+    begun.mkdir()
+    for name in ("options.yaml", "replica.lock"):
+        (killed / name).touch()  # no process has the lock
+    app.remove_folders_of_the_killed()
+    assert {*tmp_path.iterdir()} == {own, begun}
 
 
 @contextmanager
