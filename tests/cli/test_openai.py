@@ -142,32 +142,6 @@ async def test_logprobs_are_those_of_our_interface(
         assert [(top.token, top.logprob) for top in item.top_logprobs] == expected
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_stops_the_work(client: openai.AsyncOpenAI, own: AsyncClient, stream: bool) -> None:
-    call = asyncio.ensure_future(
-        client.completions.create(
-            model=MODEL, prompt=PROMPT, max_tokens=480, temperature=1.0, stream=stream, extra_body={"ignore_eos": True}
-        )
-    )
-
-    async def newest() -> Any:
-        return next(iter((await own.list_jobs()).jobs))
-
-    async with asyncio.timeout(30):
-        while (await newest()).state is not JobState.RUNNING:
-            pass
-    if stream:
-        chunks = await call
-        await chunks.close()
-    else:
-        call.cancel()
-    async with asyncio.timeout(30):
-        while (job := await newest()).state is not JobState.ENDED:
-            pass
-    assert job.finish_reason == "abort"
-    assert job.num_tokens < 480
-
-
 async def test_every_port_is_on_loopback(chat_up: Running) -> None:
     (door,) = (child for child in chat_up.children() if "slipstream.door.main" in child.cmdline())
     addresses = [connection.laddr.ip for connection in door.net_connections("tcp") if connection.status == "LISTEN"]

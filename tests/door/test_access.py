@@ -148,9 +148,13 @@ async def test_a_key_s_quota_is_the_caller_s(tmp_path: Path) -> None:
 async def test_a_client_that_leaves_ends_its_job(stream: bool) -> None:
     async with generation_server() as server, running_door(server.address) as door:
         server.loop.pause_tokens = 2
-        call = asyncio.ensure_future(door.post("/v1/completions", prompt="abc", max_tokens=9, stream=stream, n=2))
+        request: dict[str, Any] = {"model": "tiny", "prompt": "abc", "max_tokens": 9, "stream": stream, "n": 2}
+        call = asyncio.ensure_future(door.openai.completions.create(**request))
         await until(lambda: len(server.loop.running) == 2)
-        call.cancel()
+        if stream:
+            await (await call).close()
+        else:
+            call.cancel()
         await until(lambda: len(server.loop.cancelled) == 2)
         server.loop.pause_tokens = None
 
