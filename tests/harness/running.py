@@ -129,7 +129,8 @@ class Running:
                 self._process.wait(20)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                self._process.wait()
+                # A test's timeout in `poll` leaves its lock taken, and then the end is not seen.
+                self._process.wait(20)
         for file in self._files:
             file.close()
 
