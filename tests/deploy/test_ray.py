@@ -138,6 +138,9 @@ def serving(directory: Path) -> Iterator[str]:
         for child in children:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
+        for process in processes:
+            process.kill()  # nothing if it has ended
+            process.wait()
 
 
 def application_for_this_host() -> dict[str, Any]:
