@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from slipstream.common.errors import AddressInUseError
 from slipstream.common.private_files import open_new
+from slipstream.common.rpc.address import COMMANDS_ENDING, path_beside
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.settings import VARIABLE_PREFIX
-from slipstream.common.wire.command_socket import ENDING, command_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -155,7 +155,7 @@ class ServiceProcess:
         Those of another process that serves there stay.
         """
         address = self.command.address.removeprefix(HTTP)
-        paths = [path for ending in ("", ENDING) if (path := command_path(address, ending)) is not None]
+        paths = [path for ending in ("", COMMANDS_ENDING) if (path := path_beside(address, ending)) is not None]
         if any(path.exists() for path in paths):
             with contextlib.suppress(AddressInUseError), Listener.claim(address):
                 for path in paths:

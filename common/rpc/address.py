@@ -11,6 +11,9 @@ from slipstream.common.errors import ConfigError
 MAX_UNIX_PATH_BYTES = 107
 """The kernel's limit, without the closing zero."""
 
+COMMANDS_ENDING = ".commands"
+"""A worker's socket for commands has the path of its own socket, with this after it."""
+
 _SCHEMES = ("dns", "ipv4", "ipv6")
 """Schemes of gRPC that the address that a client dials may begin with, before HOST:PORT."""
 
@@ -51,6 +54,15 @@ def parse_address(text: str, *, field: str = "address") -> TcpAddress | UnixAddr
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 2**16):
         raise ConfigError(field, text, ACCEPTED)
     return TcpAddress(host, int(port))
+
+
+def path_beside(address: str, ending: str) -> Path | None:
+    """The path of the socket at this address with an ending after it; None where there can be none."""
+    parsed = parse_address(address)
+    if not isinstance(parsed, UnixAddress):
+        return None
+    path = parsed.path.with_name(parsed.path.name + ending)
+    return path if len(bytes(path)) <= MAX_UNIX_PATH_BYTES else None
 
 
 def check_target(text: str, *, field: str = "address") -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from google.protobuf.message import DecodeError
 
 from slipstream.common.errors import InvalidArgumentError, UnavailableError
-from slipstream.common.rpc.address import MAX_UNIX_PATH_BYTES, UnixAddress, parse_address
+from slipstream.common.rpc.address import COMMANDS_ENDING, path_beside
 from slipstream.common.wire.worker import command_to_pb
 from slipstream.protos import worker_pb2 as pb
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ENDING = ".commands"
-"""The socket's path is that of the worker's own socket, with this after it."""
 MAX_COMMAND_BYTES = 64 * 2**20
 """The largest command, also by gRPC. Few have more than some KiB, but one names all pages of what begins with it."""
 SEND_TIMEOUT_S = 5.0
@@ -46,15 +44,6 @@ TOGETHER_S = 0.0003
 """Commands that are added within so much after the first of a step belong to that step."""
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 18
-
-
-def command_path(address: str, ending: str) -> Path | None:
-    """The path of the socket of a worker at this address; None where there can be none."""
-    parsed = parse_address(address)
-    if not isinstance(parsed, UnixAddress):
-        return None
-    path = parsed.path.with_name(parsed.path.name + ending)
-    return path if len(bytes(path)) <= MAX_UNIX_PATH_BYTES else None
 
 
 class CommandSender:
@@ -87,7 +76,7 @@ class CommandSender:
                 "commands go to %s by gRPC: command_socket: %r, accepted: an ending of a name", address, ending
             )
             return None
-        path = command_path(address, ending) if ending else None
+        path = path_beside(address, ending) if ending else None
         if path is None:
             return None
         try:
@@ -239,9 +228,9 @@ class CommandReceiver:
 
     def listen(self, address: str) -> None:
         """Listens beside a worker's address, which this process has claimed; if that fails commands arrive by gRPC."""
-        path = command_path(address, ENDING)
+        path = path_beside(address, COMMANDS_ENDING)
         if path is None:
-            logger.info("commands come by gRPC: the path of %s has no room for %s", address, ENDING)
+            logger.info("commands come by gRPC: the path of %s has no room for %s", address, COMMANDS_ENDING)
             return
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -255,7 +244,7 @@ class CommandReceiver:
             logger.warning("commands come by gRPC, as %s cannot be listened at: %s", path, error)
             return
         listener.setblocking(False)
-        self._listener, self.ending = listener, ENDING
+        self._listener, self.ending = listener, COMMANDS_ENDING
 
     def close(self) -> None:
         """Listens no more."""
