@@ -48,7 +48,7 @@ NUM_DRAFT_TOKENS = 4
 ACCEPT_LENGTH = 3.5
 """Tokens of a step where drafts are accepted by chance."""
 ACCEPTED_SHARE = 0.8206
-"""Of draft tokens after accepted ones, for any number of them: with K = 4 a step has ACCEPT_LENGTH."""
+"""Share of draft tokens that are accepted after accepted ones; with K = 4 a step has ACCEPT_LENGTH tokens."""
 SHAPES_DIR = Path("build/shapes")
 _DATA = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
 SHAPES: dict[str, dict[str, Any]] = {

@@ -98,7 +98,7 @@ def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def mxfp4_codes(blocks: torch.Tensor, scales: torch.Tensor) -> Quantised:
-    """The same rows as the codes and exponents that `PackedInts` keeps; there are no zero points."""
+    """Reads a stacked expert as the codes and exponents that `PackedInts` keeps, without zero points; see `mxfp4`."""
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
     groups = torch.arange(codes.shape[1], device=codes.device) // MXFP4_GROUP
     return Quantised(codes, scales.new_empty(0), scales, groups)

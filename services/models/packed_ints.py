@@ -21,7 +21,7 @@ MOST_PART = {4: 64, 8: 32}
 _DEVIATION = {4: 4.6, 8: 74.0}
 """Standard deviation of random numbers of some bits."""
 _FP4_DEVIATION, _EXPONENT_OF_ONE = 3.0, 127
-"""The same of MXFP4, and the exponent of the scale 1."""
+"""Standard deviation of random MXFP4 numbers, and the exponent of the scale 1."""
 
 
 class PackedInts(nn.Module):

@@ -22,7 +22,7 @@ MODULES = {
     *("slipstream.gateway.main", "slipstream.scheduler.main"),
     *(f"slipstream.services.{worker}_main" for worker in ("verify", "draft", "grammar")),
 }
-"""Those of an `up`'s services."""
+"""The modules that an `up`'s services run."""
 
 
 def test_status_shows_every_service(server: str, up: Running) -> None:

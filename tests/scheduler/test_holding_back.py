@@ -28,7 +28,7 @@ class Held:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Held:
-    """What the loop does while it holds a step back, in place of sleeping."""
+    """Takes the place of the sleep with which the loop holds a step back."""
     found = Held()
     clock = SimpleNamespace(monotonic=time.monotonic, monotonic_ns=time.monotonic_ns, sleep=lambda s: found.sleep(s))
     monkeypatch.setattr(loop, "time", clock)

@@ -137,7 +137,7 @@ def _tile(rows_per_expert: int, size: int, element_size: int) -> _Tile:
 
 
 def _packed_tile(rows_per_expert: int, size: int, element_size: int) -> _Tile:
-    """The same of `PackedInts`, whose chunks have 64 rows."""
+    """Chooses the tile for `PackedInts`, whose chunks have 64 rows. Arguments as of `_tile`."""
     block_m = min(64 if element_size == 4 else 128, max(16, power_of_two(rows_per_expert)))
     return _Tile(block_m, 64, 64, 4 if block_m <= 32 else 3, 4 if block_m <= 32 else 8)
 
