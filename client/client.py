@@ -1,4 +1,8 @@
-"""Clients of the `Generation` service: `AsyncClient`, and `Client` for programs without an event loop."""
+"""Clients of the `Generation` service: `AsyncClient`, and `Client` for programs without an event loop.
+
+All that they do is in the coroutines of `AsyncClient`. Those of a `Client` block where the others wait, so that each is
+over as soon as it has been begun.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ import time
 import uuid
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -41,13 +46,16 @@ from slipstream.common.wire.server import ServerState
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
     from typing import Unpack
 
     from slipstream.client.connection import AccessOptions
     from slipstream.client.requests import ChatOptions, Prompt, RequestOptions
     from slipstream.common.rpc.address import Keepalive
     from slipstream.common.wire.job import OutputChunk
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +72,7 @@ class _Server:
         self.health: Any = health_pb2_grpc.HealthStub(channel)
         self.stub: Any = generation_pb2_grpc.GenerationStub(channel)  # type: ignore[no-untyped-call]
         self.num_outputs = 0
-        """Outputs that an `AsyncClient` reads."""
+        """Outputs that the client reads."""
         self.delivery: Delivery | None = None
 
 
@@ -107,88 +115,7 @@ class _Output:
         return chunk
 
 
-class _Client:
-    """The connection of both clients, and the requests that they make."""
-
-    _open_channel: Callable[..., Any]
-
-    def __init__(
-        self,
-        address: str | Sequence[str],
-        *,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        keepalive: Keepalive | None = None,
-        **access: Unpack[AccessOptions],
-    ) -> None:
-        """`address`: HOST:PORT, unix:PATH, or with a scheme of gRPC's, as dns:///HOST:PORT; or a list of them.
-
-        Given a list, `generate` goes on at another address that serves when its server is gone; also at the same one,
-        where another server may be. All other calls are made to the first address: a job stays with its server.
-
-        Connects with the first call; make an `AsyncClient` on its event loop. A server that has not answered any call
-        yet is tried again for `connect_timeout_s` by `generate`, `create_job` and `watch_job`; then, and by all other
-        calls at once, ConnectionLostError is raised with the address. `access`: an API key, and TLS. Raises ConfigError
-        for what is no address, and for files that cannot be used.
-        """
-        self._moves = not isinstance(address, str)
-        addresses = [address] if isinstance(address, str) else address
-        if not addresses:
-            raise ConfigError("address", addresses, "at least one address")
-        self._servers = [
-            _Server(
-                self._open_channel(one, channel_options(one, keepalive, connect_timeout_s), access),
-                FirstContact(one, connect_timeout_s),
-            )
-            for one in addresses
-        ]
-        self._latest = self._servers[0]
-        """Where the latest `generate` went on."""
-        self._contact, self._stub = self._servers[0].contact, self._servers[0].stub
-
-    def with_key(self, api_key: str) -> Self:
-        """Returns a client of the same connection whose calls send another API key. Raises ConfigError for no key."""
-        other = copy(self)
-        other._servers = [_Server(with_key(server.channel, api_key), server.contact) for server in self._servers]
-        other._latest, other._stub = other._servers[0], other._servers[0].stub
-        return other
-
-    def _generated(
-        self, prompt: Prompt, job_id: str, options: RequestOptions, reconnect_s: float, timeout_s: float | None
-    ) -> _Output:
-        request = job_request(generation_pb2.GenerateRequest, prompt, job_id, options)
-        reader, retry = OutputReader(keeps_tokens=self._moves), Reconnection(self._contact, reconnect_s, timeout_s)
-        output = _Output(self._latest, "Generate", lambda: reader.resumed(request), reader, retry)
-        if self._moves:
-            output.request, retry.contact = request, self._latest.contact
-            if not request.sampling_params.HasField("seed"):
-                # Another server would draw another one.
-                request.sampling_params.seed = secrets.randbits(64)
-        return output
-
-    def _watched(
-        self, job_id: str, from_token: int | Sequence[int], attempt: int, reconnect_s: float, timeout_s: float | None
-    ) -> _Output:
-        reader, retry = OutputReader(from_token, attempt=attempt), Reconnection(self._contact, reconnect_s, timeout_s)
-        return _Output(self._servers[0], "WatchJob", lambda: reader.watch_request(job_id), reader, retry)
-
-    def _others(self, output: _Output, error: SlipstreamError) -> Sequence[_Server]:
-        """Returns the servers at which an output may go on after an error, in the order in which to try them."""
-        is_gone = isinstance(error, (ConnectionLostError, UnavailableError)) or (
-            isinstance(error, ResourceExhaustedError) and error.retry_after_ms != 0
-        )
-        if output.request is None or not is_gone:
-            return ()
-        at = self._servers.index(output.server)
-        return [*self._servers[at + 1 :], *self._servers[:at]]
-
-    def _move(self, output: _Output, server: _Server) -> None:
-        logger.info("going on at %s", server.contact.address)
-        server.contact.is_made = True
-        output.move(server)
-        self._latest = server
-
-
-class AsyncClient(_Client):
+class AsyncClient:
     """One connection to a server. Errors are those of `slipstream.common.errors`, as the server raised them.
 
     >>> async with AsyncClient("127.0.0.1:50051") as client:
@@ -208,7 +135,17 @@ class AsyncClient(_Client):
     ...         print(chunk.text, end="")
     """
 
-    _open_channel = staticmethod(open_async_channel)
+    # `Client` has others of these, which block.
+    _open_channel: Callable[..., Any] = staticmethod(open_async_channel)
+    _sleep: Callable[[float], Coroutine[Any, Any, None]] = staticmethod(asyncio.sleep)
+
+    @staticmethod
+    async def _answer_of(call: Any) -> Any:
+        return await call
+
+    @staticmethod
+    def _messages_of(call: Any) -> Any:
+        return call
 
     def __init__(
         self,
@@ -219,13 +156,41 @@ class AsyncClient(_Client):
         keepalive: Keepalive | None = None,
         **access: Unpack[AccessOptions],
     ) -> None:
-        """See `Client`.
+        """`address`: HOST:PORT, unix:PATH, or with a scheme of gRPC's, as dns:///HOST:PORT; or a list of them.
+
+        Given a list, `generate` goes on at another address that serves when its server is gone; also at the same one,
+        where another server may be. All other calls are made to the first address: a job stays with its server.
+
+        Connects with the first call; make an `AsyncClient` on its event loop. A server that has not answered any call
+        yet is tried again for `connect_timeout_s` by `generate`, `create_job` and `watch_job`; then, and by all other
+        calls at once, ConnectionLostError is raised with the address. `access`: an API key, and TLS. Raises ConfigError
+        for what is no address, and for files that cannot be used.
 
         `together_from`: while so many outputs of `generate` arrive, further ones arrive together, on one stream, which
         takes less work for each. None: each on a stream of its own.
         """
-        super().__init__(address, connect_timeout_s=connect_timeout_s, keepalive=keepalive, **access)
+        self._moves = not isinstance(address, str)
+        addresses = [address] if isinstance(address, str) else address
+        if not addresses:
+            raise ConfigError("address", addresses, "at least one address")
+        self._servers = [
+            _Server(
+                self._open_channel(one, channel_options(one, keepalive, connect_timeout_s), access),
+                FirstContact(one, connect_timeout_s),
+            )
+            for one in addresses
+        ]
+        self._latest = self._servers[0]
+        """Where the latest `generate` went on."""
+        self._contact, self._stub = self._servers[0].contact, self._servers[0].stub
         self._together_from = together_from
+
+    def with_key(self, api_key: str) -> Self:
+        """Returns a client of the same connection whose calls send another API key. Raises ConfigError for no key."""
+        other = copy(self)
+        other._servers = [_Server(with_key(server.channel, api_key), server.contact) for server in self._servers]
+        other._latest, other._stub = other._servers[0], other._servers[0].stub
+        return other
 
     async def __aenter__(self) -> Self:
         return self
@@ -234,10 +199,11 @@ class AsyncClient(_Client):
         await self.close()
 
     async def close(self) -> None:
-        """Ends the connection and every call on it."""
-        deliveries = [server.delivery for server in self._servers if server.delivery is not None]
-        await asyncio.gather(*(delivery.close() for delivery in deliveries), return_exceptions=True)
-        await asyncio.gather(*(server.channel.close(None) for server in self._servers))
+        """Ends the connection and every call on it, also those of other threads."""
+        for server in self._servers:
+            if server.delivery is not None:
+                await asyncio.wait([server.delivery.close()])
+            await self._answer_of(server.channel.close())
 
     def generate(
         self,
@@ -255,7 +221,15 @@ class AsyncClient(_Client):
         the job ends with DeadlineExceededError. A lost connection is made again for `reconnect_s`, and the output goes
         on with the next token. Raises InternalError when the server left out or repeated tokens.
         """
-        return self._follow(self._generated(prompt, job_id, options, reconnect_s, timeout_s))
+        request = job_request(generation_pb2.GenerateRequest, prompt, job_id, options)
+        reader, retry = OutputReader(keeps_tokens=self._moves), Reconnection(self._contact, reconnect_s, timeout_s)
+        output = _Output(self._latest, "Generate", lambda: reader.resumed(request), reader, retry)
+        if self._moves:
+            output.request, retry.contact = request, self._latest.contact
+            if not request.sampling_params.HasField("seed"):
+                # Another server would draw another one.
+                request.sampling_params.seed = secrets.randbits(64)
+        return self._follow(output)
 
     async def create_job(
         self,
@@ -276,10 +250,9 @@ class AsyncClient(_Client):
         retry = Reconnection(self._contact, reconnect_s, timeout_s)
         while True:
             try:
-                with self._contact.our_errors():
-                    return JobInfo.from_pb((await self._stub.CreateJob(request, timeout=retry.time_left_s)).job)
+                return JobInfo.from_pb((await self._ask("CreateJob", request, retry.time_left_s)).job)
             except SlipstreamError as error:
-                await asyncio.sleep(retry.pause_after(error))
+                await self._sleep(retry.pause_after(error))
 
     def watch_job(
         self,
@@ -297,31 +270,28 @@ class AsyncClient(_Client):
         is made again for `reconnect_s`, and the output goes on with the next token. `timeout_s` bounds the whole.
         Raises NotFoundError, and the error that ended the job.
         """
-        return self._follow(self._watched(job_id, from_token, attempt, reconnect_s, timeout_s))
+        reader, retry = OutputReader(from_token, attempt=attempt), Reconnection(self._contact, reconnect_s, timeout_s)
+        return self._follow(_Output(self._servers[0], "WatchJob", lambda: reader.watch_request(job_id), reader, retry))
 
     async def get_job(self, job_id: str) -> JobInfo:
         """Returns a job's progress. Raises NotFoundError if there never was one, or it ended too long ago."""
-        with self._contact.our_errors():
-            return JobInfo.from_pb((await self._stub.GetJob(build(generation_pb2.GetJobRequest, job_id=job_id))).job)
+        return JobInfo.from_pb((await self._ask("GetJob", build(generation_pb2.GetJobRequest, job_id=job_id))).job)
 
     async def list_jobs(self, *, page_size: int = 0, page_token: str = "") -> JobPage:
         """Lists some of the jobs that wait, run, or ended not long ago, the latest first."""
         request = build(generation_pb2.ListJobsRequest, page_size=page_size, page_token=page_token)
-        with self._contact.our_errors():
-            return JobPage.from_pb(await self._stub.ListJobs(request))
+        return JobPage.from_pb(await self._ask("ListJobs", request))
 
     async def cancel_job(self, job_id: str) -> None:
         """Ends a job; its streams then end with the reason "abort". No effect on one that is over.
 
         Raises NotFoundError if there never was one, or it ended too long ago.
         """
-        with self._contact.our_errors():
-            await self._stub.CancelJob(build(generation_pb2.CancelJobRequest, job_id=job_id))
+        await self._ask("CancelJob", build(generation_pb2.CancelJobRequest, job_id=job_id))
 
     async def server_info(self) -> ServerState:
         """Returns the server's configuration and load."""
-        with self._contact.our_errors():
-            return ServerState.from_pb(await self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest()))
+        return ServerState.from_pb(await self._ask("GetServerInfo", generation_pb2.GetServerInfoRequest()))
 
     async def tokenize(
         self,
@@ -331,24 +301,25 @@ class AsyncClient(_Client):
         **chat: Unpack[ChatOptions],
     ) -> list[tuple[int, bytes]]:
         """Returns the tokens of a text or a conversation: the id of each, and the bytes that it adds to a text."""
-        request = tokenize_request(prompt, add_special_tokens, chat)
-        with self._contact.our_errors():
-            found = await self._stub.Tokenize(request)
+        found = await self._ask("Tokenize", tokenize_request(prompt, add_special_tokens, chat))
         return list(zip(found.ids, found.tokens, strict=True))
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Returns the text of tokens."""
-        request = detokenize_request(token_ids, skip_special_tokens)
-        with self._contact.our_errors():
-            return str((await self._stub.Detokenize(request)).text)
+        return str((await self._ask("Detokenize", detokenize_request(token_ids, skip_special_tokens))).text)
 
     async def is_serving(self, *, timeout_s: float) -> bool:
         """Returns whether the server answers in that time, and serves. Needs no API key."""
         return await self._serves(self._servers[0], timeout_s)
 
+    async def _ask(self, method: str, request: Any, timeout_s: float | None = None) -> Any:
+        """Makes a call with one answer."""
+        with self._contact.our_errors():
+            return await self._answer_of(getattr(self._stub, method)(request, timeout=timeout_s))
+
     async def _serves(self, server: _Server, timeout_s: float) -> bool:
         try:
-            answer = await server.health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+            answer = await self._answer_of(server.health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s))
         except grpc.RpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -372,7 +343,7 @@ class AsyncClient(_Client):
             try:
                 call = await self._call(output)
                 with server.contact.our_errors():
-                    async for message in call:
+                    async for message in self._messages_of(call):
                         chunk = output.read(message)
                         if chunk is not None:
                             yield chunk
@@ -384,7 +355,7 @@ class AsyncClient(_Client):
                         self._move(output, other)
                         break
                 else:
-                    await asyncio.sleep(pause_s)
+                    await self._sleep(pause_s)
             finally:
                 server.num_outputs -= 1
                 if not server.num_outputs and server.delivery is not None:
@@ -392,8 +363,84 @@ class AsyncClient(_Client):
                 if call is not None:
                     call.cancel()
 
+    def _others(self, output: _Output, error: SlipstreamError) -> Sequence[_Server]:
+        """Returns the servers at which an output may go on after an error, in the order in which to try them."""
+        is_gone = isinstance(error, (ConnectionLostError, UnavailableError)) or (
+            isinstance(error, ResourceExhaustedError) and error.retry_after_ms != 0
+        )
+        if output.request is None or not is_gone:
+            return ()
+        at = self._servers.index(output.server)
+        return [*self._servers[at + 1 :], *self._servers[:at]]
 
-class Client(_Client):
+    def _move(self, output: _Output, server: _Server) -> None:
+        logger.info("going on at %s", server.contact.address)
+        server.contact.is_made = True
+        output.move(server)
+        self._latest = server
+
+
+class _BlockingClient(AsyncClient):
+    """Its coroutines block where those of its base wait."""
+
+    _open_channel = staticmethod(open_channel)
+
+    @staticmethod
+    async def _sleep(delay: float) -> None:
+        time.sleep(delay)  # noqa: ASYNC251
+
+    @staticmethod
+    async def _answer_of(call: Any) -> Any:
+        return call
+
+    @staticmethod
+    async def _messages_of(call: Any) -> AsyncGenerator[Any, None]:
+        for message in call:
+            yield message
+
+
+def _result_of(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of a coroutine that does not wait."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("a client without an event loop blocks, and does not wait")
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """Makes a method of `Client` of one of `AsyncClient`."""
+
+    @wraps(method)
+    def blocking(self: Client, /, *arguments: P.args, **options: P.kwargs) -> T:
+        return _result_of(method(self._client, *arguments, **options))
+
+    return blocking
+
+
+def _reading(
+    method: Callable[Concatenate[AsyncClient, P], AsyncGenerator[OutputChunk, None]],
+) -> Callable[Concatenate[Client, P], Generator[OutputChunk, None, None]]:
+    """The same for a method that returns a generator."""
+
+    def read(chunks: AsyncGenerator[OutputChunk, None]) -> Generator[OutputChunk, None, None]:
+        try:
+            while (chunk := _result_of(anext(chunks, None))) is not None:
+                yield chunk
+        finally:
+            _result_of(chunks.aclose())
+
+    @wraps(method)
+    def reading(self: Client, /, *arguments: P.args, **options: P.kwargs) -> Generator[OutputChunk, None, None]:
+        return read(method(self._client, *arguments, **options))
+
+    return reading
+
+
+class Client:
     """One connection to a server, for any number of threads. As `AsyncClient`, but every call blocks.
 
     >>> with Client("127.0.0.1:50051") as client:
@@ -401,7 +448,16 @@ class Client(_Client):
     ...         print(chunk.text, end="")
     """
 
-    _open_channel = staticmethod(open_channel)
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        keepalive: Keepalive | None = None,
+        **access: Unpack[AccessOptions],
+    ) -> None:
+        """See `AsyncClient`."""
+        self._client = _BlockingClient(address, connect_timeout_s=connect_timeout_s, keepalive=keepalive, **access)
 
     def __enter__(self) -> Self:
         return self
@@ -409,122 +465,20 @@ class Client(_Client):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Ends the connection and every call on it, also those of other threads."""
-        for server in self._servers:
-            server.channel.close()
+    def with_key(self, api_key: str) -> Self:
+        """Returns a client of the same connection whose calls send another API key. Raises ConfigError for no key."""
+        other = copy(self)
+        other._client = self._client.with_key(api_key)
+        return other
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        job_id: str = "",
-        timeout_s: float | None = None,
-        reconnect_s: float = RECONNECT_S,
-        **options: Unpack[RequestOptions],
-    ) -> Generator[OutputChunk, None, None]:
-        """Yields the output as it arrives; closing the generator cancels the job. See `AsyncClient.generate`."""
-        return self._follow(self._generated(prompt, job_id, options, reconnect_s, timeout_s))
-
-    def create_job(
-        self,
-        prompt: Prompt,
-        *,
-        job_id: str = "",
-        timeout_s: float | None = None,
-        reconnect_s: float = RECONNECT_S,
-        **options: Unpack[RequestOptions],
-    ) -> JobInfo:
-        """Creates a job that goes on without this client. See `AsyncClient.create_job`."""
-        request = job_request(generation_pb2.CreateJobRequest, prompt, job_id or uuid.uuid4().hex, options)
-        retry = Reconnection(self._contact, reconnect_s, timeout_s)
-        while True:
-            try:
-                with self._contact.our_errors():
-                    return JobInfo.from_pb(self._stub.CreateJob(request, timeout=retry.time_left_s).job)
-            except SlipstreamError as error:
-                time.sleep(retry.pause_after(error))
-
-    def watch_job(
-        self,
-        job_id: str,
-        from_token: int | Sequence[int] = 0,
-        *,
-        attempt: int = 0,
-        timeout_s: float | None = None,
-        reconnect_s: float = RECONNECT_S,
-    ) -> Generator[OutputChunk, None, None]:
-        """Yields a job's output from a token on, up to its end. See `AsyncClient.watch_job`."""
-        return self._follow(self._watched(job_id, from_token, attempt, reconnect_s, timeout_s))
-
-    def get_job(self, job_id: str) -> JobInfo:
-        """Returns a job's progress. See `AsyncClient.get_job`."""
-        with self._contact.our_errors():
-            return JobInfo.from_pb(self._stub.GetJob(build(generation_pb2.GetJobRequest, job_id=job_id)).job)
-
-    def list_jobs(self, *, page_size: int = 0, page_token: str = "") -> JobPage:
-        """Lists jobs, the latest first. See `AsyncClient.list_jobs`."""
-        request = build(generation_pb2.ListJobsRequest, page_size=page_size, page_token=page_token)
-        with self._contact.our_errors():
-            return JobPage.from_pb(self._stub.ListJobs(request))
-
-    def cancel_job(self, job_id: str) -> None:
-        """Ends a job; its streams then end with the reason "abort". See `AsyncClient.cancel_job`."""
-        with self._contact.our_errors():
-            self._stub.CancelJob(build(generation_pb2.CancelJobRequest, job_id=job_id))
-
-    def server_info(self) -> ServerState:
-        """Returns the server's configuration and load."""
-        with self._contact.our_errors():
-            return ServerState.from_pb(self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest()))
-
-    def tokenize(
-        self,
-        prompt: str | Sequence[Mapping[str, Any]],
-        *,
-        add_special_tokens: bool | None = None,
-        **chat: Unpack[ChatOptions],
-    ) -> list[tuple[int, bytes]]:
-        """Returns the tokens of a text or a conversation. See `AsyncClient.tokenize`."""
-        request = tokenize_request(prompt, add_special_tokens, chat)
-        with self._contact.our_errors():
-            found = self._stub.Tokenize(request)
-        return list(zip(found.ids, found.tokens, strict=True))
-
-    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Returns the text of tokens."""
-        request = detokenize_request(token_ids, skip_special_tokens)
-        with self._contact.our_errors():
-            return str((self._stub.Detokenize(request)).text)
-
-    def is_serving(self, *, timeout_s: float) -> bool:
-        """Returns whether the server answers in that time, and serves. Needs no API key."""
-        return self._serves(self._servers[0], timeout_s)
-
-    def _serves(self, server: _Server, timeout_s: float) -> bool:
-        try:
-            answer = server.health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except grpc.RpcError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-    def _follow(self, output: _Output) -> Generator[OutputChunk, None, None]:
-        while not output.reader.is_over:
-            call = output.call()
-            try:
-                with output.server.contact.our_errors():
-                    for message in call:
-                        chunk = output.read(message)
-                        if chunk is not None:
-                            yield chunk
-                output.reader.check_end()
-            except SlipstreamError as error:
-                pause_s = output.pause_after(error)
-                for server in self._others(output, error):
-                    if self._serves(server, MOVE_TIMEOUT_S):
-                        self._move(output, server)
-                        break
-                else:
-                    time.sleep(pause_s)
-            finally:
-                call.cancel()
+    close = _blocking(AsyncClient.close)
+    generate = _reading(AsyncClient.generate)
+    watch_job = _reading(AsyncClient.watch_job)
+    create_job = _blocking(AsyncClient.create_job)
+    get_job = _blocking(AsyncClient.get_job)
+    list_jobs = _blocking(AsyncClient.list_jobs)
+    cancel_job = _blocking(AsyncClient.cancel_job)
+    server_info = _blocking(AsyncClient.server_info)
+    tokenize = _blocking(AsyncClient.tokenize)
+    detokenize = _blocking(AsyncClient.detokenize)
+    is_serving = _blocking(AsyncClient.is_serving)
