@@ -17,7 +17,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import uvloop
 
@@ -31,6 +31,7 @@ from slipstream.common.wire.step import FenceOps, Role, StepCommand
 from slipstream.common.wire.trace import HostRecords
 from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, Measurements, WorkerDescription
 from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED, SchedulerConfig
+from slipstream.scheduler.link import Link
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.engine import Engine
 
@@ -51,7 +52,7 @@ def in_process_command(settings: InProcessSettings, listen: str, metrics_port: i
 
 
 class LocalLink:
-    """Implements `Link` with an engine of this process."""
+    """Stands in for `Link` with an engine of this process."""
 
     def __init__(self, engine: Engine, device_thread: Executor, failures: list[BaseException]) -> None:
         """`failures`: what broke the stream, as soon as it is broken."""
@@ -145,7 +146,7 @@ async def run_in_process(config: InProcessSettings, listener: Listener, metrics_
             metrics_port,
             LOOPBACK,
             device=device,
-            make_link=lambda role, _: LocalLink(engines[role], thread, failures),
+            make_link=lambda role, _: cast("Link", LocalLink(engines[role], thread, failures)),
         )
 
 

@@ -22,7 +22,7 @@ from slipstream.common.wire.worker import attachment_to_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.attachment import check_sharing
-from slipstream.scheduler.link import ATTACH_TIMEOUT_S, LinkThread, WorkerLink
+from slipstream.scheduler.link import ATTACH_TIMEOUT_S, Link, LinkThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -59,9 +59,9 @@ class Bench:
         self._channel.close()
         self._thread.close()
 
-    def link(self) -> WorkerLink:
+    def link(self) -> Link:
         """Makes a link as the scheduler has it, without a listener."""
-        return WorkerLink(Role.DRAFT, self._address, self._thread, on_failure=lambda: None)
+        return Link(Role.DRAFT, self._address, self._thread, on_failure=lambda: None)
 
     def describe(self) -> WorkerDescription:
         """Returns the drafter's description. Raises UnavailableError if it is not there."""

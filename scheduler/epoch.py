@@ -16,7 +16,7 @@ from slipstream.scheduler.batch import Batch
 from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
 from slipstream.scheduler.constraints import Constraints
 from slipstream.scheduler.draft_choice import DraftChoice
-from slipstream.scheduler.link import DispatchAcknowledged, DispatchTogether
+from slipstream.scheduler.link import Dispatch
 from slipstream.scheduler.loop import LoopSettings, StepLoop
 from slipstream.scheduler.observer import DecodeRecord, StepObserver, StepTimes, StepTrace
 from slipstream.scheduler.page_log import PageLog
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from slipstream.common.wire.worker import DraftSizes, WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.constraints import ConstraintsListener
-    from slipstream.scheduler.link import Dispatch, Link
+    from slipstream.scheduler.link import Link
     from slipstream.scheduler.metrics import StepMetrics
     from slipstream.scheduler.results import OutputSink
     from slipstream.scheduler.sizes import EpochSizes, Workers
@@ -282,9 +282,9 @@ class Epoch:
         return loop
 
     def _dispatch(self) -> Dispatch:
-        if self._is_acknowledged:
-            speculation = self.speculation
-            timeout_s = self._config.step_timeout_s
-            patience = lambda: speculation.acknowledge_timeout_s  # noqa: E731
-            return DispatchAcknowledged(self.link, self.log, timeout_s, patience)
-        return DispatchTogether(self.link, self.log)
+        if not self._is_acknowledged:
+            return Dispatch(self.link, self.log)
+        speculation, timeout_s = self.speculation, self._config.step_timeout_s
+        return Dispatch(
+            self.link, self.log, lambda role: timeout_s if role is Role.VERIFY else speculation.acknowledge_timeout_s
+        )

@@ -15,7 +15,7 @@ import time
 from concurrent.futures import CancelledError as FutureCancelledError
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import uvloop
@@ -87,72 +87,6 @@ HEARTBEAT_AGE = gauge(
 SPECS = (WORKER_UP, HEARTBEAT_AGE)
 
 
-class Link(Protocol):
-    """The interface to one worker. `send` is called on the loop's thread, the rest on any.
-
-    One call at a time, but for `release_draft`, and for a `detach` that breaks the others off.
-    """
-
-    @property
-    def role(self) -> Role:
-        """The role of the worker."""
-        ...
-
-    @property
-    def failure(self) -> SlipstreamError | None:
-        """The reason why the worker is lost; set at any time."""
-        ...
-
-    @property
-    def has_refused(self) -> bool:
-        """True if the failure is that the worker refused a command."""
-        ...
-
-    def describe(self) -> WorkerDescription:
-        """Asks the worker for its description. Raises UnavailableError if it is not there."""
-        ...
-
-    def attach_draft(self, region: DraftRegion) -> None:
-        """Has verify map the memory of a draft, between its steps. Raises FailedPreconditionError (and its kinds)."""
-        ...
-
-    def attach_grammar(self, region: GrammarRegion) -> None:
-        """Has verify map the memory of a grammar worker. Raises FailedPreconditionError (and its kinds)."""
-        ...
-
-    def prepare(self, grammar: str) -> None:
-        """Has the grammar worker compile a grammar. Raises InvalidArgumentError, or UnavailableError."""
-        ...
-
-    def release_draft(self, epoch: int, attachment: int) -> None:
-        """Has verify wait for a lost draft no more, whatever that writes. Returns at once, and raises nothing."""
-        ...
-
-    def detach_draft(self, epoch: int, attachment: int) -> None:
-        """Has verify let go of a draft's memory; returns when it does not use it any more."""
-        ...
-
-    def attach(self, attachment: Attachment) -> Measurements | None:
-        """Opens an epoch; returns what was measured, if asked to. Raises FailedPreconditionError and its kinds."""
-        ...
-
-    def send(self, command: StepCommand) -> None:
-        """Hands a command over and returns. Raises the link's failure."""
-        ...
-
-    def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
-        """Blocks until the worker has acknowledged `step`; False if the time is over. Raises the link's failure."""
-        ...
-
-    def read_records(self, from_step: int) -> HostRecords | None:
-        """Reads the worker's records of steps from this one on; None if it has none. Called on any thread."""
-        ...
-
-    def detach(self, *, drain: bool) -> bool:
-        """Ends the epoch; with `drain` the worker finishes what it was sent first. Returns True if it has."""
-        ...
-
-
 class LinkThread:
     """The event loop of all links."""
 
@@ -178,17 +112,20 @@ class LinkThread:
         self.loop.close()
 
 
-class WorkerLink:
-    """Implements `Link` for a worker service at an address."""
+class Link:
+    """The link to a worker service at an address. `send` is called on the loop's thread, the rest on any.
+
+    One call at a time, but for `release_draft`, and for a `detach` that breaks the others off.
+    """
 
     def __init__(self, role: Role, address: str, thread: LinkThread, *, on_failure: Callable[[], None]) -> None:
         """`on_failure` is called on the links' thread when the worker is lost."""
         self.role = role
         self.address = address
         self.failure: SlipstreamError | None = None
-        """See `Link.failure`."""
+        """The reason why the worker is lost; set at any time."""
         self.has_refused = False
-        """See `Link.has_refused`."""
+        """True if the failure is that the worker refused a command."""
         self._on_failure = on_failure
         self._thread = thread
         self._epoch = self._described_pid = 0
@@ -203,6 +140,7 @@ class WorkerLink:
         self._tasks: list[asyncio.Task[None]] = []
 
     def describe(self) -> WorkerDescription:
+        """Asks the worker for its description. Raises UnavailableError if it is not there."""
         # Decoded on this thread, as other answers are: the links' thread has the other worker's, too.
         try:
             answer = self._call(lambda stub: stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT_S))
@@ -217,29 +155,36 @@ class WorkerLink:
         return replace(description, pid=_listening_pid(self.address) or description.pid, **printable)
 
     def attach(self, attachment: Attachment) -> Measurements | None:
+        """Opens an epoch; returns what was measured, if asked to. Raises FailedPreconditionError and its kinds."""
         # Not to a process that was started since then: the memory is given back when the described one has ended.
         meant = replace(attachment, pid=self._described_pid)
         return measurements_from_pb(self._thread.call(self._attach(meant)))
 
     def attach_draft(self, region: DraftRegion) -> None:
+        """Has verify map the memory of a draft, between its steps. Raises FailedPreconditionError (and its kinds)."""
         self._call(lambda stub: stub.AttachDraft(region_to_pb(region), timeout=ATTACH_TIMEOUT_S))
 
     def attach_grammar(self, region: GrammarRegion) -> None:
+        """Has verify map the memory of a grammar worker. Raises FailedPreconditionError (and its kinds)."""
         self._call(lambda stub: stub.AttachGrammar(grammar_region_to_pb(region), timeout=ATTACH_TIMEOUT_S))
 
     def prepare(self, grammar: str) -> None:
+        """Has the grammar worker compile a grammar. Raises InvalidArgumentError, or UnavailableError."""
         self._call(lambda stub: stub.Prepare(pb.PrepareRequest(grammar=grammar), timeout=CALL_TIMEOUT_S))
 
     def release_draft(self, epoch: int, attachment: int) -> None:
+        """Has verify wait for a lost draft no more, whatever that writes. Returns at once, and raises nothing."""
         request = pb.ReleaseDraftRequest(epoch=epoch, attachment=attachment)
         releasing = self._ask(lambda stub: stub.ReleaseDraft(request, timeout=CALL_TIMEOUT_S))
         # Verify that does not answer is found by its own steps.
         asyncio.run_coroutine_threadsafe(releasing, self._thread.loop)
 
     def detach_draft(self, epoch: int, attachment: int) -> None:
+        """Has verify let go of a draft's memory; returns when it does not use it any more."""
         self._thread.call(self._detach_draft(epoch, attachment))
 
     def send(self, command: StepCommand) -> None:
+        """Hands a command over and returns. Raises the link's failure."""
         if self.failure is not None:
             raise failure_of(self)
         self._num_sent, self._last_sent = self._num_sent + 1, command.step
@@ -257,6 +202,7 @@ class WorkerLink:
         self._thread.loop.call_soon_threadsafe(self._flush, commands)
 
     def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
+        """Blocks until the worker has acknowledged `step`; False if the time is over. Raises the link's failure."""
         with self._changed:
             arrived = self._changed.wait_for(lambda: self._acknowledged >= step or self.failure is not None, timeout_s)
         if self.failure is not None:
@@ -264,10 +210,12 @@ class WorkerLink:
         return arrived
 
     def read_records(self, from_step: int) -> HostRecords | None:
+        """Reads the worker's records of steps from this one on; None if it has none. Called on any thread."""
         answer = self._thread.call(self._read_records(from_step))
         return None if answer is None else HostRecords.from_pb(answer)
 
     def detach(self, *, drain: bool) -> bool:
+        """Ends the epoch; with `drain` the worker finishes what it was sent first. Returns True if it has."""
         return self._thread.call(self._detach(drain=drain))
 
     async def _connect(self) -> pb_grpc.WorkerStub:
@@ -435,63 +383,43 @@ def _unavailable_if_cancelled(error: SlipstreamError) -> SlipstreamError:
     return UnavailableError(str(error)) if isinstance(error, CancelledError) else error
 
 
-class Dispatch(Protocol):
-    """Sends the commands of a step."""
+class Dispatch:
+    """Sends the commands of a step: at once, or each when what it waits for was acknowledged.
 
-    verify: Link
+    At once is for fences whose wait may be enqueued before their signal. With workers that acknowledge when the work is
+    done, the other is the policy "the host blocks on each call".
+    """
 
-    def send(self, link: Link, command: StepCommand, draft: Link | None) -> None:
-        """Sends a command to verify or to a draft. `draft`: the draft that it may wait for. Raises a link's failure."""
-        ...
-
-
-class DispatchTogether:
-    """Sends at once, for fences whose wait may be enqueued before their signal."""
-
-    def __init__(self, verify: Link, log: EventLog) -> None:
+    def __init__(self, verify: Link, log: EventLog, timeout_of: Callable[[Role], float] | None = None) -> None:
+        """`timeout_of` returns the time that a worker may take now to acknowledge a step; None sends at once."""
         self.verify = verify
         self._log = log
+        self._timeout_of = timeout_of
 
     def send(self, link: Link, command: StepCommand, draft: Link | None) -> None:
+        """Sends a command to verify or to a draft. `draft`: the draft that it may wait for.
+
+        Raises a link's failure, and DeadlineExceededError if an acknowledgement does not arrive.
+        """
+        if self._timeout_of is not None:
+            self._wait_for_producers(command, draft, self._timeout_of)
+            command = replace(command, wants_acknowledgement=True)
         if self._log.is_enabled:
             self._log.send(link.role, epoch=command.epoch, step=command.step)
         link.send(command)
 
-
-class DispatchAcknowledged:
-    """Sends a command once the workers that it waits for have acknowledged the steps that it waits for.
-
-    With workers that acknowledge when the work is done, this is the policy "the host blocks on each call".
-    """
-
-    def __init__(
-        self,
-        verify: Link,
-        log: EventLog,
-        timeout_s: float,
-        draft_timeout_s: Callable[[], float],
+    def _wait_for_producers(
+        self, command: StepCommand, draft: Link | None, timeout_of: Callable[[Role], float]
     ) -> None:
-        """`draft_timeout_s` returns the time that a draft may take now."""
-        self.verify = verify
-        self._log = log
-        self._timeout_s = timeout_s
-        self._draft_timeout_s = draft_timeout_s
-
-    def send(self, link: Link, command: StepCommand, draft: Link | None) -> None:
-        """See `Dispatch.send`. Raises DeadlineExceededError if an acknowledgement does not arrive."""
         for point in command.ops.waits:
             if point.fence is FenceName.GRAMMAR_READY:
                 continue  # it is sent its command after this one
             producer = draft if point.fence in DRAFT_FENCES else self.verify
             assert producer is not None, "a step without a draft waits for none"
-            self._wait(producer, point.value)
-        if self._log.is_enabled:
-            self._log.send(link.role, epoch=command.epoch, step=command.step)
-        link.send(replace(command, wants_acknowledgement=True))
+            self._wait(producer, point.value, timeout_of(producer.role))
 
-    def _wait(self, producer: Link, step: int) -> None:
+    def _wait(self, producer: Link, step: int, timeout_s: float) -> None:
         begun_ns = time.monotonic_ns()
-        timeout_s = self._timeout_s if producer.role is Role.VERIFY else self._draft_timeout_s()
         if not producer.wait_for_acknowledgement(step, timeout_s):
             raise DeadlineExceededError(f"the {producer.role.value} service did not acknowledge step {step} in time")
         self._log.stall(Site.ACKNOWLEDGEMENT, step, begun_ns, time.monotonic_ns())

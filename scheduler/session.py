@@ -26,7 +26,7 @@ from slipstream.scheduler.attachment import check_fits, check_sharing
 from slipstream.scheduler.draft_session import FIRST_TRY_S, DraftSession
 from slipstream.scheduler.epoch import Epoch
 from slipstream.scheduler.grammar_session import GrammarSession
-from slipstream.scheduler.link import Heartbeats, LinkThread, WorkerLink
+from slipstream.scheduler.link import Heartbeats, Link, LinkThread
 from slipstream.scheduler.metrics import DraftMetrics, StepMetrics
 from slipstream.scheduler.sizes import EpochSizes, Workers
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
     from slipstream.common.wire.worker import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
-    from slipstream.scheduler.link import Link
     from slipstream.scheduler.results import OutputSink
     from slipstream.scheduler.waiting_queue import WaitingQueue
 
@@ -190,7 +189,7 @@ class WorkerSession:
             self._listener.failed(SlipstreamError(f"the loop failed: {error!r}"))
 
     def _link_to_service(self, role: Role, address: str) -> Link:
-        return WorkerLink(role, address, self._links, on_failure=self._queue.wake)
+        return Link(role, address, self._links, on_failure=self._queue.wake)
 
     def _run_once(self) -> None:
         """Runs one epoch if verify is there. Raises errors that a retry cannot fix."""

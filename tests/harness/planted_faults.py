@@ -73,7 +73,6 @@ def _signal(fence: str, *, is_after: bool) -> Method:
     )
 
 
-_SENDS = ("DispatchTogether.send", "DispatchAcknowledged.send")
 POINTS: Mapping[str, tuple[Method, ...]] = {
     "gateway.before_submit": (_gateway("scheduler", "SchedulerStream.send"),),
     "gateway.before_delivery": (_gateway("jobs", "JobManager.deliver"),),
@@ -81,10 +80,10 @@ POINTS: Mapping[str, tuple[Method, ...]] = {
     "gateway.after_commit": (_gateway("journal_file", "JournalFile.commit", is_after=True),),
     "gateway.before_output": (_gateway("jobs", "JobManager._apply"),),
     "gateway.before_write": (_gateway("stream", "StreamWriter.write"),),
-    "scheduler.before_attach": (_attach("WorkerLink.attach", "verify"),),
-    "scheduler.before_attach_draft": (_attach("WorkerLink.attach_draft", "verify"),),
-    "scheduler.before_send": tuple(_loop("link", name) for name in _SENDS),
-    "scheduler.after_send": tuple(_loop("link", name, is_after=True) for name in _SENDS),
+    "scheduler.before_attach": (_attach("Link.attach", "verify"),),
+    "scheduler.before_attach_draft": (_attach("Link.attach_draft", "verify"),),
+    "scheduler.before_send": (_loop("link", "Dispatch.send"),),
+    "scheduler.after_send": (_loop("link", "Dispatch.send", is_after=True),),
     "scheduler.before_take_in": (_loop("batch", "Batch.apply"),),
     "scheduler.before_delivery": (_loop("results", "Outgoing.deliveries"),),
     "scheduler.before_output": (_loop("service", "SchedulerServicer.put"),),

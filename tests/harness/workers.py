@@ -68,7 +68,7 @@ def describe(role: Role, **changes: object) -> WorkerDescription:
 
 
 class LocalWorker:
-    """A worker in this process, and the scheduler's link to it: all of `WorkerLink` but gRPC."""
+    """A worker in this process, and the scheduler's link to it: all of `Link` but gRPC."""
 
     def __init__(
         self,
@@ -94,35 +94,35 @@ class LocalWorker:
         self._before_send = before_send
 
     def describe(self) -> WorkerDescription:
-        """See `WorkerLink.describe`."""
+        """See `Link.describe`."""
         return self.engine.describe()
 
     def attach(self, attachment: Attachment) -> Measurements | None:
-        """See `WorkerLink.attach`."""
+        """See `Link.attach`."""
         measured = self.engine.attach(attachment_from_pb(attachment_to_pb(attachment)))
         self._epoch = attachment.epoch
         return measured
 
     def attach_draft(self, region: DraftRegion) -> None:
-        """See `WorkerLink.attach_draft`."""
+        """See `Link.attach_draft`."""
         for _ in self.engine.attach_draft(region_from_pb(region_to_pb(region))):
             pass
 
     def attach_grammar(self, region: GrammarRegion) -> None:
-        """See `WorkerLink.attach_grammar`."""
+        """See `Link.attach_grammar`."""
         self.engine.attach_grammar(grammar_region_from_pb(grammar_region_to_pb(region)))
 
     def release_draft(self, epoch: int, attachment: int) -> None:
-        """See `WorkerLink.release_draft`."""
+        """See `Link.release_draft`."""
         self.engine.release_draft(epoch, attachment)
 
     def detach_draft(self, epoch: int, attachment: int) -> None:
-        """See `WorkerLink.detach_draft`. Blocks until the stream is past the last use of the memory."""
+        """See `Link.detach_draft`. Blocks until the stream is past the last use of the memory."""
         for _ in self.engine.detach_draft(epoch, attachment):
             threading.Event().wait(0.001)
 
     def send(self, command: StepCommand) -> None:
-        """See `WorkerLink.send`. The command is enqueued when this returns."""
+        """See `Link.send`. The command is enqueued when this returns."""
         if self.failure is not None:
             raise failure_of(self)
         if self._before_send is not None:
@@ -130,15 +130,15 @@ class LocalWorker:
         self.engine.enqueue(command_from_pb(command_to_pb(command)))
 
     def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
-        """See `WorkerLink.wait_for_acknowledgement`."""
+        """See `Link.wait_for_acknowledgement`."""
         return True
 
     def read_records(self, from_step: int) -> HostRecords:
-        """See `WorkerLink.read_records`."""
+        """See `Link.read_records`."""
         return HostRecords(self.engine.log.epoch, tuple(self.engine.log.since(from_step)), None)
 
     def detach(self, *, drain: bool) -> bool:
-        """See `WorkerLink.detach`."""
+        """See `Link.detach`."""
         if drain:
             self.engine.drain(self._epoch)
         self.engine.abandon(self._epoch)

@@ -32,7 +32,7 @@ from slipstream.common.wire.step import (
 )
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
-from slipstream.scheduler.link import DispatchAcknowledged, DispatchTogether, LinkThread, WorkerLink
+from slipstream.scheduler.link import Dispatch, Link, LinkThread
 from slipstream.services.worker import server
 from slipstream.services.worker.server import DeviceThread, WorkerServicer
 from tests.harness.grpc_server import running_server
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.rpc.serving import GrpcServer
 
-    Linked = Callable[..., AbstractAsyncContextManager[tuple["Served", WorkerLink]]]
+    Linked = Callable[..., AbstractAsyncContextManager[tuple["Served", Link]]]
 
 
 def ignore() -> None:
@@ -103,9 +103,9 @@ def linked(tmp_path: Path, thread: LinkThread) -> Linked:
     """Serves a draft, and yields it with a link to it. Options are those of `served`."""
 
     @asynccontextmanager
-    async def make(**options: Any) -> AsyncIterator[tuple[Served, WorkerLink]]:
+    async def make(**options: Any) -> AsyncIterator[tuple[Served, Link]]:
         async with served(tmp_path, Role.DRAFT, **options) as draft:
-            yield draft, WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+            yield draft, Link(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
 
     return make
 
@@ -235,7 +235,7 @@ async def test_nothing_is_left_of_links_that_come_and_go(tmp_path: Path, arena: 
 
         def use(epoch: int) -> None:
             thread = LinkThread()
-            link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+            link = Link(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
             link.describe()
             link.attach(attachment_to(arena, epoch))
             link.send(decode(1, 1, epoch=epoch))
@@ -253,7 +253,7 @@ async def test_nothing_is_left_of_links_that_come_and_go(tmp_path: Path, arena: 
 
 
 async def test_a_worker_that_is_not_there_is_unavailable(tmp_path: Path, thread: LinkThread) -> None:
-    link = WorkerLink(Role.DRAFT, f"unix:{tmp_path}/nobody.sock", thread, on_failure=ignore)
+    link = Link(Role.DRAFT, f"unix:{tmp_path}/nobody.sock", thread, on_failure=ignore)
     with pytest.raises(UnavailableError, match=f"^no draft service answers at unix:{tmp_path}/nobody.sock: "):
         await asyncio.to_thread(link.describe)
     await asyncio.to_thread(link.detach, drain=True)
@@ -265,7 +265,7 @@ async def test_a_worker_that_speaks_no_grpc_is_named(tmp_path: Path, thread: Lin
         writer.close()
 
     async with await asyncio.start_unix_server(answer, tmp_path / "garbage.sock"):
-        link = WorkerLink(Role.DRAFT, f"unix:{tmp_path}/garbage.sock", thread, on_failure=ignore)
+        link = Link(Role.DRAFT, f"unix:{tmp_path}/garbage.sock", thread, on_failure=ignore)
         with pytest.raises(UnavailableError, match=r"^no draft service answers at unix:"):
             await asyncio.to_thread(link.describe)
         await asyncio.to_thread(link.detach, drain=False)
@@ -282,7 +282,7 @@ async def test_what_a_worker_says_of_itself_does_not_act_on_a_terminal(linked: L
 
 async def test_a_worker_of_the_other_role_is_not_taken(tmp_path: Path, thread: LinkThread) -> None:
     async with served(tmp_path, Role.DRAFT) as draft:
-        link = WorkerLink(Role.VERIFY, draft.server.address, thread, on_failure=ignore)
+        link = Link(Role.VERIFY, draft.server.address, thread, on_failure=ignore)
         with pytest.raises(UnavailableError, match="is a draft service, not verify"):
             await asyncio.to_thread(link.describe)
         await asyncio.to_thread(link.detach, drain=False)
@@ -360,11 +360,11 @@ async def test_acknowledged_dispatch_sends_what_depends_on_a_step_after_its_ackn
         served(tmp_path, Role.VERIFY, acknowledge_done=acknowledge_done) as verify,
     ):
         links = {
-            Role.DRAFT: WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore),
-            Role.VERIFY: WorkerLink(Role.VERIFY, verify.server.address, thread, on_failure=ignore),
+            Role.DRAFT: Link(Role.DRAFT, draft.server.address, thread, on_failure=ignore),
+            Role.VERIFY: Link(Role.VERIFY, verify.server.address, thread, on_failure=ignore),
         }
         to_draft, to_verify = links.values()
-        dispatch = DispatchAcknowledged(to_verify, log, 10.0, lambda: 10.0)
+        dispatch = Dispatch(to_verify, log, lambda _: 10.0)
 
         def use() -> None:
             for link in links.values():
@@ -391,7 +391,7 @@ async def test_acknowledged_dispatch_gives_up_when_no_acknowledgement_comes(
 ) -> None:
     async with linked() as (_, link):
         await asyncio.to_thread(link.attach, attachment_to(arena))
-        dispatch = DispatchAcknowledged(link, EventLog(), 10.0, lambda: 0.02)
+        dispatch = Dispatch(link, EventLog(), lambda _: 0.02)
         late = replace(decode(2, 1), ops=FenceOps((FenceWait(FenceName.DRAFT_PROPOSED, 1),)))
         with pytest.raises(DeadlineExceededError, match="the draft service did not acknowledge step 1 in time"):
             await asyncio.to_thread(dispatch.send, link, late, link)
@@ -402,8 +402,8 @@ async def test_dispatch_together_holds_nothing_back(tmp_path: Path, thread: Link
     """The one that is waited for comes last, and still both end."""
     async with served(tmp_path, Role.DRAFT) as draft, served(tmp_path, Role.VERIFY) as verify:
         links = [
-            WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore),
-            WorkerLink(Role.VERIFY, verify.server.address, thread, on_failure=ignore),
+            Link(Role.DRAFT, draft.server.address, thread, on_failure=ignore),
+            Link(Role.VERIFY, verify.server.address, thread, on_failure=ignore),
         ]
 
         def use() -> None:
@@ -412,7 +412,7 @@ async def test_dispatch_together_holds_nothing_back(tmp_path: Path, thread: Link
             for step in range(1, 6):
                 first, second = _pair(step)
                 for link, command in ((links[1], second), (links[0], first)):
-                    DispatchTogether(links[1], EventLog()).send(link, command, links[0])
+                    Dispatch(links[1], EventLog()).send(link, command, links[0])
             assert arena.fence(FenceName.VERIFY_STASH).wait_on_host(5, 10.0)
             for link in links:
                 link.detach(drain=True)

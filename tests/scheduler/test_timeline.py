@@ -25,7 +25,7 @@ from slipstream.common.wire.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceReq
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler import timeline
-from slipstream.scheduler.link import LinkThread, WorkerLink
+from slipstream.scheduler.link import Link, LinkThread
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.server import RECORDER, DeviceThread, RecorderServicer, WorkerServicer
@@ -202,7 +202,7 @@ async def test_a_worker_need_not_record(tmp_path: Path, is_recording: bool) -> N
             (RECORDER, trace_pb2_grpc.add_RecorderServicer_to_server, recorder),
         ]
         async with running_server(*services[: 1 + is_recording], address=f"unix:{tmp_path}/draft.sock") as server:
-            link = WorkerLink(Role.DRAFT, server.address, thread, on_failure=lambda: None)
+            link = Link(Role.DRAFT, server.address, thread, on_failure=lambda: None)
             assert link.read_records(0) is None
             try:
                 found = await asyncio.to_thread(use, link, arena)
@@ -222,7 +222,7 @@ async def test_a_worker_need_not_record(tmp_path: Path, is_recording: bool) -> N
     assert found.clock.device_ns == found.clock.host_ns
 
 
-def use(link: WorkerLink, arena: Any) -> Any:
+def use(link: Link, arena: Any) -> Any:
     """Two steps of an epoch; returns what is known of the second."""
     link.attach(attachment_to(arena, 3))
     for step in (1, 2):

@@ -33,7 +33,7 @@ class SimulatedLink:
         *,
         on_failure: Callable[[], None],
     ) -> None:
-        """`find` returns the worker that listens at the address now. `on_failure`: see `WorkerLink`."""
+        """`find` returns the worker that listens at the address now. `on_failure`: see `Link`."""
         self.role = role
         self.failure: SlipstreamError | None = None
         self.has_refused = False

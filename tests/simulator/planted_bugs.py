@@ -11,7 +11,7 @@ from slipstream.gateway.journal import JobJournal, rows_of
 from slipstream.gateway.sample import Sample
 from slipstream.scheduler.attachment import DraftAttachment
 from slipstream.scheduler.batch import Batch, ContextLimit
-from slipstream.scheduler.link import DispatchAcknowledged
+from slipstream.scheduler.link import Dispatch
 from slipstream.scheduler.records import Sequence, Step
 from slipstream.scheduler.slots import SlotAllocator
 from slipstream.scheduler.waiting_queue import WaitingQueue
@@ -68,7 +68,7 @@ def _send_before_commit(_: Any) -> Any:
 
 
 def _believe_the_step_before(wait: Any) -> Any:
-    return lambda self, producer, step: wait(self, producer, step - 1)
+    return lambda self, producer, step, timeout_s: wait(self, producer, step - 1, timeout_s)
 
 
 def _forget_to_notify(_: Any) -> Any:
@@ -111,7 +111,7 @@ BUGS = (
     PlantedBug("a region used again too early", DraftAttachment, "is_gone", lambda _: property(lambda _: True)),
     PlantedBug("a slot freed twice", SlotAllocator, "release", _free_twice),
     PlantedBug("an output sent before its commit", JobJournal, "take_in", _send_before_commit),
-    PlantedBug("a late acknowledgement believed", DispatchAcknowledged, "_wait", _believe_the_step_before),
+    PlantedBug("a late acknowledgement believed", Dispatch, "_wait", _believe_the_step_before),
     PlantedBug("a submission that wakes no one", WaitingQueue, "add", _forget_to_notify),
     PlantedBug("a token forgotten when preempted", Sequence, "preempt", _forget_the_last_token),
     PlantedBug("a token changed when continued", Sample, "_continue", _change_the_last_token),

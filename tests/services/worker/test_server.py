@@ -15,7 +15,7 @@ import pytest
 
 from slipstream.common.errors import FailedPreconditionError, UnavailableError
 from slipstream.common.wire.step import FenceOps, Role
-from slipstream.scheduler.link import LinkThread, WorkerLink
+from slipstream.scheduler.link import Link, LinkThread
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.leaks import check_it_holds_no_more_than, held_by
 from tests.harness.waiting import TIMEOUT_S
@@ -51,11 +51,11 @@ def arena() -> Iterator[SharedArenas]:
     made.close()
 
 
-def attached(address: str, role: Role, thread: LinkThread, arena: SharedArenas, epoch: int = 1) -> WorkerLink:
+def attached(address: str, role: Role, thread: LinkThread, arena: SharedArenas, epoch: int = 1) -> Link:
     """A link to the worker, when it is ready."""
     give_up_at = time.monotonic() + TIMEOUT_S
     while True:
-        link = WorkerLink(role, address, thread, on_failure=lambda: None)
+        link = Link(role, address, thread, on_failure=lambda: None)
         try:
             link.describe()
             link.attach(attachment_to(arena, epoch, role=role, is_debug=True))
