@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from slipstream.bundled import prompts, standalone_dir, target_dir
 from slipstream.client import AsyncClient
 from slipstream.training import checkpoint
-from slipstream.training.distil import divergence
+from slipstream.training.distil import divergence_of_logits
 from slipstream.training.optimizer import Course, Optimizer, OptimizerConfig
 from slipstream.training.run import steps as training_steps
 from slipstream.training.windows import Windows
@@ -93,7 +93,7 @@ def train(student: Llama, tokens: list[int], course: Course, rate: float) -> lis
 
     def backward() -> Tensor:
         batch = next(batches)
-        loss, overlap = divergence(student(batch), teacher(batch), overlap_weight=1.0)
+        loss, overlap = divergence_of_logits(student(batch), teacher(batch), overlap_weight=1.0)
         torch.autograd.backward(loss)
         return overlap.detach()
 

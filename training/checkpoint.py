@@ -55,14 +55,23 @@ def num_parameters(model: torch.nn.Module) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def save(model: Llama, folder: Path, tokenizer: Path) -> None:
-    """Write the model, rounded to bfloat16, with the tokenizer found in the folder ``tokenizer``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    weights: dict[str, Tensor] = {
-        name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in model.state_dict().items()
+def rounded(module: torch.nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """A module's weights as files have them: in bfloat16, under names that begin with ``prefix``."""
+    return {
+        f"{prefix}{name}": weight.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, weight in module.state_dict().items()
     }
+
+
+def _write_weights(weights: dict[str, Tensor], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)
+
+
+def save(model: Llama, folder: Path, tokenizer: Path) -> None:
+    """Write the model, rounded to bfloat16, with the tokenizer found in the folder ``tokenizer``."""
+    _write_weights(rounded(model), folder)
     _to_config(model.shape).save_pretrained(folder)
     make_generation_config: Any = GenerationConfig
     make_generation_config(**{**_TOKEN_IDS, "eos_token_id": [END_OF_TEXT_ID]}).save_pretrained(folder)
@@ -73,9 +82,7 @@ def save(model: Llama, folder: Path, tokenizer: Path) -> None:
 
 def save_head(weights: dict[str, Tensor], shape: LlamaShape, folder: Path, **config: Any) -> None:
     """Write the weights of a head for a target of this shape. ``config``: the fields of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
+    _write_weights(weights, folder)
     values = asdict(shape)
     theta = values.pop("rope_theta")
     values |= {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slipstream.training.llama import MLP, Llama, LlamaShape, RMSNorm, rope_tables, rotate
+from slipstream.training.llama import MLP, Llama, LlamaShape, Projections, RMSNorm, RopeModule, rotate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,17 +26,8 @@ class BlockShape:
     """Layers whose outputs are read, that of the last one after the final norm."""
 
 
-class BlockAttention(nn.Module):
+class BlockAttention(Projections):
     """Attention of blocks to the states before them and to themselves."""
-
-    def __init__(self, shape: LlamaShape) -> None:
-        super().__init__()
-        self.head_dim = shape.head_dim
-        width, kv_width = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor, context: Tensor, anchors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``x``: [batch, blocks, size, width]; ``context``: [batch, length, width], of the positions from 0 on.
@@ -88,24 +79,18 @@ class BlockLayer(nn.Module):
         return out
 
 
-class BlockDrafter(nn.Module):
+class BlockDrafter(RopeModule):
     """The drafter; embedding and output are the target's."""
-
-    cos: Tensor
-    sin: Tensor
 
     def __init__(self, shape: BlockShape, target: Llama) -> None:
         """Layers and norm begin as the target's last ones, the context as what the target says last."""
-        super().__init__()
-        self.shape = shape
         layer, width = shape.target, shape.target.hidden_size
+        super().__init__(layer.max_position_embeddings + shape.block_size, layer.head_dim, layer.rope_theta)
+        self.shape = shape
         self.fc = nn.Linear(len(shape.target_layer_ids) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, layer.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(layer) for _ in range(shape.num_layers))
         self.norm = RMSNorm(width, layer.rms_norm_eps)
-        cos, sin = rope_tables(layer.max_position_embeddings + shape.block_size, layer.head_dim, layer.rope_theta)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
         with torch.no_grad():
             for own, theirs in zip(self.layers, target.model.layers[-shape.num_layers :], strict=True):
                 own.load_state_dict(theirs.state_dict())

@@ -1,49 +1,24 @@
 """Distil the standalone draft from the target, on the corpus and on the target's own samples."""
 
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor
 
 from slipstream.training import checkpoint, options
-from slipstream.training.distillation import TEMPERATURE, load_sources, train
+from slipstream.training.distillation import load_sources, train
+from slipstream.training.divergence import divergence, log_distribution
 from slipstream.training.llama import Llama
 from slipstream.training.optimizer import Course, OptimizerConfig
 from slipstream.training.run import write_log
 
 
-def divergence(student: Tensor, teacher: Tensor, overlap_weight: float) -> tuple[Tensor, Tensor]:
-    """Loss and mean overlap of the two distributions at the temperature the draft is used at.
-
-    ``student``, ``teacher``: logits [batch, length, vocabulary]. The overlap, sum of min(p, q), is the chance
-    that rejection sampling accepts a token; KL alone would spend the small student on the target's tail.
-    """
-    log_p = (teacher.float() / TEMPERATURE).log_softmax(-1)
-    log_q = (student.float() / TEMPERATURE).log_softmax(-1)
-    p = log_p.exp()
-    overlap = torch.minimum(p, log_q.exp()).sum(-1).mean()
-    kl = (p * (log_p - log_q)).sum(-1).mean()
-    return kl + overlap_weight * (1.0 - overlap), overlap
-
-
-class Distillation:
-    """One student, one teacher, and the loss of a batch (compiled on a GPU)."""
-
-    def __init__(self, student: Llama, teacher: Llama, overlap_weight: float, *, compiled: bool) -> None:
-        self.overlap_weight = overlap_weight
-        self._teacher = torch.compile(teacher, dynamic=False) if compiled else teacher
-        self._student = torch.compile(student, dynamic=False) if compiled else student
-        self._divergence = torch.compile(divergence, dynamic=False) if compiled else divergence
-
-    def loss(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and overlap, scalars, over ``tokens`` int64 [batch, length]."""
-        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
-            with torch.no_grad():
-                teacher = self._teacher(tokens)
-            student = self._student(tokens)
-        loss, overlap = self._divergence(student, teacher, self.overlap_weight)
-        return loss, overlap
+def divergence_of_logits(student: Tensor, teacher: Tensor, overlap_weight: float) -> tuple[Tensor, Tensor]:
+    """See ``divergence``; of logits [batch, length, vocabulary]."""
+    log_p, log_q = log_distribution(teacher), log_distribution(student)
+    return divergence(log_q, log_p, overlap_weight)
 
 
 def main(
@@ -65,10 +40,19 @@ def main(
     sources = load_sources(corpus, samples, where, batch=batch, seed=seed)
     teacher = checkpoint.load_for_training(target).to(where).eval().requires_grad_(False)
     student = Llama(checkpoint.STANDALONE).to(where)
-    typer.echo(f"{checkpoint.num_parameters(student)} parameters")
-    distillation = Distillation(student, teacher, overlap_weight, compiled=where.type == "cuda")
+    compiled: Any = partial(torch.compile, dynamic=False) if where.type == "cuda" else lambda work: work
+    read_teacher, read_student, compare_logits = map(compiled, (teacher, student, divergence_of_logits))
+
+    def compare(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(where.type, dtype=torch.bfloat16):
+            with torch.no_grad():
+                wanted = read_teacher(tokens)
+            found = read_student(tokens)
+        loss, overlap = compare_logits(found, wanted, overlap_weight)
+        return loss, overlap
+
     config = OptimizerConfig(matrix_rate=rate, embedding_rate=rate, weight_decay=0.01)
-    records = train(student, distillation.loss, sources, Course(steps=steps, minutes=minutes), config)
+    records = train(student, compare, sources, Course(steps=steps, minutes=minutes), config)
     checkpoint.save(student, out, target)
     settings = {"steps": steps, "batch": batch, "length": sources[0].length, "overlap_weight": overlap_weight}
     settings |= {"seed": seed, "rate": rate, "parameters": checkpoint.num_parameters(student)}

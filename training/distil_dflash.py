@@ -9,10 +9,9 @@ from torch import Tensor
 
 from slipstream.training import checkpoint, options
 from slipstream.training.dflash import BlockDrafter, BlockShape
-from slipstream.training.distil_mtp import LOGIT_ROWS
-from slipstream.training.distillation import TEMPERATURE, load_sources, train
+from slipstream.training.distillation import load_sources, train
+from slipstream.training.divergence import compare_states
 from slipstream.training.llama import Llama
-from slipstream.training.mtp import SharedOutputLoss
 from slipstream.training.optimizer import Course, OptimizerConfig
 from slipstream.training.run import write_log
 
@@ -20,51 +19,28 @@ PLACE_WEIGHT = 0.8
 """Weight of each place's loss in a block, relative to the place before: a token counts only if those before do."""
 
 
-class Blocks(torch.nn.Module):
-    """The loss of a batch: blocks at random places, compared with the target at each of their tokens."""
+def block_states(drafter: BlockDrafter, teacher: Llama, tokens: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
+    """The drafter's states and the target's for the same tokens: [places, batch * blocks, width] each.
 
-    def __init__(self, drafter: BlockDrafter, teacher: Llama, *, overlap_weight: float) -> None:
-        super().__init__()
-        self.drafter = drafter
-        self._overlap_weight = overlap_weight
-        self._teacher = [teacher]  # not a part of what is trained
-
-    def states(self, tokens: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """The drafter's states and the target's for the same tokens: [places, batch * blocks, width] each."""
-        teacher, shape = self._teacher[0], self.drafter.shape
-        with torch.no_grad():
-            every = teacher.states(tokens)
-            last = teacher.model.norm(every.pop())
-            read = torch.cat([(*every[1:], last)[number] for number in shape.target_layer_ids], dim=-1)
-            places = anchors[..., None] + torch.arange(shape.block_size - 1, device=tokens.device)
-            wanted = last.gather(1, places.flatten(1)[..., None].expand(-1, -1, last.shape[2]))
-        found = self.drafter(tokens, read, anchors, teacher.model.embed_tokens.weight)
-        width = last.shape[2]
-        return found.flatten(0, 1).transpose(0, 1), wanted.view(-1, shape.block_size - 1, width).transpose(0, 1)
-
-    def forward(self, tokens: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """``tokens``: int64 [batch, length]; ``anchors``: see ``BlockAttention``.
-
-        Returns the loss and the overlap of each place, sum of min(p, q): [block_size - 1].
-        """
-        device, output = tokens.device.type, self._teacher[0].model.embed_tokens.weight.to(torch.bfloat16)
-        found, wanted = self.states(tokens, anchors)
-        loss, overlaps = torch.zeros((), device=tokens.device), []
-        for place, pair in enumerate(zip(found, wanted, strict=True)):
-            rows = [part.to(torch.bfloat16).contiguous() for part in pair]
-            settings = TEMPERATURE, self._overlap_weight, LOGIT_ROWS[device]
-            part, overlap = SharedOutputLoss.apply(*rows, output, *settings)  # type: ignore[no-untyped-call]
-            loss = loss + PLACE_WEIGHT**place * part
-            overlaps.append(overlap.detach())
-        return loss / len(overlaps), torch.stack(overlaps)
+    ``tokens``: int64 [batch, length]; ``anchors``: see ``BlockAttention``.
+    """
+    shape = drafter.shape
+    with torch.no_grad():
+        every = teacher.states(tokens)
+        last = teacher.model.norm(every.pop())
+        read = torch.cat([(*every[1:], last)[number] for number in shape.target_layer_ids], dim=-1)
+        places = anchors[..., None] + torch.arange(shape.block_size - 1, device=tokens.device)
+        wanted = last.gather(1, places.flatten(1)[..., None].expand(-1, -1, last.shape[2]))
+    found = drafter(tokens, read, anchors, teacher.model.embed_tokens.weight)
+    width = last.shape[2]
+    return found.flatten(0, 1).transpose(0, 1), wanted.view(-1, shape.block_size - 1, width).transpose(0, 1)
 
 
 def save(drafter: BlockDrafter, folder: Path) -> None:
     """Write the drafter in the layout of the paper's authors, as bfloat16, without embedding and output."""
     shape = drafter.shape
-    weights = {name: w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in drafter.state_dict().items()}
     checkpoint.save_head(
-        weights,
+        checkpoint.rounded(drafter),
         shape.target,
         folder,
         architectures=["DFlashDraftModel"],
@@ -113,18 +89,16 @@ def main(
         target_layer_ids=tuple(sorted({last // 3, last * 2 // 3, last})),
     )
     drafter = BlockDrafter(shape, teacher).to(where)
-    typer.echo(f"{checkpoint.num_parameters(drafter)} parameters")
-    blocks = Blocks(drafter, teacher.to(where), overlap_weight=overlap_weight)
-    if where.type == "cuda":
-        blocks.states = torch.compile(blocks.states, dynamic=False)  # type: ignore[method-assign]
+    output = teacher.to(where).model.embed_tokens.weight.to(torch.bfloat16)
+    states = torch.compile(block_states, dynamic=False) if where.type == "cuda" else block_states
 
     def compare(tokens: Tensor) -> tuple[Tensor, Tensor]:
         num_blocks = max(1, tokens.shape[1] // block_size)
         # A block ends in the text, and begins after its first token.
         anchors = torch.randint(1, tokens.shape[1] - block_size + 1, (len(tokens), num_blocks), device=where)
         with torch.autocast(where.type, dtype=torch.bfloat16):
-            loss, overlaps = blocks(tokens, anchors)
-        return loss, overlaps
+            pairs = zip(*states(drafter, teacher, tokens, anchors), strict=True)
+        return compare_states(pairs, output, overlap_weight, PLACE_WEIGHT)
 
     config = OptimizerConfig(matrix_rate=rate, embedding_rate=rate / 4, weight_decay=0.01)
     records = train(drafter, compare, sources, Course(steps=steps, minutes=minutes), config)

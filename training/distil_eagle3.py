@@ -11,7 +11,8 @@ from torch import Tensor
 from slipstream.common.errors import ConfigError
 from slipstream.services.models.checkpoint import LoadFormat
 from slipstream.training import checkpoint, options
-from slipstream.training.distillation import TEMPERATURE, train
+from slipstream.training.distillation import train
+from slipstream.training.divergence import DEPTH_WEIGHT, TEMPERATURE, divergence, log_distribution
 from slipstream.training.eagle3 import Eagle3Head, HeadShape
 from slipstream.training.llama import LlamaShape
 from slipstream.training.optimizer import Course, OptimizerConfig
@@ -19,9 +20,6 @@ from slipstream.training.run import Record, SavedRun, write_log
 from slipstream.training.teacher import Teacher
 from slipstream.training.texts import read_texts
 from slipstream.training.windows import Windows
-
-DEPTH_WEIGHT = 0.9
-"""Weight of each depth's loss, relative to the depth before: a token counts only if those before are accepted."""
 
 STATE = "run.pt"
 """File in the head's folder from which an ended run goes on."""
@@ -41,23 +39,19 @@ class Rollout(torch.nn.Module):
 
         Returns the loss and each depth's overlap, sum of min(p, q): [depth].
         """
-        depth = self._depth
         loss, overlaps = torch.zeros((), device=embedded.device), []
-        for step, logits in enumerate(self.head(embedded, fused, depth)):
-            log_q = (logits.float() / TEMPERATURE).log_softmax(-1)
-            log_target = log_p[:, step + 1 : step + 1 + logits.shape[1]]
-            p = log_target.exp()
-            overlap = torch.minimum(p, log_q.exp()).sum(-1).mean()
-            kl = (p * (log_target - log_q)).sum(-1).mean()
-            loss = loss + DEPTH_WEIGHT**step * (kl + self._overlap_weight * (1.0 - overlap))
+        for step, logits in enumerate(self.head(embedded, fused, self._depth)):
+            wanted = log_p[:, step + 1 : step + 1 + logits.shape[1]]
+            part, overlap = divergence(log_distribution(logits), wanted, self._overlap_weight)
+            loss = loss + DEPTH_WEIGHT**step * part
             overlaps.append(overlap.detach())
-        return loss / depth, torch.stack(overlaps)
+        return loss / self._depth, torch.stack(overlaps)
 
 
 def save(head: Eagle3Head, folder: Path) -> None:
     """Write the head in the layout of the paper's authors, rounded to bfloat16, without the target's embedding."""
     shape, vocabulary = head.shape, head.vocabulary.cpu()
-    weights = {name: w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in head.state_dict().items()}
+    weights = checkpoint.rounded(head)
     weights["d2t"] = vocabulary - torch.arange(len(vocabulary))
     weights["t2d"] = torch.zeros(shape.layer.vocab_size, dtype=torch.bool).index_fill(0, vocabulary, True)
     checkpoint.save_head(
@@ -134,7 +128,6 @@ def main(
     vocabulary = most_frequent(text.stream.cpu(), shape.draft_vocab_size, shape.layer.vocab_size)
     norm, output = teacher.decoder.norm.weight.detach(), teacher.output_rows(vocabulary)
     head = Eagle3Head(shape, vocabulary, norm, output, num_positions=length).to(where)
-    typer.echo(f"{checkpoint.num_parameters(head)} parameters")
     rollout = Rollout(head, depth=depth, overlap_weight=overlap_weight)
     compute = torch.compile(rollout, dynamic=False) if where.type == "cuda" else rollout
 

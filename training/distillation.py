@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,18 +9,13 @@ import typer
 from torch import Tensor, nn
 
 from slipstream.training import checkpoint
+from slipstream.training.divergence import LossAndOverlap
 from slipstream.training.optimizer import Course, Optimizer, OptimizerConfig
 from slipstream.training.run import LOG_EVERY_STEPS, Record, SavedRun, Step, steps
 from slipstream.training.windows import Rows, Windows, load_tokens
 
-TEMPERATURE = 0.8
-"""Temperature of the distributions that are compared: drafts are used at about that."""
-
 _NAMES = ("text", "own")
 """Names of sources in the log."""
-
-LossAndOverlap = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Maps tokens, int64 [batch, length], to the loss, a scalar, and the overlap sum of min(p, q), a scalar or [depth]."""
 
 
 def load_sources(
@@ -60,6 +54,7 @@ def train(
     ``saved``: takes the run's state now and then, and when it is interrupted; ``resumes``: it has the state of a run
     that goes on, with the batches that would have followed.
     """
+    typer.echo(f"{checkpoint.num_parameters(student)} parameters")
     optimizer = Optimizer(student, config)
     streams = [source.batches() for source in sources]
     longest = length or checkpoint.CONTEXT_TOKENS

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.training.eagle3 import ChainAttention
-from slipstream.training.llama import MLP, Layer, Llama, LlamaShape, RMSNorm, rope_tables
-
-_RIDGE = 1e-3
-"""Regularisation of the fit, relative to the mean square of what it is fitted to."""
+from slipstream.training.llama import MLP, Layer, Llama, LlamaShape, RMSNorm, RopeModule
+from slipstream.training.mtp import fitted_map
 
 
 class EagleLayer(nn.Module):
@@ -20,7 +18,7 @@ class EagleLayer(nn.Module):
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
-        self.self_attn = ChainAttention(shape, shape.hidden_size)
+        self.self_attn = ChainAttention(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape)
 
@@ -30,11 +28,8 @@ class EagleLayer(nn.Module):
         return out
 
 
-class EagleHead(nn.Module):
+class EagleHead(RopeModule):
     """The head; embedding and output are the target's."""
-
-    cos: Tensor
-    sin: Tensor
 
     def __init__(self, target: Llama, tokens: Tensor) -> None:
         """Begins as the target's last layer and norm, after the linear map that predicts that layer's input best.
@@ -42,15 +37,12 @@ class EagleHead(nn.Module):
         The norms that it does not have are put into the weights beside them, as their means over ``tokens``, int64
         [rows, length]; the map is fitted to the same text.
         """
-        super().__init__()
         shape = target.shape
+        super().__init__(shape.max_position_embeddings, shape.head_dim, shape.rope_theta)
         self.shape = shape
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size)
         layer = EagleLayer(shape)
         self.layers = nn.ModuleList([layer])
-        cos, sin = rope_tables(shape.max_position_embeddings, shape.head_dim, shape.rope_theta)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
         self.to(tokens.device)
         self._begin(layer, target, tokens)
 
@@ -71,10 +63,7 @@ class EagleHead(nn.Module):
             output.weight.mul_(scale[:, None])
         hidden, embedded = target.model.norm(states[-1]), target.model.embed_tokens(tokens)
         inputs = torch.cat((embedded[:, 1:], hidden[:, :-1]), dim=-1).flatten(0, 1)
-        gram = inputs.T @ inputs
-        gram += _RIDGE * gram.diagonal().mean() * torch.eye(len(gram), device=gram.device)
-        fitted = torch.linalg.solve(gram, inputs.T @ (states[-2][:, 1:] * scale).flatten(0, 1))
-        self.fc.weight.copy_(fitted.T)
+        self.fc.weight.copy_(fitted_map(inputs, (states[-2][:, 1:] * scale).flatten(0, 1)))
         self.fc.bias.zero_()
 
     def forward(self, embedded: Tensor, hidden: Tensor, depth: int) -> list[Tensor]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from slipstream.training.llama import MLP, LlamaShape, RMSNorm, rope_tables, rotate
+from slipstream.training.llama import MLP, LlamaShape, Projections, RMSNorm, RopeModule, rotate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,17 +23,8 @@ class HeadShape:
     """The target's layers whose inputs are fused."""
 
 
-class ChainAttention(nn.Module):
+class ChainAttention(Projections):
     """Grouped-query attention along the chain of each position."""
-
-    def __init__(self, shape: LlamaShape, input_size: int) -> None:
-        super().__init__()
-        self.head_dim = shape.head_dim
-        width, kv_width = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(input_size, width, bias=False)
-        self.k_proj = nn.Linear(input_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(input_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
         """``x``: [batch, length, input_size], the entries of one depth; ``cache`` has those of the depths before.
@@ -84,11 +75,9 @@ class MidLayer(nn.Module):
         return out
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(RopeModule):
     """The head, without an embedding: it uses the target's."""
 
-    cos: Tensor
-    sin: Tensor
     vocabulary: Tensor
 
     def __init__(
@@ -99,17 +88,13 @@ class Eagle3Head(nn.Module):
         Norm, output and fusion begin as the target's own last step, ``norm`` [width] and ``output``
         [draft_vocab_size, width]: what its last state says already. ``num_positions``: of the texts to train with.
         """
-        super().__init__()
-        layer = shape.layer
-        width = layer.hidden_size
+        layer, width = shape.layer, shape.layer.hidden_size
+        super().__init__(num_positions, layer.head_dim, layer.rope_theta)
         self.shape = shape
         self.fc = nn.Linear(len(shape.fused_layers) * width, width, bias=False)
         self.midlayer = MidLayer(layer)
         self.norm = RMSNorm(width, layer.rms_norm_eps)
         self.lm_head = nn.Linear(width, shape.draft_vocab_size, bias=False)
-        cos, sin = rope_tables(num_positions, layer.head_dim, layer.rope_theta)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
         self.register_buffer("vocabulary", vocabulary, persistent=False)
         for name, weight in self.named_parameters():
             if weight.ndim == 2:

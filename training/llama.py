@@ -35,12 +35,20 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
-def rope_tables(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32 [length, head_dim], the two halves alike (rotate-half RoPE)."""
-    inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+class RopeModule(nn.Module):
+    """A module with RoPE's tables, which no checkpoint has."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, length: int, head_dim: int, theta: float) -> None:
+        """Cosines and sines, float32 [length, head_dim], the two halves alike (rotate-half RoPE)."""
+        super().__init__()
+        inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
+        angles = torch.cat((angles, angles), dim=-1)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -49,18 +57,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-class Attention(nn.Module):
-    """Causal grouped-query attention."""
+class Projections(nn.Module):
+    """The matrices of grouped-query attention."""
 
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, shape: LlamaShape, input_size: int | None = None) -> None:
+        """``input_size``: that of the layer unless it is given."""
         super().__init__()
         self.head_dim = shape.head_dim
         query_width = shape.num_attention_heads * self.head_dim
         kv_width = shape.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, query_width, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
+        input_size = input_size or shape.hidden_size
+        self.q_proj = nn.Linear(input_size, query_width, bias=False)
+        self.k_proj = nn.Linear(input_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(input_size, kv_width, bias=False)
         self.o_proj = nn.Linear(query_width, shape.hidden_size, bias=False)
+
+
+class Attention(Projections):
+    """Causal grouped-query attention."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -117,19 +131,13 @@ class Trunk(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
 
-class Llama(nn.Module):
+class Llama(RopeModule):
     """Llama with tied embeddings. ``state_dict()`` has the names of ``LlamaForCausalLM``."""
 
-    cos: Tensor
-    sin: Tensor
-
     def __init__(self, shape: LlamaShape, dropout: float = 0.0) -> None:
-        super().__init__()
+        super().__init__(shape.max_position_embeddings, shape.head_dim, shape.rope_theta)
         self.shape = shape
         self.model = Trunk(shape, dropout)
-        cos, sin = rope_tables(shape.max_position_embeddings, shape.head_dim, shape.rope_theta)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
         self._initialise()
 
     def _initialise(self) -> None:

@@ -9,12 +9,19 @@ from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from slipstream.training.llama import Layer, Llama, LlamaShape, RMSNorm, rope_tables
+from slipstream.training.llama import Layer, Llama, LlamaShape, RMSNorm, RopeModule
 
 _RIDGE = 1e-3
 """Regularisation of the fit, relative to the mean square of what it is fitted to."""
+
+
+def fitted_map(inputs: Tensor, outputs: Tensor) -> Tensor:
+    """The matrix [output size, input size] that maps rows of inputs to rows of outputs best."""
+    gram = inputs.T @ inputs
+    gram += _RIDGE * gram.diagonal().mean() * torch.eye(len(gram), device=gram.device)
+    found: Tensor = torch.linalg.solve(gram, inputs.T @ outputs)
+    return found.T
 
 
 class MtpModule(Layer):
@@ -39,19 +46,16 @@ class MtpModule(Layer):
         return out
 
 
-class MtpHead(nn.Module):
+class MtpHead(RopeModule):
     """The modules; embedding and output are the target's. At first one module serves all draft tokens."""
-
-    cos: Tensor
-    sin: Tensor
 
     def __init__(self, target: Llama, num_modules: int, tokens: Tensor) -> None:
         """Begins as the target's last layer and norm, after the linear map that predicts that layer's input best.
 
         ``tokens``: int64 [rows, length], text that the map is fitted to.
         """
-        super().__init__()
         shape = target.shape
+        super().__init__(shape.max_position_embeddings, shape.head_dim, shape.rope_theta)
         module = MtpModule(shape)
         module.load_state_dict(target.model.layers[-1].state_dict(), strict=False)
         module.shared_head["norm"].load_state_dict(target.model.norm.state_dict())
@@ -59,15 +63,9 @@ class MtpHead(nn.Module):
             states = target.states(tokens)
             hidden, embedded = target.model.norm(states[-1]), target.model.embed_tokens(tokens)
             inputs = module.to(tokens.device).read(embedded[:, 1:], hidden[:, :-1]).flatten(0, 1).double()
-            gram = inputs.T @ inputs
-            gram += _RIDGE * gram.diagonal().mean() * torch.eye(len(gram), device=gram.device)
-            fitted = torch.linalg.solve(gram, inputs.T @ states[-2][:, 1:].flatten(0, 1).double())
-            module.eh_proj.weight.copy_(fitted.T)
+            module.eh_proj.weight.copy_(fitted_map(inputs, states[-2][:, 1:].flatten(0, 1).double()))
         self.shape = shape
         self.steps = nn.ModuleList([module] * num_modules)
-        cos, sin = rope_tables(shape.max_position_embeddings, shape.head_dim, shape.rope_theta)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
 
     def separate(self) -> None:
         """Gives each draft token a module of its own, a copy of the one that served it."""
@@ -87,42 +85,3 @@ class MtpHead(nn.Module):
             following = embedded[:, number + 1 : number + 1 + length]
             states.append(module.combine(following, states[-1], self.cos[:length], self.sin[:length]))
         return states[1:]
-
-
-class SharedOutputLoss(torch.autograd.Function):
-    """KL and overlap of two distributions that one output makes of two states, some rows at a time.
-
-    Logits of all rows are never in memory together; the gradient is computed with the loss.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        student: Tensor,
-        teacher: Tensor,
-        output: Tensor,
-        temperature: float,
-        overlap_weight: float,
-        num_rows: int,
-    ) -> tuple[Tensor, Tensor]:
-        """``student``, ``teacher``: [rows, width], ``output``: [vocabulary, width]. Returns loss and overlap, means."""
-        loss, overlap = student.new_zeros(2, dtype=torch.float32)
-        gradient = torch.empty_like(student)
-        for start in range(0, len(student), num_rows):
-            places = slice(start, start + num_rows)
-            log_p = (F.linear(teacher[places], output).float() / temperature).log_softmax(-1)
-            log_q = (F.linear(student[places], output).float() / temperature).log_softmax(-1)
-            p, q = log_p.exp(), log_q.exp()
-            common = torch.minimum(p, q).sum()
-            loss += (p * (log_p - log_q)).sum() + overlap_weight * (len(p) - common)
-            overlap += common
-            is_less = (q < p).to(q.dtype)
-            slope = q - p - overlap_weight * q * (is_less - (is_less * q).sum(-1, keepdim=True))
-            gradient[places] = F.linear((slope / (temperature * len(student))).to(output.dtype), output.T)
-        ctx.save_for_backward(gradient)
-        return loss / len(student), overlap / len(student)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, slope: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return slope * gradient, None, None, None, None, None

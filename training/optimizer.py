@@ -1,6 +1,5 @@
 """Muon for matrices, AdamW for the embedding, an output of its own and the norms, and the learning rate's course."""
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,27 +61,16 @@ class Optimizer:
             optimizer.zero_grad(set_to_none=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Progress of a run, 0 to 1: by steps, or by the clock if that is further.
+    """Progress of a run, 0 to 1: by steps, or by the clock if that is further."""
 
-    The clock starts at the first call, so that compilation before it does not count.
-    """
+    steps: int
+    minutes: float
 
-    def __init__(self, *, steps: int, minutes: float) -> None:
-        self.steps = steps
-        self.seconds = 60 * minutes
-        self._began: float | None = None
-
-    def begin(self, began: float) -> None:
-        """Starts the clock at a moment of the monotonic clock."""
-        self._began = began
-
-    def progress(self, step: int) -> float:
-        """Share of the run that is done before step number ``step``."""
-        now = time.monotonic()
-        if self._began is None:
-            self._began = now
-        return min(1.0, max(step / self.steps, (now - self._began) / self.seconds))
+    def progress(self, step: int, seconds: float) -> float:
+        """Share of the run that is done before step number ``step``, after so many seconds."""
+        return min(1.0, max(step / self.steps, seconds / (60 * self.minutes)))
 
     @staticmethod
     def rate_factor(progress: float, warmup: float = 0.02) -> float:

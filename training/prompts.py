@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -48,19 +49,11 @@ def candidates(file: SourceFile, tokenizer: Tokenizer) -> Iterator[Prompt]:
 def choose(files: list[SourceFile], tokenizer: Tokenizer, count: int) -> list[Prompt]:
     """Choose ``count`` prompts, the files in turn, so that as many files as possible have one."""
     queues = [candidates(file, tokenizer) for file in sorted(files, key=lambda file: _rank(file.name))]
-    chosen: list[Prompt] = []
-    while queues:
-        alive = []
-        for queue in queues:
-            prompt = next(queue, None)
-            if prompt is None:
-                continue
-            chosen.append(prompt)
-            alive.append(queue)
-            if len(chosen) == count:
-                return chosen
-        queues = alive
-    raise ValueError(f"only {len(chosen)} prompts of at least {MIN_TOKENS} tokens, {count} wanted")
+    in_turns = (prompt for turn in zip_longest(*queues) for prompt in turn if prompt is not None)
+    chosen = list(islice(in_turns, count))
+    if len(chosen) < count:
+        raise ValueError(f"only {len(chosen)} prompts of at least {MIN_TOKENS} tokens, {count} wanted")
+    return chosen
 
 
 def main(

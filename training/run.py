@@ -46,15 +46,12 @@ class Step(Generic[Result]):
 def steps(
     optimizer: Optimizer, course: Course, backward: Callable[[], Result], first: int = 0, seconds: float = 0.0
 ) -> Iterator[Step[Result]]:
-    """Takes steps until the course is over. ``backward`` leaves the gradients of a step.
+    """Takes steps until the course is over, whose clock starts with them. ``backward`` leaves a step's gradients.
 
     ``first``, ``seconds``: steps and time of a run that goes on.
     """
-    began = time.monotonic() - seconds
-    if seconds:
-        course.begin(began)
-    number = first
-    while (progress := course.progress(number)) < 1.0:
+    began, number = time.monotonic() - seconds, first
+    while (progress := course.progress(number, time.monotonic() - began)) < 1.0:
         result = backward()
         optimizer.step(course.rate_factor(progress))
         number += 1

@@ -14,9 +14,8 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.services.factory import make_draft, make_verify
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.training import checkpoint, distil, distil_dflash, distil_eagle, distil_eagle3, distil_mtp, target
-from slipstream.training.distillation import TEMPERATURE
+from slipstream.training.divergence import TEMPERATURE, SharedOutputLoss
 from slipstream.training.llama import LlamaShape
-from slipstream.training.mtp import SharedOutputLoss
 from slipstream.training.run import LOG_EVERY_STEPS
 from tests.harness.checkpoints import write_tokenizer
 
@@ -117,7 +116,7 @@ def test_the_loss_of_a_shared_output_is_that_of_the_logits() -> None:
     for is_whole in (False, True):
         state = student.clone().requires_grad_()
         if is_whole:
-            loss, overlap = distil.divergence(state @ output.T, teacher @ output.T, 0.7)
+            loss, overlap = distil.divergence_of_logits(state @ output.T, teacher @ output.T, 0.7)
         else:
             loss, overlap = SharedOutputLoss.apply(state, teacher, output, TEMPERATURE, 0.7, 3)  # type: ignore[no-untyped-call]
         (2 * loss).backward()
