@@ -20,11 +20,12 @@ import codecs
 import io
 import json
 import re
+from abc import ABC, abstractmethod
 from array import array
 from functools import cache, lru_cache, partial
 from itertools import accumulate, chain, takewhile
 from operator import eq, sub
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -43,15 +44,19 @@ _INNER_BYTE_PIECE = re.compile(r"<0x[89ABab][0-9A-Fa-f]>")
 _PIECEWISE = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"})
 
 
-class Detokenizer(Protocol):
+class Detokenizer(ABC):
     """Turns the tokens of one sample into text."""
 
+    @abstractmethod
     def push(self, token_id: int) -> str:
         """Returns the text that became certain with this token; empty for a special token."""
 
     def push_all(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
         """Returns the text that became certain with these tokens, and how many code points of it with each token."""
+        texts = [self.push(token) for token in token_ids]
+        return "".join(texts), [len(text) for text in texts]
 
+    @abstractmethod
     def finish(self) -> str:
         """Returns the rest, with U+FFFD in place of bytes that are no character."""
 
@@ -71,7 +76,10 @@ class Vocabulary:
         self._names = {token_id: name for name, token_id in self.special_tokens.items()}
         self._is_bytewise = any(step["type"] == "ByteFallback" for step in self._steps)
         self.piece = cache(self._find_piece)
-        """Maps a token to its piece, as the decoder sees it; to None if it is special or does not exist."""
+        """Maps a token to its piece, as the decoder sees it; to None if it is special or does not exist.
+
+        Empty for a tokenizer without a backend, which has no pieces.
+        """
         self.bytes_of = cache(lambda token_id: _byte_level(self.piece(token_id) or ""))
         """Maps a token of a byte-level vocabulary to its bytes."""
         self.texts_of = cache(self._find_texts)
@@ -111,7 +119,7 @@ class Vocabulary:
         """
         end: list[int] = []
         for token in reversed(prompt):
-            piece = self._piece_of_any(token)
+            piece = self.piece(token)
             if piece is None:
                 continue
             if len(end) >= MAX_WINDOW_TOKENS and not _BYTE_PIECE.fullmatch(piece):
@@ -125,7 +133,7 @@ class Vocabulary:
         """Returns the bytes that a token adds to a text that goes on; the name of a special token."""
         if (name := self._names.get(token_id)) is not None:
             return name.encode()
-        if self._backend is None or not (piece := self.piece(token_id)):
+        if not (piece := self.piece(token_id)):
             return self.decode([token_id]).encode()
         if isinstance(self._new_detokenizer(), ByteLevelDetokenizer):
             return self.bytes_of(token_id)
@@ -149,15 +157,10 @@ class Vocabulary:
         return self.join(["a", *pieces])[len(self.join(["a"])) :]
 
     def _find_piece(self, token_id: int) -> str | None:
-        assert self._backend is not None, "pieces are a tokenizer backend's"
+        if self._backend is None:
+            return None if self._skips_special and token_id in self._names else ""
         piece: str | None = self._backend.id_to_token(token_id)
         return None if self._skips_special and piece in self.special_tokens else piece
-
-    def _piece_of_any(self, token_id: int) -> str | None:
-        """Returns `piece`; empty for a tokenizer without a backend, which has no pieces."""
-        if self._backend is not None:
-            return self.piece(token_id)
-        return None if self._skips_special and token_id in self._names else ""
 
     def _find_texts(self, token_id: int) -> tuple[str, str]:
         pieces = [self.piece(token_id) or ""]
@@ -182,8 +185,8 @@ class Vocabulary:
         return {token.content: token_id for token_id, token in added if token.special}
 
 
-class ByteLevelDetokenizer:
-    """Implements `Detokenizer` for byte-level decoders: a token is bytes."""
+class ByteLevelDetokenizer(Detokenizer):
+    """For byte-level decoders: a token is bytes."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._bytes_of = vocabulary.bytes_of
@@ -198,14 +201,14 @@ class ByteLevelDetokenizer:
 
     def push_all(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
         known = None if self._is_within_character else _join_known(self._known, token_ids)
-        return known or _push_each(self, token_ids)
+        return known or super().push_all(token_ids)
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
 
 
-class PieceDetokenizer:
-    """Implements `Detokenizer` for piecewise decoders: a token is a piece of text, or a single byte of a character."""
+class PieceDetokenizer(Detokenizer):
+    """For piecewise decoders: a token is a piece of text, or a single byte of a character."""
 
     def __init__(self, vocabulary: Vocabulary, *, has_byte_pieces: bool) -> None:
         self._vocabulary = vocabulary
@@ -228,7 +231,7 @@ class PieceDetokenizer:
 
     def push_all(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
         known = None if self._is_first or self._bytes else _join_known(self._vocabulary.inner_pieces, token_ids)
-        return known or _push_each(self, token_ids)
+        return known or super().push_all(token_ids)
 
     def finish(self) -> str:
         pieces, self._bytes = self._bytes, []
@@ -239,8 +242,8 @@ class PieceDetokenizer:
         return join(pieces)
 
 
-class WindowDetokenizer:
-    """Implements `Detokenizer` for any other decoder: decodes the last tokens again with each new one."""
+class WindowDetokenizer(Detokenizer):
+    """For any other decoder: decodes the last tokens again with each new one."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -263,15 +266,12 @@ class WindowDetokenizer:
         self._sent = text
         return new
 
-    def push_all(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-        return _push_each(self, token_ids)
-
     def finish(self) -> str:
         return self._decode(self._window)[len(self._sent) :]
 
 
-class ContinuingDetokenizer:
-    """Implements `Detokenizer` for a text that continues a prompt's: drops what the prompt's own text has of it."""
+class ContinuingDetokenizer(Detokenizer):
+    """For a text that continues a prompt's: drops what the prompt's own text has of it."""
 
     def __init__(self, make: Callable[[], Detokenizer], end_of_prompt: Callable[[], Sequence[int]]) -> None:
         """Both are called with the first token, and may raise what `Detokenizer.push` raises."""
@@ -286,7 +286,7 @@ class ContinuingDetokenizer:
 
     def push_all(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
         detokenizer = self._begun()
-        return _push_each(self, token_ids) if self._prompt_rest else detokenizer.push_all(token_ids)
+        return super().push_all(token_ids) if self._prompt_rest else detokenizer.push_all(token_ids)
 
     def finish(self) -> str:
         return self._without_prompt(self._begun().finish())
@@ -404,9 +404,10 @@ class StopMatcher:
         """`stops`: none of them empty."""
         self.matched: str | None = None
         """The stop string that ended the text."""
-        self._patterns = [_Pattern(stop) for stop in stops]
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
         self._held = ""
-        firsts = "".join(re.escape(pattern.text[0]) for pattern in self._patterns)
+        firsts = "".join(re.escape(stop[0]) for stop in self._stops)
         self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")
 
     def passes(self, text: str) -> bool:
@@ -423,52 +424,25 @@ class StopMatcher:
         if self.passes(text):
             return text
         known = self._held + text
-        for end, character in enumerate(text, start=len(self._held) + 1):
-            # All patterns advance before one is chosen.
-            complete = [pattern.text for pattern in self._patterns if pattern.advance(character)]
-            if complete and counts:
-                self.matched, self._held = max(complete, key=len), ""
-                return known[: end - len(self.matched)]
-        certain = len(known) - max((pattern.num_matching for pattern in self._patterns), default=0)
+        # Each ends within the new text: what ended before was ignored.
+        begins = [(known.find(stop, max(0, len(self._held) - len(stop) + 1)), stop) for stop in self._stops]
+        complete = [(begin + len(stop), begin, stop) for begin, stop in begins if begin >= 0]
+        if complete and counts:
+            _, begin, self.matched = min(complete)
+            self._held = ""
+            return known[:begin]
+        starts = range(max(0, len(known) - self._longest), len(known))
+        certain = next((start for start in starts if self._may_go_on(known[start:])), len(known))
         self._held = known[certain:]
         return known[:certain]
+
+    def _may_go_on(self, text: str) -> bool:
+        return any(len(stop) > len(text) and stop.startswith(text) for stop in self._stops)
 
     def finish(self) -> str:
         """Returns the text held back: there is no more text to complete a stop string."""
         held, self._held = self._held, ""
         return held
-
-
-class _Pattern:
-    """Matches one string character by character (Knuth, Morris and Pratt, 1977)."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.num_matching = 0
-        """Length of the string's longest proper prefix that ends the text seen so far."""
-        self._fallback = _borders(text)
-
-    def advance(self, character: str) -> bool:
-        """Returns True if the string is complete with this character."""
-        while self.num_matching and self.text[self.num_matching] != character:
-            self.num_matching = self._fallback[self.num_matching - 1]
-        self.num_matching += self.text[self.num_matching] == character
-        if self.num_matching < len(self.text):
-            return False
-        self.num_matching = self._fallback[-1]
-        return True
-
-
-def _borders(text: str) -> list[int]:
-    """Returns for each prefix the length of its longest proper prefix that is also its suffix."""
-    borders = [0] * len(text)
-    length = 0
-    for end in range(1, len(text)):
-        while length and text[end] != text[length]:
-            length = borders[length - 1]
-        length += text[end] == text[length]
-        borders[end] = length
-    return borders
 
 
 def _text_by(decode: Callable[..., str], tokens: list[Any], **options: bool) -> str:
@@ -488,12 +462,6 @@ def _join_known(text_of: Callable[[int], str | None], token_ids: Sequence[int]) 
         return "".join(texts), list(map(len, texts))
     except TypeError:
         return None
-
-
-def _push_each(detokenizer: Detokenizer, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-    """Implements `Detokenizer.push_all` token by token."""
-    texts = [detokenizer.push(token) for token in token_ids]
-    return "".join(texts), [len(text) for text in texts]
 
 
 def _decoder_steps(decoder: Any) -> list[dict[str, Any]]:
