@@ -21,7 +21,7 @@ from slipstream.common.rpc.loop_turns import LoopTurns
 from slipstream.gateway.config import WHOLE, Shard
 from slipstream.gateway.job import Job
 from slipstream.gateway.journal import JobJournal
-from slipstream.gateway.keys import TokenQuota, current_owner
+from slipstream.gateway.keys import check_quota, current_owner
 from slipstream.gateway.metrics import DEADLINE, DISCONNECTED, REFUSED
 from slipstream.gateway.sample import BROKEN_OUTPUT
 from slipstream.gateway.stream import JobReader
@@ -64,15 +64,15 @@ class JobManager:
         stream_interval_s: Callable[[], float] = lambda: 0.0,
         journal_file: JournalFile | None = None,
         return_s: float = RETURN_S,
-        quota: TokenQuota | None = None,
+        key_tokens: int | None = None,
         on_writable: Callable[[bool], None] = lambda _: None,
         logs_requests: bool = False,
     ) -> None:
         """`stream_interval_s` returns the least time between two messages of a stream; `shard` numbers the jobs.
 
         Jobs are kept in the journal's file, if there is one. Those in it are back after `begin`; a caller may then take
-        `return_s` to call again. `quota` bounds each owner's tokens in flight. `on_writable`: see
-        `Journal`. `logs_requests`: whether each request that ends is a line of the log.
+        `return_s` to call again. `key_tokens`: see `check_quota`. `on_writable`: see `Journal`. `logs_requests`:
+        whether each request that ends is a line of the log.
         """
         self._link = link
         self._store = store
@@ -87,7 +87,7 @@ class JobManager:
         self._level = logging.INFO if logs_requests else logging.DEBUG
         self.num_generated = 0
         """Tokens that were generated, of all jobs ever."""
-        self._quota = quota or TokenQuota(None)
+        self._key_tokens = key_tokens
         self.turns = LoopTurns()
         self._is_complete = not self.journal.has_jobs
         """False while jobs of the journal are not back."""
@@ -143,7 +143,7 @@ class JobManager:
     def go_on(self, job: Job, model: ServedModel) -> None:
         """Has a job that its caller left, or that failed, go on from the output that it has, with the same model.
 
-        Raises the errors of `TokenQuota.check` and `check_room`.
+        Raises the errors of `check_quota` and `check_room`.
         """
         begins = [sample.spec for sample in job.samples if not sample.is_whole]
         others = ((sample, other) for sample, other in self._alive.items() if other is not job)
@@ -162,7 +162,7 @@ class JobManager:
     def create(self, request: CheckedRequest, model: ServedModel, before: Job | None = None) -> Job:
         """Makes the job of a request, in place of the job `before` of the same id.
 
-        Raises the errors of `TokenQuota.check` and `check_room`, and InvalidArgumentError for output of another server
+        Raises the errors of `check_quota` and `check_room`, and InvalidArgumentError for output of another server
         that goes on after a stop string.
         """
         owner = current_owner()
@@ -200,7 +200,7 @@ class JobManager:
 
     def _check_bounds(self, owner: str, samples: Sequence[SequenceSpec], alive: Iterable[tuple[Sample, Job]]) -> None:
         """Raises the error for samples that its owner, or the queue, has no room for beside those `alive`."""
-        self._quota.check(owner, samples, alive)
+        check_quota(self._key_tokens, owner, samples, alive)
         self.check_room(len(samples))
 
     def get(self, job_id: str) -> Job:

@@ -210,32 +210,25 @@ class KeyInterceptor(ServerInterceptor):
         return call
 
 
-class TokenQuota:
-    """Bounds the tokens that each owner has in flight.
+def check_quota(
+    max_tokens: int | None, owner: str, samples: Iterable[SequenceSpec], alive: Iterable[tuple[Sample, Job]]
+) -> None:
+    """Checks a new job of these samples against the tokens that each owner may have in flight; None sets no limit.
 
-    A sample counts with its prompt and its `max_new_tokens`, from the job's creation until the sample has ended.
+    A sample counts with its prompt and its `max_new_tokens`, from the job's creation until the sample has ended;
+    `alive` are all that have not. Raises ResourceExhaustedError if the job's tokens are too many now,
+    InvalidArgumentError if they always are.
     """
-
-    def __init__(self, max_tokens: int | None) -> None:
-        """`max_tokens`: None sets no limit."""
-        self._max_tokens = max_tokens
-
-    def check(self, owner: str, samples: Iterable[SequenceSpec], alive: Iterable[tuple[Sample, Job]]) -> None:
-        """Checks a new job of these samples; `alive` are all samples that have not ended.
-
-        Raises ResourceExhaustedError if its tokens are too many now, InvalidArgumentError if they always are.
-        """
-        limit = self._max_tokens
-        if limit is None:
-            return
-        wanted = sum(map(_tokens_of, samples))
-        if wanted > limit:
-            given = f"{wanted} tokens, with the prompt and all samples"
-            raise InvalidArgumentError("sampling_params.max_new_tokens", given, f"at most {limit} for a key together")
-        in_flight = sum(_tokens_of(sample.spec) for sample, job in alive if job.owner == owner)
-        if in_flight + wanted > limit:
-            message = f"this key has {in_flight} tokens in flight; {wanted} more exceed {limit}"
-            raise ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
+    if max_tokens is None:
+        return
+    wanted = sum(map(_tokens_of, samples))
+    if wanted > max_tokens:
+        given = f"{wanted} tokens, with the prompt and all samples"
+        raise InvalidArgumentError("sampling_params.max_new_tokens", given, f"at most {max_tokens} for a key together")
+    in_flight = sum(_tokens_of(sample.spec) for sample, job in alive if job.owner == owner)
+    if in_flight + wanted > max_tokens:
+        message = f"this key has {in_flight} tokens in flight; {wanted} more exceed {max_tokens}"
+        raise ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
 
 
 def _tokens_of(spec: SequenceSpec) -> int:

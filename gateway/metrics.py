@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -150,18 +150,15 @@ class TimesOfRequests:
     """The times of the last requests, for `slipstream trace`. Belongs to the event loop."""
 
     def __init__(self, capacity: int = KEPT_REQUEST_TIMES) -> None:
-        self._capacity = capacity
-        self._requests: OrderedDict[int, tuple[str, RequestTimes]] = OrderedDict()
+        self._requests: deque[tuple[int, str, RequestTimes]] = deque(maxlen=capacity)
 
     def add(self, number: int, owner: str, times: RequestTimes) -> None:
         """Adds a request by its job's number; the oldest one goes."""
-        self._requests[number] = owner, times
-        if len(self._requests) > self._capacity:
-            self._requests.popitem(last=False)
+        self._requests.append((number, owner, times))
 
     def records(self, owner: str, from_number: int = 0) -> Iterator[Event]:
         """Yields what has happened to an owner's requests, or to all if it is empty, from a job's number on."""
-        for number, (owner_of, times) in self._requests.items():
+        for number, owner_of, times in self._requests:
             if number >= from_number and owner in ("", owner_of):
                 yield from times.records(number)
 

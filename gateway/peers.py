@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
@@ -65,8 +66,8 @@ class GatewayState:
     num_waiting: int = 0
 
 
-class Peers:
-    """This gateway and the others of its server. Belongs to the event loop; an asynchronous context manager."""
+class Peers(peers_pb2_grpc.PeersServicer):
+    """This gateway and the others of its server, whom it serves. An asynchronous context manager."""
 
     def __init__(
         self, shard: Shard, addresses: Sequence[str], jobs: JobManager, state: Callable[[], GatewayState]
@@ -108,12 +109,34 @@ class Peers:
         # Numbers only grow, so jobs that begin or are forgotten between two calls move no other to another page.
         before = int(token) if token else 0
         lists = await asyncio.gather(
-            latest_jobs(self._jobs, size + 1, before),
+            self._latest(size + 1, before),
             *(self._latest_of(index, size + 1, before) for index in self._channels),
         )
         found = sorted(chain(*lists), key=lambda numbered: numbered[0], reverse=True)
         next_page_token = str(found[size - 1][0]) if len(found) > size else ""
         return generation_pb2.ListJobsResponse(jobs=[job for _, job in found[:size]], next_page_token=next_page_token)
+
+    async def DescribeGateway(
+        self, request: peers_pb2.DescribeGatewayRequest, context: Any
+    ) -> peers_pb2.DescribeGatewayResponse:
+        state = self._state()
+        service = encode(generation_pb2.ServiceInfo, state.service)
+        return peers_pb2.DescribeGatewayResponse(service=service, num_waiting=state.num_waiting)
+
+    async def ListHomeJobs(
+        self, request: peers_pb2.ListHomeJobsRequest, context: Any
+    ) -> peers_pb2.ListHomeJobsResponse:
+        found = await self._latest(request.max_jobs, request.before)
+        numbers, jobs = [number for number, _ in found], [job for _, job in found]
+        return peers_pb2.ListHomeJobsResponse(jobs=jobs, numbers=numbers)
+
+    async def _latest(self, count: int, before: int) -> list[tuple[int, generation_pb2.Job]]:
+        """Returns the caller's latest jobs at this gateway, with their numbers; other calls are served meanwhile."""
+        found = []
+        for job in self._jobs.latest(count, before):
+            await self._jobs.turns.begin()
+            found.append((job.number, job.info().to_pb()))
+        return found
 
     async def _state_of(self, index: int) -> GatewayState:
         if index == self.shard.index:
@@ -139,44 +162,6 @@ class Peers:
         return list(zip(answer.numbers, answer.jobs, strict=True))
 
 
-async def latest_jobs(jobs: JobManager, count: int, before: int) -> list[tuple[int, generation_pb2.Job]]:
-    """Returns the caller's latest jobs at this gateway, with their numbers; other calls are served meanwhile."""
-    found = []
-    for job in jobs.latest(count, before):
-        await jobs.turns.begin()
-        found.append((job.number, job.info().to_pb()))
-    return found
-
-
-class PeersServicer(peers_pb2_grpc.PeersServicer):
-    """Serves the other gateways."""
-
-    def __init__(self, jobs: JobManager, state: Callable[[], GatewayState]) -> None:
-        self._jobs = jobs
-        self._state = state
-
-    async def DescribeGateway(
-        self, request: peers_pb2.DescribeGatewayRequest, context: Any
-    ) -> peers_pb2.DescribeGatewayResponse:
-        state = self._state()
-        service = encode(generation_pb2.ServiceInfo, state.service)
-        return peers_pb2.DescribeGatewayResponse(service=service, num_waiting=state.num_waiting)
-
-    async def ListHomeJobs(
-        self, request: peers_pb2.ListHomeJobsRequest, context: Any
-    ) -> peers_pb2.ListHomeJobsResponse:
-        found = await latest_jobs(self._jobs, request.max_jobs, request.before)
-        numbers, jobs = [number for number, _ in found], [job for _, job in found]
-        return peers_pb2.ListHomeJobsResponse(jobs=jobs, numbers=numbers)
-
-
-def lost_peer(index: int, error: grpc.RpcError) -> UnavailableError | None:
-    """Returns the error for a client if a gateway did not answer; None if it did answer, with an error of its own."""
-    if not isinstance(error_from_rpc(error), ConnectionLostError):
-        return None
-    return _not_there(index)
-
-
 def _not_there(index: int) -> UnavailableError:
     return UnavailableError(f"{gateway_name(index)}, which keeps jobs, is not there", retry_after_ms=RETRY_AFTER_MS)
 
@@ -191,14 +176,11 @@ class FromPeers(ServerInterceptor):
         if handler is None or CLIENT_KEY not in metadata:
             return handler
 
-        def make(handle: Handle) -> Handle:
-            async def call(request: Any, context: Any) -> Any:
-                act_for(metadata[CLIENT_KEY], metadata[OWNER_KEY])
-                return await handle(request, context)
+        async def call(handle: Handle, request: Any, context: Any) -> Any:
+            act_for(metadata[CLIENT_KEY], metadata[OWNER_KEY])
+            return await handle(request, context)
 
-            return call
-
-        return replaced(handler, make)
+        return replaced(handler, lambda handle: partial(call, handle))
 
 
 def forwarding_metadata(context: Any) -> tuple[tuple[str, str], ...]:
@@ -227,36 +209,31 @@ class Forwarding(ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method not in _FORWARDED:
             return handler
+        call = partial(self._call, method, handler.response_streaming)
+        return replaced(handler, lambda handle: partial(call, handle), passes_bytes=True)
 
-        def make(handle: Handle) -> Handle:
-            async def call(request: Incoming, context: Any) -> Any:
-                if forwarded_for() is not None:
-                    return await handle(request, context)
-                if len(request.data) >= MIN_COUNTED_BYTES:
-                    await check_num_fields(request.data, _NAMED_JOBS, self._turns)
-                indices, own = self._keepers_of(method, request.data), self._peers.shard.index
-                if indices == {own}:
-                    return await handle(request, context)
-                if handler.response_streaming:
-                    (index,) = indices
-                    return await self._forwarded(index, self._forward_stream(index, method, request, context), context)
-                data = request.data
-                answer = await handle(request, context) if own in indices else None
-                gone: UnavailableError | None = None
-                for index in indices - {own}:
-                    try:
-                        answer = await self._forwarded(
-                            index, self._forward_unary(index, method, data, context), context
-                        )
-                    except UnavailableError as error:
-                        gone = error  # the others hear of their jobs nevertheless
-                if gone is not None:
-                    raise gone
-                return answer
-
-            return call
-
-        return replaced(handler, make, passes_bytes=True)
+    async def _call(self, method: str, is_stream: bool, handle: Handle, request: Incoming, context: Any) -> Any:
+        if forwarded_for() is not None:
+            return await handle(request, context)
+        if len(request.data) >= MIN_COUNTED_BYTES:
+            await check_num_fields(request.data, _NAMED_JOBS, self._turns)
+        indices, own = self._keepers_of(method, request.data), self._peers.shard.index
+        if indices == {own}:
+            return await handle(request, context)
+        if is_stream:
+            (index,) = indices
+            return await self._forwarded(index, self._forward_stream(index, method, request, context), context)
+        data = request.data
+        answer = await handle(request, context) if own in indices else None
+        gone: UnavailableError | None = None
+        for index in indices - {own}:
+            try:
+                answer = await self._forwarded(index, self._forward_unary(index, method, data, context), context)
+            except UnavailableError as error:
+                gone = error  # the others hear of their jobs nevertheless
+        if gone is not None:
+            raise gone
+        return answer
 
     async def wait_idle(self) -> None:
         """Returns when no call is being forwarded."""
@@ -279,9 +256,8 @@ class Forwarding(ServerInterceptor):
         try:
             return await answer
         except grpc.aio.AioRpcError as error:
-            lost = lost_peer(index, error)
-            if lost is not None:
-                raise lost from None
+            if isinstance(error_from_rpc(error), ConnectionLostError):
+                raise _not_there(index) from None
             await context.abort(error.code(), error.details(), tuple(error.trailing_metadata() or ()))
         finally:
             self._num_calls -= 1

@@ -239,13 +239,8 @@ class Sample:
         if self.is_whole:
             self.end(FinishReason.ABORT)
             return False
-        self.id, self.is_cancelled, self.is_in_slot, self.num_lost_epochs, self._num_tokens_at_loss = (
-            0,
-            False,
-            False,
-            0,
-            0,
-        )
+        self.id = self.num_lost_epochs = self._num_tokens_at_loss = 0
+        self.is_cancelled = self.is_in_slot = False
         self.error = self.usage = self.finish_reason = self._last_chunk = None
         self._ends_with_token = False
         # Its tokens become text anew when they are read.

@@ -25,11 +25,11 @@ from slipstream.gateway.constraints import GrammarCompiler
 from slipstream.gateway.job import JobStore
 from slipstream.gateway.jobs import JobManager
 from slipstream.gateway.journal_file import JournalFile, JournalMode
-from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota, key_or_client_of
+from slipstream.gateway.keys import KeyFile, KeyInterceptor, key_or_client_of
 from slipstream.gateway.metrics import CompatMetrics, RequestMetrics, ServerInfo
 from slipstream.gateway.model import load_model
 from slipstream.gateway.peers import SERVICE_NAME as PEERS_NAME
-from slipstream.gateway.peers import Forwarding, FromPeers, GatewayState, Peers, PeersServicer
+from slipstream.gateway.peers import Forwarding, FromPeers, GatewayState, Peers
 from slipstream.gateway.request import MAX_SAMPLES
 from slipstream.gateway.scheduler import SchedulerLink, watch_pages
 from slipstream.gateway.service import RECORDER, SERVICE_NAME, GenerationServicer, RecorderServicer
@@ -101,7 +101,7 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
             server.add_service(SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
             server.add_service(RECORDER, trace_pb2_grpc.add_RecorderServicer_to_server, recorder)
         for server in servers[1:]:
-            server.add_service(PEERS_NAME, peers_pb2_grpc.add_PeersServicer_to_server, PeersServicer(jobs, own_state))
+            server.add_service(PEERS_NAME, peers_pb2_grpc.add_PeersServicer_to_server, peers)
         if config.vllm_engine:
             # Its messages are in an extra.
             from slipstream.gateway import vllm
@@ -167,7 +167,7 @@ def _make_jobs(config: GatewayConfig, metrics: RequestMetrics, link: SchedulerLi
         metrics,
         shard=config.shard,
         stream_interval_s=link.stream_interval_s if interval_ms is None else lambda: interval_ms / 1000,
-        quota=TokenQuota(config.key_tokens),
+        key_tokens=config.key_tokens,
         on_writable=health.set_writable,
         logs_requests=config.log_requests,
         journal_file=None if path is None or mode is JournalMode.OFF else JournalFile.open(path, mode),

@@ -22,7 +22,7 @@ from slipstream.common.wire.job import JobState
 from slipstream.door.call import LARGE_BODY_BYTES, MAX_COMMAS
 from slipstream.door.fields import parse
 from slipstream.door.server import MAX_HEAD_BYTES
-from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota
+from slipstream.gateway.keys import KeyFile, KeyInterceptor
 from tests.harness.certificates import Certificates
 from tests.harness.doors import RunningDoor, running_door
 from tests.harness.example_states import CONTEXT_TOKENS
@@ -41,7 +41,7 @@ async def keyed_door(
     keys.write_text(f"ann:{ANN}\nbob:{BOB}\n")
     interceptor = KeyInterceptor(KeyFile(keys)).optional()
     async with (
-        generation_server(interceptors=(interceptor,), quota=TokenQuota(quota)) as server,
+        generation_server(interceptors=(interceptor,), key_tokens=quota) as server,
         running_door(server.address, api_key=ANN, asks_for_keys=True, **settings) as door,
     ):
         yield server, door

@@ -26,7 +26,7 @@ from slipstream.common.errors import (
 )
 from slipstream.common.rpc.interceptor import replaced
 from slipstream.common.wire.job import JobState, OutputChunk
-from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota, current_owner
+from slipstream.gateway.keys import KeyFile, KeyInterceptor, current_owner
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.generation_server import GenerationServer, generation_server, state_of, tokens_of
 
@@ -270,7 +270,7 @@ def test_a_token_is_compared_with_all_keys_whatever_it_is(path: Path, monkeypatc
 async def test_tokens_in_flight_are_bounded_by_key(path: Path) -> None:
     keys = (KeyInterceptor(KeyFile(path)),)
     async with (
-        generation_server(interceptors=keys, quota=TokenQuota(100)) as server,
+        generation_server(interceptors=keys, key_tokens=100) as server,
         AsyncClient(server.address, api_key=ANN) as ann,
         AsyncClient(server.address, api_key=BOB) as bob,
     ):
@@ -291,7 +291,7 @@ async def test_tokens_in_flight_are_bounded_by_key(path: Path) -> None:
 async def test_a_job_that_goes_on_is_bounded_as_a_new_one(path: Path) -> None:
     keys = (KeyInterceptor(KeyFile(path)),)
     async with (
-        generation_server(interceptors=keys, quota=TokenQuota(100)) as server,
+        generation_server(interceptors=keys, key_tokens=100) as server,
         AsyncClient(server.address, api_key=ANN) as ann,
     ):
         server.loop.pause_tokens = TOKENS_PER_STEP

@@ -28,7 +28,6 @@ from slipstream.gateway.constraints import GrammarCompiler
 from slipstream.gateway.job import JobStore
 from slipstream.gateway.jobs import JobManager
 from slipstream.gateway.journal_file import JournalFile, JournalMode
-from slipstream.gateway.keys import TokenQuota
 from slipstream.gateway.metrics import RequestMetrics
 from slipstream.gateway.model import ServedModel
 from slipstream.gateway.peers import GatewayState, Peers
@@ -105,7 +104,7 @@ async def generation_server(
     clock: Callable[[], float] = time.monotonic,
     interceptors: tuple[Any, ...] = (),
     message_interceptors: tuple[Any, ...] = (),
-    quota: TokenQuota | None = None,
+    key_tokens: int | None = None,
     journal: Path | None = None,
     return_s: float = 30.0,
     scheduler: ScriptedScheduler | None = None,
@@ -143,7 +142,7 @@ async def generation_server(
             stream_interval_s=lambda: stream_interval_s,
             journal_file=journal and JournalFile.open(journal, JournalMode.PROCESS),
             return_s=return_s,
-            quota=quota,
+            key_tokens=key_tokens,
             logs_requests=logs_requests,
         )
         linked = asyncio.create_task(link.run(manager))
