@@ -10,20 +10,19 @@ from pathlib import Path
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from slipstream.deploy.grafana.health import health
-from slipstream.deploy.grafana.overlap import overlap
-from slipstream.deploy.grafana.service import service
-from slipstream.deploy.grafana.speculation import speculation
+from slipstream.deploy.grafana.health import HEALTH
+from slipstream.deploy.grafana.overlap import OVERLAP
+from slipstream.deploy.grafana.service import SERVICE
+from slipstream.deploy.grafana.speculation import SPECULATION
 
 FOLDER = Path(__file__).resolve().parent / "dashboards"
 
 
 def texts() -> dict[str, str]:
     """Returns the content of each file in `FOLDER`, by its name."""
-    boards = (overlap(), speculation(), service(), health())
     return {
         f"{board.uid}.json": json.dumps(board, cls=JSONEncoder, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-        for board in boards
+        for board in (OVERLAP, SPECULATION, SERVICE, HEALTH)
     }
 
 

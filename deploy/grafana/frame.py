@@ -13,8 +13,6 @@ from slipstream.deploy.grafana.queries import INTERVAL, series
 from slipstream.scheduler.metrics import EPOCH
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from slipstream.deploy.grafana.panels import Panel
 
 TAG = "slipstream"
@@ -24,11 +22,16 @@ RESTARTS = f"changes({series('process_start_time_seconds', job=JOBS)}[{INTERVAL}
 EPOCHS = f"changes({series(EPOCH)}[{INTERVAL}]) > 0"
 
 
-def framed(uid: str, title: str, description: str, rows: Sequence[tuple[str, Sequence[Panel]]]) -> models.Dashboard:
+def row(name: str, *panels: Panel) -> tuple[str, tuple[Panel, ...]]:
+    """A row of a dashboard."""
+    return name, panels
+
+
+def framed(name: str, description: str, *rows: tuple[str, tuple[Panel, ...]]) -> models.Dashboard:
     """A dashboard of these rows."""
     board = (
-        dashboard.Dashboard(f"Slipstream: {title}")
-        .uid(f"slipstream-{uid}")
+        dashboard.Dashboard(f"Slipstream: {name}")
+        .uid(f"slipstream-{name}")
         .description(description)
         .tags([TAG])
         .refresh("10s")
@@ -41,8 +44,8 @@ def framed(uid: str, title: str, description: str, rows: Sequence[tuple[str, Seq
     )
     for variable in _variables():
         board.with_variable(variable)
-    for name, panels in rows:
-        board.with_row(dashboard.Row(name))
+    for heading, panels in rows:
+        board.with_row(dashboard.Row(heading))
         for panel in panels:
             board.with_panel(panel)
     built = board.build()
