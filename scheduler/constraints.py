@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from slipstream.common.wire.worker import WorkerDescription
     from slipstream.scheduler.batch import Batch
     from slipstream.scheduler.link import Link
-    from slipstream.scheduler.records import SentStep, Sequence, SlotLease, Step, StepResult
+    from slipstream.scheduler.observer import SentStep
+    from slipstream.scheduler.records import Sequence, SlotLease, Step, StepResult
 
 MOST_ASKED = 2 * MOST_HELD
 """Compilations that are known: more than sequences wait for at a time."""

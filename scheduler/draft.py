@@ -26,9 +26,6 @@ from slipstream.common.wire.step import FenceName, FencePoint, PrefillChunk, Ste
 from slipstream.scheduler.plan import catch_up
 
 if TYPE_CHECKING:
-    import torch
-
-    from slipstream.common.device.interface import Fence
     from slipstream.common.wire.step import FenceOps, SlotUpdate
     from slipstream.scheduler.attachment import DraftAttachment
     from slipstream.scheduler.batch import Batch
@@ -141,17 +138,8 @@ class Draft:
 
     @property
     def is_readable(self) -> bool:
-        """True while what it writes can be read, and says something: see `StepDraft`."""
+        """False once it is lost, and once no step refers to it: its memory may be gone then."""
         return not self.is_lost and self.state not in (DraftState.LEFT, DraftState.DETACHED)
-
-    @property
-    def stamps(self) -> torch.Tensor:
-        """[ring, 2, 2] int64, as draft wrote them: any numbers."""
-        return self.attachment.stamps
-
-    def fence(self, name: FenceName) -> Fence:
-        """One of the fences that draft signals."""
-        return self.attachment.fence(name)
 
     def sending(self, step: int, ops: FenceOps | None) -> None:
         """Notes a step that is about to be sent, and that refers to it. `ops`: of its command, if it has one."""
@@ -181,14 +169,14 @@ class Draft:
 
     def has_signalled(self, point: FencePoint) -> bool:
         """Asks the device. A draft may write anything there, and take it back."""
-        return self.fence(point.fence).poll() >= point.value
+        return self.attachment.fence(point.fence).poll() >= point.value
 
     def look(self) -> None:
         """Asks the device for what is done of `pending`, which takes time on a GPU."""
         looked: FenceName | None = None
         while self.pending and (fence := self.pending[0].fence) is not looked:
             looked = fence
-            self.did(FencePoint(fence, self.fence(fence).poll()))
+            self.did(FencePoint(fence, self.attachment.fence(fence).poll()))
         if self.pending and (stash := self.pending[0].stash):
             lacked_stash, self.lacks_stash = self.lacks_stash, self.attachment.stash.poll() < stash
             if lacked_stash and not self.lacks_stash:
@@ -199,7 +187,7 @@ class Draft:
     def has_unreleased_waits(self) -> bool:
         """True if verify waits for a signal that has not arrived, and no release can end the wait."""
         return any(
-            not (fence := self.fence(name)).is_releasable and fence.poll() < value
+            not (fence := self.attachment.fence(name)).is_releasable and fence.poll() < value
             for name, value in self._awaited.items()
         )
 

@@ -17,10 +17,10 @@ from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
 from slipstream.scheduler.constraints import Constraints
 from slipstream.scheduler.draft_choice import DraftChoice
 from slipstream.scheduler.link import Dispatch
-from slipstream.scheduler.loop import LoopSettings, StepLoop
-from slipstream.scheduler.observer import DecodeRecord, StepObserver, StepTimes, StepTrace
+from slipstream.scheduler.loop import StepLoop
+from slipstream.scheduler.observer import DecodeRecord, StepObserver, StepTrace
 from slipstream.scheduler.page_log import PageLog
-from slipstream.scheduler.result_poller import CPU_LEAD_S, GPU_LEAD_S
+from slipstream.scheduler.result_poller import CPU_LEAD_S, GPU_LEAD_S, ResultPoller
 from slipstream.scheduler.results import ResultReader
 from slipstream.scheduler.sizes import LARGE_PAUSES
 from slipstream.scheduler.speculation import Speculation
@@ -256,26 +256,22 @@ class Epoch:
 
     def _loop(self, arena: Arena) -> StepLoop:
         config, log = self._config, self.log
-        settings = LoopSettings(
-            epoch=self.number,
-            run_ahead=config.run_ahead,
-            ring=self._shape.ring,
-            step_timeout_s=config.step_timeout_s,
-            lead_s=CPU_LEAD_S if self._device.identity == "cpu" else GPU_LEAD_S,
-        )
-        times = StepTimes(self._device, arena, self._shape, log, self._metrics, self.trace, self.choice)
-        observer = StepObserver(log, times, self.trace, self._metrics, self.decodes, self.choice)
-        self._observer = observer
+        lead_s = CPU_LEAD_S if self._device.identity == "cpu" else GPU_LEAD_S
         results = ResultReader(arena, self._shape, log, is_debug=config.debug)
+        self._observer = StepObserver(
+            self._device, arena, self._shape, log, self._metrics, self.trace, self.decodes, self.choice
+        )
         loop = StepLoop(
-            settings,
+            self.number,
+            step_timeout_s=config.step_timeout_s,
             queue=self._queue,
             batch=self.batch,
             speculation=self.speculation,
             constraints=self.constraints,
             dispatch=self._dispatch(),
             results=results,
-            observer=observer,
+            poller=ResultPoller(results.ended_ns, lead_s),
+            observer=self._observer,
             sink=self._sink,
         )
         self._running = loop

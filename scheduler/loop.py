@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
 from slipstream.common.wire.events import Site
+from slipstream.common.wire.layout import ring_rows
 from slipstream.common.wire.step import DRAFT_FENCES, FenceName
-from slipstream.scheduler.observer import TIDY_STEPS
+from slipstream.scheduler.observer import TIDY_STEPS, SentStep
 from slipstream.scheduler.plan import consume, initial_state, plan_grammar, plan_step, with_draft
-from slipstream.scheduler.records import DraftTraits, SentStep
-from slipstream.scheduler.result_poller import ResultPoller
+from slipstream.scheduler.records import DraftTraits
 
 if TYPE_CHECKING:
     from slipstream.common.wire.step import FenceOps, StepCommand
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.link import Dispatch
     from slipstream.scheduler.observer import StepObserver
     from slipstream.scheduler.records import Step, StepResult
+    from slipstream.scheduler.result_poller import ResultPoller
     from slipstream.scheduler.results import OutputSink, ResultReader
     from slipstream.scheduler.speculation import Speculation
     from slipstream.scheduler.waiting_queue import WaitingQueue
@@ -37,51 +37,43 @@ LEAST_HOLD_S = 0.001
 _NO_DRAFT = DraftTraits(is_present=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopSettings:
-    """Settings of one epoch."""
-
-    epoch: int
-    run_ahead: int
-    """R: step n is sent once step n-R-1 is consumed."""
-    ring: int
-    step_timeout_s: float
-    """A step that takes longer means that verify hangs."""
-    lead_s: float
-    """See `ResultPoller`."""
-
-
 class StepLoop:
     """One epoch's loop. Belongs to one thread."""
 
     def __init__(
         self,
-        settings: LoopSettings,
+        epoch: int,
         *,
+        step_timeout_s: float,
         queue: WaitingQueue,
         batch: Batch,
         speculation: Speculation,
         constraints: Constraints,
         dispatch: Dispatch,
         results: ResultReader,
+        poller: ResultPoller,
         observer: StepObserver,
         sink: OutputSink,
     ) -> None:
-        self._settings = settings
+        """`step_timeout_s`: a step that takes longer means that verify hangs."""
+        self._epoch = epoch
+        self._step_timeout_s = step_timeout_s
+        self._run_ahead = batch.sizes.run_ahead
+        """R: step n is sent once step n-R-1 is consumed."""
         self._queue = queue
         self._batch = batch
         self._speculation = speculation
         self._constraints = constraints
         self._dispatch = dispatch
         self._results = results
+        self._poller = poller
         self._observer = observer
         self._sink = sink
-        self._plan = initial_state(_NO_DRAFT, batch.sizes.run_ahead)
+        self._plan = initial_state(_NO_DRAFT, self._run_ahead)
         self._planned_for: Draft | None = None
         self._in_flight: deque[SentStep] = deque()
         self._arrived_ns = 0
         """When the last result arrived."""
-        self._poller = ResultPoller(results.ended_ns, settings.lead_s)
         self._num_untidied = 0
         """Steps that were consumed since the last time that all was tidied."""
 
@@ -101,7 +93,7 @@ class StepLoop:
             finally:
                 # After the commands, which the workers wait for.
                 self._hand_out()
-            if len(self._in_flight) > (0 if step is None else self._settings.run_ahead):
+            if len(self._in_flight) > (0 if step is None else self._run_ahead):
                 self._consume()
             elif step is None:
                 self._sleep()
@@ -145,6 +137,7 @@ class StepLoop:
             self._num_untidied = 0
             self._batch.committed.tidy()
             self._batch.accounts.lengths.tidy()
+            self._observer.tidy()
 
     def _send(self, step: Step, draft: Draft | None) -> None:
         decided_ns = time.monotonic_ns()
@@ -208,7 +201,7 @@ class StepLoop:
             self._speculation.lose(draft, error)
 
     def _send_to_verify(self, step: Step, ops: FenceOps, draft: Draft | None, grammar: int) -> None:
-        epoch, verify = self._settings.epoch, self._dispatch.verify
+        epoch, verify = self._epoch, self._dispatch.verify
         if draft is None:
             self._dispatch.send(verify, step.command(ops, epoch, grammar=grammar), None)
             return
@@ -260,7 +253,7 @@ class StepLoop:
 
     def _bound_draft(self, step: int) -> None:
         """Keeps draft less than a ring of steps late: prompts can be sent faster than it takes them in."""
-        bound = step - self._settings.ring
+        bound = step - ring_rows(self._run_ahead)
         while (backlog := self._speculation.backlog(bound)) is not None:
             self._hand_out()
             draft, oldest = backlog
@@ -274,11 +267,11 @@ class StepLoop:
     def _check_progress(self, sent: SentStep) -> None:
         self._check_verify()
         waited = (time.monotonic_ns() - sent.wait_ns) / 1e9
-        if waited > self._settings.step_timeout_s:
+        if waited > self._step_timeout_s:
             fences = f"{FenceName.VERIFY_PUBLISH.name} is {self._results.published}"
             if sent.draft is not None and sent.awaited is not None:
                 fence, value = sent.awaited
-                fences += f", {fence.name} {sent.draft.fence(fence).poll()} of {value}"
+                fences += f", {fence.name} {sent.draft.attachment.fence(fence).poll()} of {value}"
             reason = f"step {sent.step.number} did not end within {waited:.1f} s"
             raise DeadlineExceededError(f"{reason}: the verify service hangs ({fences})")
 

@@ -8,6 +8,7 @@ the arena.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +21,7 @@ from slipstream.common.wire.server import DraftFigures
 from slipstream.common.wire.step import FenceName, Role
 from slipstream.common.wire.trace import MAX_STEPS, TracedStep
 from slipstream.scheduler.metrics import DRAFTED, DRAFTED_NONE, PLAIN, RESTING, phase_of, time_step
+from slipstream.scheduler.records import NO_OUTCOME
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,10 +32,11 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, Device
     from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.layout import EpochShape
-    from slipstream.common.wire.step import FenceOps
+    from slipstream.common.wire.step import FenceOps, FencePoint
+    from slipstream.scheduler.draft import Draft
     from slipstream.scheduler.draft_choice import DraftChoice
     from slipstream.scheduler.metrics import StepMetrics
-    from slipstream.scheduler.records import Interval, SentStep, StepDraft, StepResult
+    from slipstream.scheduler.records import Interval, Step, StepOutcome, StepResult
 
     _Sizes = tuple[int, int, int, int]
     """Of a step: sequences that it decodes, chunks of prompts, most draft tokens of a sequence, and prompt tokens."""
@@ -51,40 +54,96 @@ KEPT_STEPS = 4096
 """Drafted steps, and plain ones, that are kept for the comparison of two drafts."""
 
 
+# Not frozen: what is known of a step grows until its stamps are read, and it is one record all the time.
+@dataclass(slots=True, eq=False)
+class SentStep:
+    """A step that was sent, and its outcome. Written by the loop's thread."""
+
+    step: Step
+    draft: Draft | None
+    """The draft that it refers to."""
+    draft_ops: FenceOps | None
+    """Waits and signals of draft's command; None if it has none."""
+    verify_ops: FenceOps
+    awaited: FencePoint | None
+    """The last point of draft that verify waits for in it."""
+    decided_ns: int
+    sent_ns: int
+    """When its commands were handed over."""
+    grammar: int = 0
+    """Number of the grammar worker's attachment, if a row has a constraint."""
+    num_brought: int = 0
+    """Tokens of outputs in the grammar worker's command."""
+    masks_since: float = 0.0
+    """Until when verify is known to have kept the grammar worker waiting, on time.monotonic's clock."""
+    is_first: bool = False
+    """True after an idle time, which belongs to no step."""
+    gap_ns: int = 0
+    """From the result before to its own, where that is the time of decoding alone; else 0."""
+    is_resting: bool = False
+    """True if a draft rested meanwhile, or took part again."""
+    wait_ns: int = 0
+    """When the loop began to wait for its result."""
+    arrived_ns: int = 0
+    """When the result was on the host."""
+    applied_ns: int = 0
+    """When the loop had made progress of it."""
+    outcome: StepOutcome = NO_OUTCOME
+    """Its outcome for the sequences that still run."""
+
+
 class StepObserver:
-    """Belongs to the loop's thread; traces, metrics and swaps read what it keeps on others."""
+    """Belongs to the loop's thread; traces, metrics and swaps read what it keeps on others.
+
+    It takes in the stamps of each step one step late. As a rule they arrive with the next step's result. Those of
+    draft's prefill part may arrive later: they are read from its own memory once it has signalled.
+    """
 
     def __init__(
         self,
+        device: Device,
+        arena: Arena,
+        shape: EpochShape,
         log: EventLog,
-        times: StepTimes,
-        trace: StepTrace,
         metrics: StepMetrics,
+        trace: StepTrace,
         decodes: DecodeRecord,
-        choice: DraftChoice | None,
+        choice: DraftChoice | None = None,
     ) -> None:
-        """`choice`: is told the outcome of draft tokens."""
+        """`trace` is told the stamps of each step, in order, and `metrics` how they are taken apart.
+
+        `choice`: is told the outcome of draft tokens, and how long steps take.
+        """
+        self._device = device
+        self._ring = shape.ring
         self._log = log
-        self._times = times
-        self._trace = trace
         self._metrics = metrics
+        self._trace = trace
         self._decodes = decodes
         self._choice = choice
         self.add = log.add
         """Adds an event of the loop: its site, step, begin and end."""
         self.stall = log.stall
         """Adds an event in which the loop was blocked."""
-        self.collect = times.collect
-        """Reads the stamps of steps up to this one that are there by now."""
+        self.tidy = metrics.tidy
+        """Counts what was observed by now, of many steps at once."""
+        self._verify_stamps = arena.tensor(BufferName.VERIFY_STAMPS)
+        self._draft_stamps = arena.tensor(BufferName.DRAFT_STAMPS)
+        self._unread: deque[SentStep] = deque()
         self._uncounted: SentStep | None = None
         """The last step whose result arrived, until it is counted."""
-        self._num_untidied = 0
+        self._is_idle = True
+        self._last_result = 0
+        """The last step whose result arrived: verify has stamped those before it."""
+        self._before: Interval = (0, 0)
 
     def on_sent(self, sent: SentStep) -> None:
         """Called when the commands of a step have been sent."""
         number = self._trace.last_sent = sent.step.number
         self._log.add(Site.SEND, number, sent.decided_ns, sent.sent_ns)
-        self._times.on_sent(sent)
+        sent.is_first = self._is_idle
+        self._unread.append(sent)
+        self._is_idle = False
         self.count()
 
     def on_result(self, sent: SentStep, result: StepResult) -> None:
@@ -92,28 +151,23 @@ class StepObserver:
         self.count()
         self._log.stall(Site.WAIT, sent.step.number, sent.wait_ns, sent.arrived_ns)
         self._log.add(Site.TAKE_IN, sent.step.number, sent.arrived_ns, sent.applied_ns)
-        self._times.on_result(sent, result.stamps_before)
+        self._take_in_stamps(sent, result.stamps_before)
         self._uncounted = sent
 
     def on_idle(self) -> None:
         """Called when nothing runs: the time until the next step belongs to none."""
         self.count()
-        self._times.on_idle()
+        self._is_idle = True
         self._decodes.on_idle()
 
     def count(self) -> None:
-        """Counts the last result, if that was not done yet; called once more when the epoch is over."""
+        """Counts the last result, if that was not done yet, and tells the choice of draft tokens their outcome.
+
+        Called once more when the epoch is over.
+        """
         sent, self._uncounted = self._uncounted, None
         if sent is None:
             return
-        self._count_step(sent)
-        self._num_untidied += 1
-        if self._num_untidied == TIDY_STEPS:
-            self._num_untidied = 0
-            self._metrics.tidy()
-
-    def _count_step(self, sent: SentStep) -> None:
-        """Counts a step, and tells the choice of draft tokens their outcome."""
         step, outcome = sent.step, sent.outcome
         decoded = self._decodes.add(sent)
         skips_drafting = step.is_kept and not step.most_draft_tokens
@@ -125,53 +179,28 @@ class StepObserver:
         if self._choice is not None and step.most_draft_tokens:
             self._choice.take_in(outcome)
 
+    def collect(self, up_to_step: int, *, is_last_chance: bool = False) -> None:
+        """Reads the stamps of steps up to this one that are there by now.
 
-class StepTimes:
-    """Takes in the stamps of each step, one step late.
-
-    As a rule they arrive with the next step's result. Those of draft's prefill part may arrive later: they are read
-    from its own memory once it has signalled.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        arena: Arena,
-        shape: EpochShape,
-        log: EventLog,
-        metrics: StepMetrics,
-        trace: StepTrace,
-        choice: DraftChoice | None = None,
-    ) -> None:
-        """`trace` is told the stamps of each step, in order, and `metrics` how they are taken apart.
-
-        `choice`: is told how long steps take.
+        `is_last_chance`: the next step overwrites verify's. Then those of draft's prefill part are left out where they
+        are not there.
         """
-        self._device = device
-        self._ring = shape.ring
-        self._log = log
-        self._metrics = metrics
-        self._trace = trace
-        self._choice = choice
-        self._verify_stamps = arena.tensor(BufferName.VERIFY_STAMPS)
-        self._draft_stamps = arena.tensor(BufferName.DRAFT_STAMPS)
-        self._unread: deque[SentStep] = deque()
-        self._is_idle = True
-        self._last_result = 0
-        """The last step whose result arrived: verify has stamped those before it."""
-        self._before: Interval = (0, 0)
+        while self._unread and self._unread[0].step.number <= min(up_to_step, self._last_result - 1):
+            sent = self._unread[0]
+            number, row = sent.step.number, sent.step.number % self._ring
+            has_decoded, has_prefilled = _parts(sent)
+            prefilled: Interval | None = None
+            if has_prefilled and sent.draft is not None:
+                if self._has_prefilled(number, sent.draft):
+                    (own,) = self._device.to_host([sent.draft.attachment.stamps[row, PREFILL_PART]])
+                    prefilled = _interval(own)
+                elif not is_last_chance:
+                    return
+            self._log_reads(number, has_decoded=has_decoded)
+            decoded = _interval(self._draft_stamps[row, DECODE_PART]) if has_decoded else None
+            self._take(_interval(self._verify_stamps[row]), decoded, prefilled)
 
-    def on_sent(self, sent: SentStep) -> None:
-        """Notes a step whose stamps are to be read."""
-        sent.is_first = self._is_idle
-        self._unread.append(sent)
-        self._is_idle = False
-
-    def on_idle(self) -> None:
-        """Leaves out the time until the next step."""
-        self._is_idle = True
-
-    def on_result(self, sent: SentStep, stamps_before: tuple[Interval, ...]) -> None:
+    def _take_in_stamps(self, sent: SentStep, stamps_before: tuple[Interval, ...]) -> None:
         """Takes in the stamps of the step before, which arrive with the result of `sent`: verify's and draft's.
 
         Verify's are complete, and so are those of draft's decode part. Those of its prefill part are if verify has
@@ -189,27 +218,6 @@ class StepTimes:
         verify, decoded, prefilled = stamps_before
         self._log_reads(number - 1, has_decoded=has_decoded, has_prefilled=has_prefilled)
         self._take(verify, decoded if has_decoded else None, prefilled if has_prefilled else None)
-
-    def collect(self, up_to_step: int, *, is_last_chance: bool = False) -> None:
-        """Reads the stamps of steps up to this one that are there by now.
-
-        `is_last_chance`: the next step overwrites verify's. Then those of draft's prefill part are left out where they
-        are not there.
-        """
-        while self._unread and self._unread[0].step.number <= min(up_to_step, self._last_result - 1):
-            sent = self._unread[0]
-            number, row = sent.step.number, sent.step.number % self._ring
-            has_decoded, has_prefilled = _parts(sent)
-            prefilled: Interval | None = None
-            if has_prefilled and sent.draft is not None:
-                if self._has_prefilled(number, sent.draft):
-                    (own,) = self._device.to_host([sent.draft.stamps[row, PREFILL_PART]])
-                    prefilled = _interval(own)
-                elif not is_last_chance:
-                    return
-            self._log_reads(number, has_decoded=has_decoded)
-            decoded = _interval(self._draft_stamps[row, DECODE_PART]) if has_decoded else None
-            self._take(_interval(self._verify_stamps[row]), decoded, prefilled)
 
     def _take(self, verify: Interval, decoded: Interval | None, prefilled: Interval | None) -> None:
         """Takes in the stamps of the first unread step: verify's, and those of draft's parts."""
@@ -229,10 +237,10 @@ class StepTimes:
         draft_ends = [part[1] for part in (decoded, prefilled) if part is not None] or [self._before[1]]
         self._before = (verify[1], max(verify[1], *draft_ends))
 
-    def _has_prefilled(self, number: int, draft: StepDraft) -> bool:
+    def _has_prefilled(self, number: int, draft: Draft) -> bool:
         """Returns whether the stamps of draft's prefill part are there, which are to be read then."""
         prefilled = FenceName.DRAFT_PREFILLED
-        if draft.fence(prefilled).poll() < number:
+        if draft.attachment.prefilled.poll() < number:
             return False
         if self._log.is_enabled:
             self._log.fence(LogOp.POLL, prefilled, number, step=number, attachment=draft.number)

@@ -18,13 +18,11 @@ from slipstream.common.wire.step import PrefillChunk, RowTokens, SlotUpdate, Ste
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    import torch
     from numpy.typing import NDArray
 
-    from slipstream.common.device.interface import Fence
     from slipstream.common.wire.job import TokenLogprobs
     from slipstream.common.wire.sequence import SequenceSpec
-    from slipstream.common.wire.step import FenceName, FenceOps, FencePoint
+    from slipstream.common.wire.step import FenceOps
 
     Ints = NDArray[np.int64]
     Counts = NDArray[np.int32]
@@ -492,67 +490,3 @@ NO_OUTCOME = StepOutcome(
     logprobs=NO_LOGPROBS,
 )
 """The outcome of a step for no sequence."""
-
-
-class StepDraft(Protocol):
-    """A draft, as far as what measures steps refers to it."""
-
-    number: int
-    """That of its attachment."""
-
-    @property
-    def stamps(self) -> torch.Tensor:
-        """[ring, 2, 2] int64, as draft wrote them: any numbers."""
-        ...
-
-    @property
-    def is_lost(self) -> bool:
-        """True once steps may have gone on without it."""
-        ...
-
-    @property
-    def is_readable(self) -> bool:
-        """False once it is lost, and once no step refers to it: its memory may be gone then."""
-        ...
-
-    def fence(self, name: FenceName) -> Fence:
-        """One of the fences that it signals."""
-        ...
-
-
-# Not frozen: what is known of a step grows until its stamps are read, and it is one record all the time.
-@dataclass(slots=True, eq=False)
-class SentStep:
-    """A step that was sent, and its outcome. Written by the loop's thread."""
-
-    step: Step
-    draft: StepDraft | None
-    """The draft that it refers to."""
-    draft_ops: FenceOps | None
-    """Waits and signals of draft's command; None if it has none."""
-    verify_ops: FenceOps
-    awaited: FencePoint | None
-    """The last point of draft that verify waits for in it."""
-    decided_ns: int
-    sent_ns: int
-    """When its commands were handed over."""
-    grammar: int = 0
-    """Number of the grammar worker's attachment, if a row has a constraint."""
-    num_brought: int = 0
-    """Tokens of outputs in the grammar worker's command."""
-    masks_since: float = 0.0
-    """Until when verify is known to have kept the grammar worker waiting, on time.monotonic's clock."""
-    is_first: bool = False
-    """True after an idle time, which belongs to no step."""
-    gap_ns: int = 0
-    """From the result before to its own, where that is the time of decoding alone; else 0."""
-    is_resting: bool = False
-    """True if a draft rested meanwhile, or took part again."""
-    wait_ns: int = 0
-    """When the loop began to wait for its result."""
-    arrived_ns: int = 0
-    """When the result was on the host."""
-    applied_ns: int = 0
-    """When the loop had made progress of it."""
-    outcome: StepOutcome = NO_OUTCOME
-    """Its outcome for the sequences that still run."""

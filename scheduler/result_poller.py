@@ -11,7 +11,8 @@ from slipstream.scheduler.sizes import leading_bits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.scheduler.records import SentStep, Step, StepSlots
+    from slipstream.scheduler.observer import SentStep
+    from slipstream.scheduler.records import Step, StepSlots
 
 HOLD_SHARE = 0.75
 """Most of a step's time, as a share, for which the next step is held back."""

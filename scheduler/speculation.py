@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from slipstream.scheduler.batch import Batch
     from slipstream.scheduler.draft import Draft
     from slipstream.scheduler.draft_choice import DraftChoice
-    from slipstream.scheduler.records import SentStep, Step, StepDraft
+    from slipstream.scheduler.observer import SentStep
+    from slipstream.scheduler.records import Step
 
 FIRST_STEP_TIMEOUT_S = 1.0
 """The least time for the first step that a draft takes part in, as a process that has just started is slow at first;
@@ -209,7 +210,7 @@ class Speculation:
             if failure is not None:
                 self.lose(draft, failure)
 
-    def watch(self, awaiting: StepDraft | None, awaited: FencePoint | None, since: float) -> None:
+    def watch(self, awaiting: Draft | None, awaited: FencePoint | None, since: float) -> None:
         """Looks at the drafts while the loop waits for a step, which waits for `awaiting` to signal `awaited`.
 
         `since`: when the step began to wait for nothing else. Raises UnavailableError, see `next_step`.

@@ -7,8 +7,9 @@ from collections import deque
 
 from slipstream.scheduler.draft import Draft
 from slipstream.scheduler.draft_choice import DraftChoice
+from slipstream.scheduler.observer import SentStep
 from slipstream.scheduler.plan import consume, initial_state, plan_step, with_draft
-from slipstream.scheduler.records import NO_OUTCOME, DraftTraits, LossCause, SentStep, Step, StepResult
+from slipstream.scheduler.records import NO_OUTCOME, DraftTraits, LossCause, Step, StepResult
 from slipstream.scheduler.sizes import BatchSizes
 from slipstream.scheduler.speculation import Speculation
 from tests.harness.counted_jobs import Job

@@ -29,8 +29,8 @@ from slipstream.scheduler.metrics import (
     VERIFY_TO_VERIFY,
     StepTiming,
 )
-from slipstream.scheduler.observer import StepTimes, StepTrace
-from slipstream.scheduler.records import NO_SLOTS, SentStep, SlotLease, Step, StepSlots
+from slipstream.scheduler.observer import DecodeRecord, SentStep, StepObserver, StepTrace
+from slipstream.scheduler.records import NO_SLOTS, SlotLease, Step, StepSlots
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.epoch import EpochState
 from tests.harness.counted_jobs import Job
@@ -75,8 +75,11 @@ class Stamps:
             2, link, describe(Role.DRAFT), DraftShape(**SIZES), HostDevice(), epoch=1, log=EventLog()
         )
         self.draft = Draft(self.attachment)
-        metrics: Any = SimpleNamespace(observe=lambda timed: self.timings.append(timed()))
-        self.times = StepTimes(HostDevice(), self.arena, SHAPE, EventLog(), metrics, StepTrace(EventLog()))
+        metrics: Any = SimpleNamespace(
+            observe=lambda timed: self.timings.append(timed()), decoded=lambda *_: None, tidy=lambda: None
+        )
+        trace = StepTrace(EventLog())
+        self.observer = StepObserver(HostDevice(), self.arena, SHAPE, EventLog(), metrics, trace, DecodeRecord())
 
     def send(self, number: int, kind: Kind = DECODE, *, takes_prompts: bool = False) -> None:
         """A step is sent."""
@@ -84,7 +87,7 @@ class Stamps:
         fences = [FenceName.DRAFT_PROPOSED] * step.is_kept + [FenceName.DRAFT_PREFILLED] * bool(step.chunks)
         draft_ops = None if draft is None else FenceOps((), tuple(FencePoint(fence, number) for fence in fences))
         self.sent[number] = SentStep(step, draft, draft_ops, FenceOps(), None, decided_ns=0, sent_ns=0)
-        self.times.on_sent(self.sent[number])
+        self.observer.on_sent(self.sent[number])
 
     def verify(self, number: int, start: int, end: int) -> None:
         """Verify does its part."""
@@ -92,7 +95,7 @@ class Stamps:
 
     def prefill(self, number: int, start: int, end: int) -> None:
         """Draft does its prefill part."""
-        self.draft.stamps[number % SHAPE.ring, PREFILL_PART] = torch.tensor([start, end])
+        self.attachment.stamps[number % SHAPE.ring, PREFILL_PART] = torch.tensor([start, end])
         self.attachment.prefilled.release(number)
 
     def result(self, number: int, *before: tuple[int, int]) -> None:
@@ -101,7 +104,8 @@ class Stamps:
         If three are given, they are its decode part's and its prefill part's.
         """
         verify, *parts = before or ((0, 0), (0, 0))
-        self.times.on_result(self.sent[number], (verify, parts[0], parts[-1]))
+        result: Any = SimpleNamespace(stamps_before=(verify, parts[0], parts[-1]))
+        self.observer.on_result(self.sent[number], result)
 
 
 @pytest.fixture
@@ -114,7 +118,7 @@ def stamps() -> Iterator[Stamps]:
     made.arena.close()
 
 
-class TestStepTimes:
+class TestStepObserver:
     """Stamps are read when it is sure that they are there, once, in order."""
 
     def test_stamps_come_with_the_next_result(self, stamps: Stamps) -> None:
@@ -149,7 +153,7 @@ class TestStepTimes:
         stamps.result(3, (70, 80), (61, 64), (40, 45))
         assert len(stamps.timings) == 1
         stamps.prefill(2, 81, 88)
-        stamps.times.collect(2)
+        stamps.observer.collect(2)
         assert [timing.draft_ns for timing in stamps.timings] == [15, 10]
 
     def test_a_step_waits_for_those_before_it(self, stamps: Stamps) -> None:
@@ -161,7 +165,7 @@ class TestStepTimes:
         stamps.result(3, (25, 40), (0, 0))
         assert stamps.timings == []
         stamps.prefill(1, 11, 22)
-        stamps.times.collect(2)
+        stamps.observer.collect(2)
         assert [(timing.phase, timing.wall_ns) for timing in stamps.timings] == [("prefill", None), ("decode", 20)]
         assert stamps.timings[1].bubbles_ns == {VERIFY_TO_VERIFY: 3}
 
@@ -172,9 +176,9 @@ class TestStepTimes:
         for number in range(1, SHAPE.ring):
             stamps.verify(number, 20 * number, 20 * number + 10)
         stamps.result(SHAPE.ring, (20 * SHAPE.ring - 20, 20 * SHAPE.ring - 10), (0, 0))
-        stamps.times.collect(1)
+        stamps.observer.collect(1)
         assert stamps.timings == []
-        stamps.times.collect(1, is_last_chance=True)
+        stamps.observer.collect(1, is_last_chance=True)
         assert [(timing.draft_ns, timing.verify_ns) for timing in stamps.timings] == [(0, 10)]
         stamps.verify(SHAPE.ring, 500, 510)
         stamps.send(SHAPE.ring + 1, PLAIN)
@@ -184,7 +188,7 @@ class TestStepTimes:
     def test_verifys_stamps_are_not_read_before_the_next_result(self, stamps: Stamps) -> None:
         stamps.send(1, PLAIN)
         stamps.result(1)
-        stamps.times.collect(1)
+        stamps.observer.collect(1)
         assert stamps.timings == []
 
     @pytest.mark.parametrize("is_lost", [False, True])
@@ -217,7 +221,7 @@ class TestStepTimes:
         before: tuple[tuple[int, int], ...] = ()
         for number, start in ((1, 100), (2, 200), (3, 90_000), (4, 90_100), (5, 90_200)):
             if number == 3:
-                stamps.times.on_idle()
+                stamps.observer.on_idle()
             stamps.send(number)
             stamps.result(number, *before)
             before = ((start + 10, start + 90), (start, start + 10))

@@ -9,7 +9,8 @@ import pytest
 
 from slipstream.common.device.interface import ANY_TIME
 from slipstream.common.wire.step import FenceOps, PrefillChunk
-from slipstream.scheduler.records import SentStep, SlotLease, Step, StepSlots
+from slipstream.scheduler.observer import SentStep
+from slipstream.scheduler.records import SlotLease, Step, StepSlots
 from slipstream.scheduler.result_poller import (
     CPU_LEAD_S,
     EARLY_S,

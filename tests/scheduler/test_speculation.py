@@ -14,7 +14,8 @@ import pytest
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait
 from slipstream.scheduler.draft import CatchUp, DraftState
-from slipstream.scheduler.records import NO_LIMIT, NO_SLOTS, LossCause, SentStep, SlotLease, Step, StepSlots
+from slipstream.scheduler.observer import SentStep
+from slipstream.scheduler.records import NO_LIMIT, NO_SLOTS, LossCause, SlotLease, Step, StepSlots
 from slipstream.scheduler.speculation import Patience
 from tests.harness.drafted_run import SIZES, DraftedRun, check, lost_run, make_jobs
 from tests.harness.fake_drafts import FakeDraft, FakeFence
