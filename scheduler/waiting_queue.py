@@ -63,7 +63,7 @@ class WaitingQueue:
                 raise ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
             for sequence in sequences:
                 self._add(sequence)
-            self._changed.notify()
+            self._changed.notify_all()
             return True
 
     def _add(self, sequence: Sequence) -> None:
@@ -87,13 +87,13 @@ class WaitingQueue:
         """Asks for the end of sequences of a stream, waiting or running; no effect on those that are over."""
         with self._changed:
             self.cancelled += [found for one in ids if (found := self._held.get((stream, one))) is not None]
-            self._changed.notify()
+            self._changed.notify_all()
 
     def drop(self, stream: int) -> None:
         """Asks for the end of all sequences of a stream."""
         with self._changed:
             self.cancelled += [sequence for sequence in self._held.values() if sequence.stream == stream]
-            self._changed.notify()
+            self._changed.notify_all()
 
     def take_cancelled(self) -> list[Sequence]:
         """Returns the sequences to end since the last call, after removing those that still waited."""

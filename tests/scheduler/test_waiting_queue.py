@@ -15,6 +15,7 @@ from slipstream.common.errors import ResourceExhaustedError
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.scheduler.records import Sequence
 from slipstream.scheduler.waiting_queue import MOST_OVERTAKING, WaitingQueue
+from tests.harness.waiting import block_until
 
 SPEC = SequenceSpec(job_id="", prompt=(1,), max_new_tokens=1, sampling=SamplingParams(), stop_token_ids=frozenset())
 _numbers = count(1)
@@ -204,3 +205,21 @@ def test_waits_until_nothing_is_held() -> None:
     releases.start()
     assert queue.wait_until_empty(30.0)
     releases.join()
+
+
+def test_the_loop_is_woken_also_where_another_thread_waits_for_the_end() -> None:
+    queue, empty = open_queue(), threading.Event()
+    ending = threading.Thread(target=lambda: queue.wait_until_empty(30.0) and empty.set())
+    queue.add(first := make())
+    queue.take_next(lambda _: True)
+    ending.start()
+    block_until(lambda: bool(queue._changed._waiters))  # it waits before the loop does
+    looping = threading.Thread(target=queue.wait_for_change, args=(30.0,))
+    looping.start()
+    block_until(lambda: len(queue._changed._waiters) == 2)
+    queue.add(second := make())
+    looping.join(5.0)
+    assert not looping.is_alive()
+    queue.release([first, second])
+    ending.join()
+    assert empty.is_set()
