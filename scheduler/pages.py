@@ -39,13 +39,21 @@ class _Entry(NamedTuple):
 
 
 class PrefixCache:
-    """Hands out the KV pages of draft and verify alike, and keeps their content. Belongs to the loop's thread."""
+    """Hands out the KV pages of draft and verify alike, and keeps their content. Belongs to the loop's thread.
+
+    Its pages have the numbers 1 and up; page 0 is padding, never read. A freed page may be handed out at once: stale
+    work that still writes to it precedes its new owner's on the same stream, and only at positions that are written
+    again before they are read.
+    """
 
     def __init__(self, num_pages: int, page_tokens: int, *, is_enabled: bool = True) -> None:
         """`num_pages`: page 0 included. If it is not enabled, it finds and keeps nothing."""
         self.is_enabled = is_enabled
         self._page_tokens = page_tokens
-        self._pages = PageAllocator(num_pages)
+        self.num_pages = num_pages - 1
+        """Pages in all."""
+        self._free = list(range(num_pages - 1, PADDING_PAGE, -1))
+        """Pages without content."""
         self._references: dict[int, int] = {}
         """By page; none for those in `_unused`."""
         self._entries: dict[bytes, _Entry] = {}
@@ -57,14 +65,9 @@ class PrefixCache:
         """Is told of the pages that the cache gets and loses, if it is set, but for those with a salt."""
 
     @property
-    def num_pages(self) -> int:
-        """Pages in all."""
-        return self._pages.num_pages
-
-    @property
     def num_free(self) -> int:
         """Pages that can be taken: those without content, and those in the cache without a reference."""
-        return self._pages.num_free + len(self._unused)
+        return len(self._free) + len(self._unused)
 
     @property
     def num_cached(self) -> int:
@@ -92,12 +95,12 @@ class PrefixCache:
         """Takes `count` pages for new content. Raises ResourceExhaustedError if there are fewer; then none is taken."""
         if count > self.num_free:
             raise ResourceExhaustedError(f"{count} KV pages wanted, {self.num_free} free", retry_after_ms=100)
-        while self._pages.num_free < count:
+        while len(self._free) < count:
             page = next(iter(self._unused))
             del self._unused[page]
             self._forget(page)
-            self._pages.release((page,))
-        taken = self._pages.allocate(count)
+            self._free.append(page)
+        taken = tuple([self._free.pop() for _ in range(count)])
         self._references.update(dict.fromkeys(taken, 1))
         return taken
 
@@ -113,7 +116,7 @@ class PrefixCache:
             if page in self._keys:
                 self._unused[page] = None
             else:
-                self._pages.release((page,))
+                self._free.append(page)
 
     def begin(
         self, prefix: Prefix, tokens: NDArray[np.int32], num_tokens: int, draft: DraftKV, filling: Container[bytes]
@@ -179,7 +182,7 @@ class PrefixCache:
             del self._entries[self._keys.pop(before.page)]
             if before.page in self._unused:
                 del self._unused[before.page]
-                self._pages.release((before.page,))
+                self._free.append(before.page)
         self._entries[key], self._keys[page] = entry, key
         return before is None
 
@@ -194,42 +197,6 @@ class PrefixCache:
         del self._entries[key]
         if self.log is not None:
             self.log.removed(key)
-
-
-class PageAllocator:
-    """Hands out page numbers 1 and up, for the KV pools of draft and verify alike; page 0 is padding, never read.
-
-    A freed page may be handed out at once: stale work that still writes to it precedes its new
-    owner's on the same stream, and only at positions that are written again before they are read.
-    """
-
-    def __init__(self, num_pages: int) -> None:
-        """`num_pages`: page 0 included."""
-        self.num_pages = num_pages - 1
-        """Pages in all."""
-        self._free = list(range(num_pages - 1, PADDING_PAGE, -1))
-        self._taken: set[int] = set()
-
-    @property
-    def num_free(self) -> int:
-        """Free pages."""
-        return len(self._free)
-
-    def allocate(self, count: int) -> tuple[int, ...]:
-        """Takes `count` pages. Raises ResourceExhaustedError if there are fewer; then none is taken."""
-        if count > len(self._free):
-            raise ResourceExhaustedError(f"{count} KV pages wanted, {len(self._free)} free", retry_after_ms=100)
-        pages = tuple(self._free[len(self._free) - count :][::-1])
-        del self._free[len(self._free) - count :]
-        self._taken.update(pages)
-        return pages
-
-    def release(self, pages: tuple[int, ...]) -> None:
-        """Gives pages back."""
-        for page in pages:
-            assert page in self._taken, f"page {page} is given back but was not taken"
-            self._taken.remove(page)
-            self._free.append(page)
 
 
 _KEPT_SHARE = 32

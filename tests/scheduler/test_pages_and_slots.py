@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from slipstream.common.errors import ResourceExhaustedError
 from slipstream.common.wire.layout import PADDING_SLOT
-from slipstream.scheduler.pages import PADDING_PAGE, PageAllocator
+from slipstream.scheduler.pages import PADDING_PAGE, PrefixCache
 from slipstream.scheduler.records import SlotLease
 from slipstream.scheduler.slots import SlotAllocator
 
 
 @given(st.integers(2, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=60))
 def test_no_page_is_held_twice_and_none_is_lost(num_pages: int, turns: list[tuple[bool, int]]) -> None:
-    pages, held = PageAllocator(num_pages), list[tuple[int, ...]]()
+    pages, held = PrefixCache(num_pages, 4), list[tuple[int, ...]]()
     for takes, count in turns:
         free = pages.num_free
         if not takes and held:
@@ -33,7 +33,7 @@ def test_no_page_is_held_twice_and_none_is_lost(num_pages: int, turns: list[tupl
 
 
 def test_a_page_is_given_back_once() -> None:
-    pages = PageAllocator(4)
+    pages = PrefixCache(4, 4)
     taken = pages.allocate(2)
     pages.release(taken)
     with pytest.raises(AssertionError, match="given back but was not taken"):
