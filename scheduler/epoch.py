@@ -26,6 +26,8 @@ from slipstream.scheduler.sizes import LARGE_PAUSES
 from slipstream.scheduler.speculation import Speculation
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slipstream.common.device.interface import Arena, Device
     from slipstream.common.wire.trace import ClockSample, HostRecords
     from slipstream.common.wire.worker import DraftSizes, WorkerDescription
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.constraints import ConstraintsListener
     from slipstream.scheduler.link import Link
     from slipstream.scheduler.metrics import StepMetrics
-    from slipstream.scheduler.results import OutputSink
+    from slipstream.scheduler.results import Outgoing
     from slipstream.scheduler.sizes import EpochSizes, Workers
     from slipstream.scheduler.speculation import SpeculationListener
     from slipstream.scheduler.waiting_queue import WaitingQueue
@@ -55,7 +57,7 @@ class Epoch:
         metrics: StepMetrics,
         listener: SpeculationListener,
         grammars: ConstraintsListener | None = None,
-        sink: OutputSink,
+        sink: Callable[[Outgoing], None],
     ) -> None:
         """`workers`: verify and the draft that is expected. `link`: verify's, connected, not attached.
 

@@ -15,6 +15,8 @@ from slipstream.scheduler.plan import consume, initial_state, plan_grammar, plan
 from slipstream.scheduler.records import DraftTraits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slipstream.common.wire.step import FenceOps, StepCommand
     from slipstream.scheduler.batch import Batch
     from slipstream.scheduler.constraints import Constraints
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.observer import StepObserver
     from slipstream.scheduler.records import Step, StepResult
     from slipstream.scheduler.result_poller import ResultPoller
-    from slipstream.scheduler.results import OutputSink, ResultReader
+    from slipstream.scheduler.results import Outgoing, ResultReader
     from slipstream.scheduler.speculation import Speculation
     from slipstream.scheduler.waiting_queue import WaitingQueue
 
@@ -53,9 +55,12 @@ class StepLoop:
         results: ResultReader,
         poller: ResultPoller,
         observer: StepObserver,
-        sink: OutputSink,
+        sink: Callable[[Outgoing], None],
     ) -> None:
-        """`step_timeout_s`: a step that takes longer means that verify hangs."""
+        """`step_timeout_s`: a step that takes longer means that verify hangs.
+
+        `sink`: takes the output after each step, in order; it must return at once.
+        """
         self._epoch = epoch
         self._step_timeout_s = step_timeout_s
         self._run_ahead = batch.sizes.run_ahead
@@ -131,7 +136,7 @@ class StepLoop:
         """Hands out the output of the last result, and what begins or ends otherwise, and does what can wait."""
         outgoing = self._batch.outbox.take()
         if outgoing.taken_ns:
-            self._sink.put(outgoing)
+            self._sink(outgoing)
         self._batch.grow_ahead()
         if self._num_untidied >= TIDY_STEPS:
             self._num_untidied = 0

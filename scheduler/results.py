@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -153,13 +153,6 @@ def _token_logprobs(
         )
         found[at] = tuple(TokenLogprobs(own, tuple(zip(ids, values, strict=True))) for own, ids, values in places)
     return found
-
-
-class OutputSink(Protocol):
-    """Takes the output out of the loop."""
-
-    def put(self, outgoing: Outgoing) -> None:
-        """Called on the loop's thread after each step; returns at once. Keeps the order."""
 
 
 class Outgoing:

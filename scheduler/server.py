@@ -89,7 +89,7 @@ async def run_scheduler(
         server.add_service(TIMELINE, trace_pb2_grpc.add_TimelineServicer_to_server, TimelineServicer(serving.epoch))
         await server.start()
         session = WorkerSession(
-            config, device, queue, registry=registry, listener=serving, sink=scheduler, make_link=make_link
+            config, device, queue, registry=registry, listener=serving, sink=scheduler.put, make_link=make_link
         )
         serving.drafts = session.drafts
         # A full garbage collection stops all threads, the step loop's too, for up to a tenth of a second.

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -49,26 +48,17 @@ _AT_ONCE = 16
 _NOT_ATTACHED = SchedulerState(paused="the scheduler is not attached to its workers")
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceLimits:
-    """The limits that sequences are checked with."""
-
-    vocab_size: int
-    context_tokens: int
-    constraints: bool = False
-    """True if a sequence may have a grammar."""
-
-    def check(self, spec: SequenceSpec) -> None:
-        """Raises InvalidArgumentError for token ids that do not exist, and for more tokens than the context has."""
-        for field, ids in (("prompt", spec.prompt), ("output", spec.output), ("stop_token_ids", spec.stop_token_ids)):
-            if ids and max(ids) >= self.vocab_size:
-                raise InvalidArgumentError(field, max(ids), f"token ids of 0 to {self.vocab_size - 1}")
-        spec.sampling.check_token_ids(self.vocab_size)
-        if spec.grammar and not self.constraints:
-            raise InvalidArgumentError("grammar", "a grammar", "none: this server has no grammar worker")
-        room = self.context_tokens - len(spec.prompt)
-        if spec.max_new_tokens > room:
-            raise InvalidArgumentError("max_new_tokens", spec.max_new_tokens, f"at most {room} after this prompt")
+def check_sequence(spec: SequenceSpec, serving: SchedulerDescription) -> None:
+    """Raises InvalidArgumentError for token ids that do not exist, and for more tokens than the context has."""
+    vocab_size, room = serving.server.vocab_size, serving.server.context_tokens - len(spec.prompt)
+    for field, ids in (("prompt", spec.prompt), ("output", spec.output), ("stop_token_ids", spec.stop_token_ids)):
+        if ids and max(ids) >= vocab_size:
+            raise InvalidArgumentError(field, max(ids), f"token ids of 0 to {vocab_size - 1}")
+    spec.sampling.check_token_ids(vocab_size)
+    if spec.grammar and not serving.constraints:
+        raise InvalidArgumentError("grammar", "a grammar", "none: this server has no grammar worker")
+    if spec.max_new_tokens > room:
+        raise InvalidArgumentError("max_new_tokens", spec.max_new_tokens, f"at most {room} after this prompt")
 
 
 class GatewayStream:
@@ -119,7 +109,7 @@ class GatewayStream:
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
-    """Serves `Scheduler`, and is the loop's `OutputSink`. Belongs to the event loop, but for `put`."""
+    """Serves `Scheduler`, and takes the loop's output. Belongs to the event loop, but for `put`."""
 
     def __init__(
         self,
@@ -142,6 +132,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self._loop = asyncio.get_running_loop()
 
     def put(self, outgoing: Outgoing) -> None:
+        """Called on the loop's thread after each step; returns at once. Keeps the order."""
         self._loop.call_soon_threadsafe(self._deliver, outgoing)
 
     def set_state(self, state: SchedulerState) -> None:
@@ -242,8 +233,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
 
         try:
             spec = SequenceSpec.from_pb(message)
-            server = serving.server
-            SequenceLimits(server.vocab_size, server.context_tokens, serving.constraints).check(spec)
+            check_sequence(spec, serving)
             self._queue.add(Sequence(spec, message.id, stream.number), epoch=message.epoch)
         except (InvalidArgumentError, ResourceExhaustedError) as error:
             refuse(error)

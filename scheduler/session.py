@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
     from slipstream.common.wire.worker import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
-    from slipstream.scheduler.results import OutputSink
+    from slipstream.scheduler.results import Outgoing
     from slipstream.scheduler.waiting_queue import WaitingQueue
 
     MakeLink = Callable[[Role, str], Link]
@@ -78,31 +78,27 @@ class EpochNumbers:
     """Numbers of epochs and of attachments, each of which is new. Called on any thread."""
 
     def __init__(self) -> None:
-        self._last = 0
-        self._ahead: set[int] = set()
-        """Numbers above the last that were taken for drafts."""
+        self._last_epoch = 0
+        self._taken: set[int] = set()
         self._lock = threading.Lock()
 
     def of_epoch(self, seen: int) -> int:
         """Returns a number above `seen`, which is verify's word, and above those of all epochs."""
         with self._lock:
-            self._last = self._free(max(self._last, seen) + 1)
-            return self._last
+            self._last_epoch = self._take(max(self._last_epoch, seen))
+            return self._last_epoch
 
     def of_attachment(self, seen: int) -> int:
         """Returns a number above `seen`, which is the word of a draft: no other number depends on it."""
         with self._lock:
-            self._last = self._free(self._last + 1)
-            if seen < self._last:
-                return self._last
-            number = self._free(seen + 1)
-            self._ahead.add(number)
-            return number
+            return self._take(max(self._last_epoch, seen))
 
-    def _free(self, number: int) -> int:
-        """The first number from this one on that is not taken."""
-        while number in self._ahead:
+    def _take(self, below: int) -> int:
+        """The first number above this one that is new."""
+        number = below + 1
+        while number in self._taken:
             number += 1
+        self._taken.add(number)
         return number
 
 
@@ -117,10 +113,13 @@ class WorkerSession:
         *,
         registry: CollectorRegistry,
         listener: SessionListener,
-        sink: OutputSink,
+        sink: Callable[[Outgoing], None],
         make_link: MakeLink | None = None,
     ) -> None:
-        """`make_link`: makes links to workers other than the services at the addresses of the configuration."""
+        """`make_link`: makes links to workers other than the services at the addresses of the configuration.
+
+        `sink`: see `StepLoop`.
+        """
         self._config = config
         self._device = device
         self._queue = queue

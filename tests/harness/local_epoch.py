@@ -97,7 +97,7 @@ class LocalEpoch:
             queue=self.queue,
             metrics=self.metrics,
             listener=self,
-            sink=self,
+            sink=self.put,
         )
 
     @contextmanager
@@ -171,7 +171,7 @@ class LocalEpoch:
         self.jobs.add(*self._to_come.pop(0))
 
     def put(self, outgoing: Outgoing) -> None:
-        """See `OutputSink.put`."""
+        """See `StepLoop`."""
         assert outgoing, "nothing is put without need"
         for job, row in self.jobs.take(outgoing):
             self.on_progress(job, row)

@@ -252,7 +252,7 @@ def running_session(
         client.queue,
         registry=client.registry,
         listener=client.listener(),
-        sink=client,
+        sink=client.put,
     )
     client.drafts = session.drafts
     session.start()

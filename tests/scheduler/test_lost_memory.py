@@ -68,7 +68,7 @@ class Cut:
             self.client.queue,
             registry=CollectorRegistry(),
             listener=self.client.listener(),
-            sink=self.client,
+            sink=self.client.put,
             make_link=self._connect,
         )
         self.client.drafts = self._session.drafts

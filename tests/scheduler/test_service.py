@@ -29,9 +29,10 @@ from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.wire.server import SchedulerDescription, SwapOutcome
 from slipstream.common.wire.step import Role
 from slipstream.protos import scheduler_pb2 as pb
+from slipstream.scheduler import service
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.server import run_scheduler
-from slipstream.scheduler.service import MAX_QUEUED, GatewayStream, SequenceLimits
+from slipstream.scheduler.service import MAX_QUEUED, GatewayStream, check_sequence
 from slipstream.services.worker.engine import RoleEngine
 from tests.harness.scheduler_server import Gateway, served_scheduler
 from tests.harness.waiting import until
@@ -167,14 +168,12 @@ async def test_ids_that_do_not_grow_end_the_stream(tmp_path: Path) -> None:
 async def test_a_sequence_that_cannot_be_taken_in_is_refused_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = SequenceLimits.check
-
-    def fail_one(limits: SequenceLimits, spec: SequenceSpec) -> None:
+    def fail_one(spec: SequenceSpec, serving: SchedulerDescription) -> None:
         if spec.job_id == "bad":
             raise RuntimeError("a mistake of ours")
-        check(limits, spec)
+        check_sequence(spec, serving)
 
-    monkeypatch.setattr(SequenceLimits, "check", fail_one)
+    monkeypatch.setattr(service, "check_sequence", fail_one)
     async with served_scheduler(tmp_path, *dummies()) as served, Gateway(served) as gateway:
         await gateway.attached()
         before, bad, after = await gateway.submit(SPEC, replace(SPEC, job_id="bad"), SPEC)

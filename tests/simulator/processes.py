@@ -55,7 +55,7 @@ RETURN_S = 2.0
 
 
 class SchedulerProcess(Process):
-    """The real session, loop, batch, queue and servicer. Implements `SessionListener` and `OutputSink`."""
+    """The real session, loop, batch, queue and servicer. Implements `SessionListener`."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class SchedulerProcess(Process):
             self.queue,
             registry=CollectorRegistry(),
             listener=self,
-            sink=self,
+            sink=self.put,
             make_link=self._link,
         )
         self.session.start()
@@ -118,7 +118,7 @@ class SchedulerProcess(Process):
         return self.session.drafts.swap(request)
 
     def put(self, outgoing: Outgoing) -> None:
-        """See `OutputSink.put`."""
+        """See `StepLoop`."""
         assert self.servicer is not None
         self.world.may_be_interrupted()
         self.servicer.put(outgoing)
