@@ -29,7 +29,7 @@ from slipstream.common.rpc.logs import configure_logging
 from slipstream.common.rpc.metrics import LOOPBACK
 from slipstream.common.wire.step import FenceOps, Role, StepCommand
 from slipstream.common.wire.trace import HostRecords
-from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, Measurements, WorkerDescription
+from slipstream.common.wire.worker import Attachment, Measurements, OfferedRegion, WorkerDescription
 from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED, SchedulerConfig
 from slipstream.scheduler.link import Link
 from slipstream.services.worker.config import WorkerConfig
@@ -75,11 +75,8 @@ class LocalLink:
         self._epoch = attachment.epoch
         return measured
 
-    def attach_draft(self, region: DraftRegion) -> None:
-        self._device_thread.submit(lambda: list(self._engine.attach_draft(region))).result()
-
-    def attach_grammar(self, region: GrammarRegion) -> None:
-        raise NotImplementedError("measured without constraints")
+    def attach_region(self, region: OfferedRegion) -> None:
+        self._device_thread.submit(lambda: list(self._engine.attach_region(region))).result()
 
     def prepare(self, grammar: str) -> None:
         raise NotImplementedError("measured without constraints")

@@ -14,7 +14,7 @@ from slipstream.common.host import pid_namespace, shm_device
 from slipstream.common.wire.layout import GIVEN_FENCES, OWN_FENCES, BufferName
 from slipstream.common.wire.manifest import EVENT
 from slipstream.common.wire.step import DRAFT_FENCES, FenceName, Role
-from slipstream.common.wire.worker import Attachment, DraftRegion, DraftSizes
+from slipstream.common.wire.worker import Attachment, DraftSizes, OfferedRegion
 from slipstream.scheduler.records import NO_LIMIT, DraftKV, DraftTraits
 
 if TYPE_CHECKING:
@@ -124,7 +124,9 @@ class DraftAttachment:
         self.costs = () if measured is None else measured.costs
         sizes = draft_sizes(self.description, self.num_draft_tokens)
         self.mapping, self._verify = Mapping.TAKEN, verify
-        verify.attach_draft(DraftRegion(epoch=self._epoch, attachment=self.number, own=own, given=given, draft=sizes))
+        verify.attach_region(
+            OfferedRegion(epoch=self._epoch, attachment=self.number, own=own, given=given, draft=sizes)
+        )
         # All processes that need the memory have mapped it by now.
         self._own.seal()
         self._given.seal()

@@ -19,7 +19,7 @@ from slipstream.common.errors import DeadlineExceededError, InternalError, Slips
 from slipstream.common.wire.layout import GRAMMAR_GIVEN_FENCES, GRAMMAR_OWN_FENCES, GrammarShape
 from slipstream.common.wire.sequence import grammar_digest
 from slipstream.common.wire.step import FenceName, GrammarRow, Role, StepCommand
-from slipstream.common.wire.worker import GrammarRegion
+from slipstream.common.wire.worker import OfferedRegion
 from slipstream.scheduler.waiting_queue import MOST_HELD
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class GrammarWorker:
             self._own.close()
             raise
         own, given = self._own.manifest, self._given.manifest
-        self.region = GrammarRegion(epoch=epoch, attachment=number, own=own, given=given)
+        self.region = OfferedRegion(epoch=epoch, attachment=number, own=own, given=given)
         self.ready: Fence = self._own.fence(FenceName.GRAMMAR_READY)
         self.copied: Fence = self._given.fence(FenceName.VERIFY_COPIED)
 

@@ -225,7 +225,7 @@ class GrammarSession:
                     measures_step_tokens=False,
                 )
             )
-            epoch.link.attach_grammar(worker.region)
+            epoch.link.attach_region(worker.region)
             worker.seal()
         except BaseException:
             worker.close()

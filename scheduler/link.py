@@ -42,7 +42,6 @@ from slipstream.common.wire.worker import (
     attachment_to_pb,
     command_to_pb,
     description_from_pb,
-    grammar_region_to_pb,
     measurements_from_pb,
     region_to_pb,
 )
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.wire.events import EventLog
     from slipstream.common.wire.step import StepCommand
-    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, Measurements, WorkerDescription
+    from slipstream.common.wire.worker import Attachment, Measurements, OfferedRegion, WorkerDescription
 
 T = TypeVar("T")
 
@@ -160,13 +159,11 @@ class Link:
         meant = replace(attachment, pid=self._described_pid)
         return measurements_from_pb(self._thread.call(self._attach(meant)))
 
-    def attach_draft(self, region: DraftRegion) -> None:
-        """Has verify map the memory of a draft, between its steps. Raises FailedPreconditionError (and its kinds)."""
-        self._call(lambda stub: stub.AttachDraft(region_to_pb(region), timeout=ATTACH_TIMEOUT_S))
-
-    def attach_grammar(self, region: GrammarRegion) -> None:
-        """Has verify map the memory of a grammar worker. Raises FailedPreconditionError (and its kinds)."""
-        self._call(lambda stub: stub.AttachGrammar(grammar_region_to_pb(region), timeout=ATTACH_TIMEOUT_S))
+    def attach_region(self, region: OfferedRegion) -> None:
+        """Has verify map the memory of another worker, between its steps. Raises FailedPreconditionError (and its
+        kinds)."""
+        name = "AttachGrammar" if region.draft is None else "AttachDraft"
+        self._call(lambda stub: getattr(stub, name)(region_to_pb(region), timeout=ATTACH_TIMEOUT_S))
 
     def prepare(self, grammar: str) -> None:
         """Has the grammar worker compile a grammar. Raises InvalidArgumentError, or UnavailableError."""

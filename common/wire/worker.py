@@ -264,37 +264,25 @@ def slot_pages(shape: EpochShape, *, context_tokens: int, page_tokens: int) -> i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftRegion:
-    """The memory between verify and one draft, which verify maps beside its running steps."""
+class OfferedRegion:
+    """The memory between verify and a draft or a grammar worker, which verify maps beside its running steps."""
 
     epoch: int
     """Verify's."""
     attachment: int
-    """Number of the draft's attachment."""
+    """Number of the other worker's attachment."""
     own: Manifest
-    """The memory that the draft writes."""
+    """The memory that the other worker writes."""
     given: Manifest
     """The memory that verify writes for it."""
-    draft: DraftSizes
+    draft: DraftSizes | None = None
+    """None for a grammar worker."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for an attachment that no command could name."""
         if not 1 <= self.attachment <= LARGEST_EPOCH:
-            raise ConfigError("attach_draft.attachment", self.attachment, f"1 to {LARGEST_EPOCH}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrammarRegion:
-    """The memory between verify and a grammar worker, which verify maps beside its running steps."""
-
-    epoch: int
-    """Verify's."""
-    attachment: int
-    """Number of the grammar worker's attachment."""
-    own: Manifest
-    """The memory that the grammar worker writes."""
-    given: Manifest
-    """The memory that verify writes for it."""
+            kind = "grammar" if self.draft is None else "draft"
+            raise ConfigError(f"attach_{kind}.attachment", self.attachment, f"1 to {LARGEST_EPOCH}")
 
 
 _Enum = TypeVar("_Enum", bound=Enum)
@@ -421,29 +409,18 @@ def hidden_of(given: Manifest) -> tuple[int, torch.dtype]:
     return (0, torch.float32) if hidden is None else (hidden.shape[-1], hidden.dtype)
 
 
-def region_to_pb(region: DraftRegion) -> pb.AttachDraftRequest:
-    return encode(pb.AttachDraftRequest, region, own=manifest_to_pb(region.own), given=manifest_to_pb(region.given))
+def region_to_pb(region: OfferedRegion) -> pb.AttachDraftRequest | pb.AttachGrammarRequest:
+    pieces = {"own": manifest_to_pb(region.own), "given": manifest_to_pb(region.given)}
+    if region.draft is None:
+        return encode(pb.AttachGrammarRequest, region, **pieces)
+    return encode(pb.AttachDraftRequest, region, **pieces)
 
 
-def region_from_pb(message: pb.AttachDraftRequest) -> DraftRegion:
-    """Decodes the memory between verify and a draft. Raises ManifestError."""
-    return decode(
-        DraftRegion,
-        message,
-        own=manifest_from_pb(message.own),
-        given=manifest_from_pb(message.given),
-        draft=decode(DraftSizes, message.draft),
-    )
-
-
-def grammar_region_to_pb(region: GrammarRegion) -> pb.AttachGrammarRequest:
-    return encode(pb.AttachGrammarRequest, region, own=manifest_to_pb(region.own), given=manifest_to_pb(region.given))
-
-
-def grammar_region_from_pb(message: pb.AttachGrammarRequest) -> GrammarRegion:
-    """Decodes the memory between verify and a grammar worker. Raises ManifestError."""
+def region_from_pb(message: pb.AttachDraftRequest | pb.AttachGrammarRequest) -> OfferedRegion:
+    """Decodes the memory between verify and another worker. Raises ManifestError."""
     own, given = manifest_from_pb(message.own), manifest_from_pb(message.given)
-    return decode(GrammarRegion, message, own=own, given=given)
+    draft = decode(DraftSizes, message.draft) if isinstance(message, pb.AttachDraftRequest) else None
+    return decode(OfferedRegion, message, own=own, given=given, draft=draft)
 
 
 def command_to_pb(command: StepCommand) -> pb.StepCommand:

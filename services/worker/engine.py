@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device, Stream
     from slipstream.common.wire.events import EventLog, FenceLogOp
     from slipstream.common.wire.step import FencePoint, FenceWait, SlotUpdate, StepCommand, WaitPlace
-    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, Measurements, WorkerDescription
+    from slipstream.common.wire.worker import Attachment, Measurements, OfferedRegion, WorkerDescription
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import Region
 
@@ -179,8 +179,8 @@ class Engine:
     def _no_room(self, attachment: Attachment, error: RuntimeError) -> OutOfMemoryError:
         return no_room(self.description, attachment, self._device.torch_device, self._weights, error)
 
-    def attach_draft(self, offered: DraftRegion) -> Generator[None, None, None]:
-        """Verify: maps the memory of a draft, so that commands may name its attachment once this is at its end.
+    def attach_region(self, offered: OfferedRegion) -> Generator[None, None, None]:
+        """Verify: maps the memory of another worker, so that commands may name its attachment once this is at its end.
 
         Steps may be enqueued between two items. Raises FailedPreconditionError (and its kinds), ManifestError.
         """
@@ -189,7 +189,12 @@ class Engine:
             raise FailedPreconditionError(f"epoch {offered.epoch} is not open")
         if offered.attachment in opened.attachments:
             raise StaleEpochError(f"attachment {offered.attachment}: there was an epoch or attachment of this number")
-        region, memory = open_region(offered, opened.state, self.description, self._device, self.log)
+        if offered.draft is None:
+            masks, memory = open_grammar(offered, opened.state, self.description, self._device, self.log)
+            with self._enqueueing:
+                opened.add_grammar(offered.attachment, masks, memory)
+            return
+        region, memory = open_region(offered, offered.draft, opened.state, self.description, self._device, self.log)
         try:
             for _ in self._role.prepare(region, opened.state):
                 yield
@@ -204,20 +209,6 @@ class Engine:
             raise
         with self._enqueueing:
             opened.add_draft(region, memory)
-
-    def attach_grammar(self, offered: GrammarRegion) -> None:
-        """Verify: maps the memory of a grammar worker, so that commands may name its attachment.
-
-        Raises FailedPreconditionError (and its kinds), ManifestError.
-        """
-        opened = self._verify_epoch(offered.epoch)
-        if opened is None:
-            raise FailedPreconditionError(f"epoch {offered.epoch} is not open")
-        if offered.attachment in opened.attachments:
-            raise StaleEpochError(f"attachment {offered.attachment}: there was an epoch or attachment of this number")
-        masks, memory = open_grammar(offered, opened.state, self.description, self._device, self.log)
-        with self._enqueueing:
-            opened.add_grammar(offered.attachment, masks, memory)
 
     def release_draft(self, epoch: int, attachment: int) -> None:
         """Verify: ends its waits for a draft that is lost, also those of later commands; no effect without it."""

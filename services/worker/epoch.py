@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from slipstream.common.errors import (
     FailedPreconditionError,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from slipstream.common.wire.layout import StepShape
     from slipstream.common.wire.manifest import Manifest
     from slipstream.common.wire.step import FencePoint, FenceWait, StepCommand
-    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, WorkerDescription
+    from slipstream.common.wire.worker import Attachment, OfferedRegion, WorkerDescription
     from slipstream.services.worker.masks import StepMasks
     from slipstream.services.worker.slots import Staging
 
@@ -292,14 +292,19 @@ def open_memory(attachment: Attachment, device: Device) -> SharedMemory:
 
 
 def open_region(
-    offered: DraftRegion, state: EpochState, description: WorkerDescription, device: Device, log: EventLog
+    offered: OfferedRegion,
+    draft: DraftSizes,
+    state: EpochState,
+    description: WorkerDescription,
+    device: Device,
+    log: EventLog,
 ) -> tuple[Region, SharedMemory]:
     """Maps the memory between verify and a draft. Raises ManifestError, MismatchError."""
-    shape = _shape_of_region(offered, state.attachment.shape, description)
+    shape = _shape_of_region(offered, draft, state.attachment.shape, description)
     memory = SharedMemory.open(device, (offered.own, OWN_FENCES, False), (offered.given, GIVEN_FENCES, True))
     region = state.make_region(
         shape,
-        offered.draft,
+        draft,
         memory.buffers(),
         number=offered.attachment,
         vocab_size=description.vocab_size,
@@ -312,7 +317,7 @@ def open_region(
 
 
 def open_grammar(
-    offered: GrammarRegion, state: EpochState, description: WorkerDescription, device: Device, log: EventLog
+    offered: OfferedRegion, state: EpochState, description: WorkerDescription, device: Device, log: EventLog
 ) -> tuple[GrammarMasks, SharedMemory]:
     """Maps the memory between verify and a grammar worker. Raises ManifestError, MismatchError."""
     if not description.takes_masks:
@@ -327,8 +332,8 @@ def open_grammar(
     return state.make_masks(shape, memory.buffers(), number=offered.attachment, log=log), memory
 
 
-def _shape_of_region(offered: DraftRegion, epoch: StepShape, own: WorkerDescription) -> DraftShape:
-    draft, (width, dtype) = offered.draft, hidden_of(offered.given)
+def _shape_of_region(offered: OfferedRegion, draft: DraftSizes, epoch: StepShape, own: WorkerDescription) -> DraftShape:
+    width, dtype = hidden_of(offered.given)
     if not 1 <= draft.num_draft_tokens <= epoch.num_draft_tokens:
         most = epoch.num_draft_tokens
         raise MismatchError([f"draft tokens: draft has {draft.num_draft_tokens}, this epoch has room for 1 to {most}"])
@@ -391,22 +396,14 @@ def make_state(
     return replace(state, staging=staging, graphs=graphed)
 
 
-class _Classes(NamedTuple):
-    """Of what is shared, for a device."""
-
-    future_map: type[FutureMap]
-    region: type[Region]
-    masks: type[GrammarMasks]
-
-
-def _classes(device: Device) -> _Classes:
+def _classes(device: Device) -> tuple[type[FutureMap], type[Region], type[GrammarMasks]]:
+    """The classes of what is shared, for a device."""
     if device.torch_device.type == "cpu":
-        return _Classes(FutureMap, Region, GrammarMasks)
+        return FutureMap, Region, GrammarMasks
     # Imported here, as there is no triton where there is no GPU.
-    from slipstream.services.worker.fused_future_map import FusedFutureMap, FusedRegion
-    from slipstream.services.worker.fused_masks import FusedMasks
+    from slipstream.services.worker.fused_future_map import FusedFutureMap, FusedMasks, FusedRegion
 
-    return _Classes(FusedFutureMap, FusedRegion, FusedMasks)
+    return FusedFutureMap, FusedRegion, FusedMasks
 
 
 def check_attachment(attachment: Attachment, own: WorkerDescription, last_epoch: int) -> None:

@@ -1,7 +1,8 @@
-"""The FutureMap and a draft's region on a GPU: one kernel for each operation of a decode step."""
+"""The FutureMap, a draft's region and a grammar worker's masks on a GPU: one kernel for each operation of a step."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 
 from slipstream.common.wire.layout import NOT_FINITE, BufferName
 from slipstream.services.models.kernels.launching import overlapping, power_of_two
+from slipstream.services.models.kernels.masks import apply_masks, faults_of
 from slipstream.services.models.kernels.step_ops import (
     copy_in_kernel,
     gather_kernel,
@@ -18,9 +20,12 @@ from slipstream.services.models.kernels.step_ops import (
     token_block,
 )
 from slipstream.services.worker.future_map import PROPOSED, STASHED, CapturedStep, FutureMap, NextStepState, Region
+from slipstream.services.worker.masks import GrammarMasks, StepMasks
 
 if TYPE_CHECKING:
+    from slipstream.common.wire.step import StepCommand
     from slipstream.services.worker.future_map import StampPlace, StepNumber, VerifyResult
+    from slipstream.services.worker.slots import Staging
 
 HIDDEN_BLOCK = 1024
 """Numbers of a hidden state that a program of the stash copies."""
@@ -182,3 +187,45 @@ def _stamp_on_host(place: StampPlace | None) -> None:
     """For Triton's interpreter, which has no clock."""
     if place is not None and not place.column.is_cuda:
         place.stamp()
+
+
+class FusedMasks(GrammarMasks):
+    """A GrammarMasks whose rows may be any, with padding: what has a constraint is told by a table of all slots."""
+
+    def of_step(self, command: StepCommand, staging: Staging) -> FusedStepMasks:
+        is_constrained = [0] * self.shape.num_slots
+        for slot in command.constrained:
+            is_constrained[slot] = 1
+        return FusedStepMasks(self, command, staging.put_integers(is_constrained))
+
+
+@dataclass(frozen=True, slots=True)
+class FusedStepMasks(StepMasks):
+    """A StepMasks whose masks are read in the host's memory when the sampling needs them."""
+
+    constrained: torch.Tensor
+    """[slots] int64: 1 for those with a constraint."""
+
+    def take(self, rows: torch.Tensor, width: int) -> FusedAllowed:
+        command = self.command
+        self.memory.log_reads(command.constrained, command.step)
+        return FusedAllowed(self, rows, faults_of(self.memory.stamps, self.constrained, rows, command.step))
+
+
+@dataclass(frozen=True, slots=True)
+class FusedAllowed:
+    """Implements `Allowed`."""
+
+    masks: FusedStepMasks
+    rows: torch.Tensor
+    """[B] int64."""
+    faults: torch.Tensor
+    """[B] int64."""
+
+    def apply(self, logits: torch.Tensor, *, keeps: bool = False) -> torch.Tensor:
+        given = logits.clone() if keeps else logits
+        apply_masks(self.masks.memory.masks, self.masks.constrained, self.rows, self.faults, given)
+        return given
+
+    def faults_of(self, num_rows: int) -> torch.Tensor:
+        return self.faults

@@ -38,19 +38,6 @@ class Allowed(Protocol):
         """[num_rows] int64: 0 for rows whose masks are there or that have no constraint, else UNMASKED or UNMATCHED."""
 
 
-class StepMasks(Protocol):
-    """The masks of a step in which a slot has a constraint."""
-
-    def copy_out(self, rows: torch.Tensor, draft_tokens: torch.Tensor) -> None:
-        """Stream work: writes the draft tokens of all slots that decode as verify uses them, for the grammar worker.
-
-        `rows`: [B] int64, the slots; `draft_tokens`: [B, K] int64.
-        """
-
-    def take(self, rows: torch.Tensor, width: int) -> Allowed | None:
-        """Stream work: reads the masks of B slots for `width` places; None if none of them has a constraint."""
-
-
 @dataclass(frozen=True, slots=True)
 class HostAllowed:
     """Implements `Allowed` on a CPU; logits stay as they are."""
@@ -110,7 +97,7 @@ class GrammarMasks:
 
     def of_step(self, command: StepCommand, staging: Staging) -> StepMasks:
         """The masks of a step, which is being staged."""
-        return HostStepMasks(self, command)
+        return StepMasks(self, command)
 
     def copy_out(self, command: StepCommand, rows: torch.Tensor, draft_tokens: torch.Tensor) -> None:
         """See `StepMasks.copy_out`."""
@@ -129,16 +116,21 @@ class GrammarMasks:
 
 
 @dataclass(frozen=True, slots=True)
-class HostStepMasks:
-    """Implements `StepMasks` on a CPU."""
+class StepMasks:
+    """The masks of a step in which a slot has a constraint. On a CPU: see `FusedStepMasks`."""
 
     memory: GrammarMasks
     command: StepCommand
 
     def copy_out(self, rows: torch.Tensor, draft_tokens: torch.Tensor) -> None:
+        """Stream work: writes the draft tokens of all slots that decode as verify uses them, for the grammar worker.
+
+        `rows`: [B] int64, the slots; `draft_tokens`: [B, K] int64.
+        """
         self.memory.copy_out(self.command, rows, draft_tokens)
 
-    def take(self, rows: torch.Tensor, width: int) -> HostAllowed | None:
+    def take(self, rows: torch.Tensor, width: int) -> Allowed | None:
+        """Stream work: reads the masks of B slots for `width` places; None if none of them has a constraint."""
         memory, step, constrained = self.memory, self.command.step, self.command.constrained
         slots = rows.tolist()
         at = [place for place, slot in enumerate(slots) if slot in constrained]

@@ -42,7 +42,6 @@ from slipstream.common.wire.worker import (
     attachment_from_pb,
     command_from_pb,
     description_to_pb,
-    grammar_region_from_pb,
     region_from_pb,
 )
 from slipstream.protos import trace_pb2, trace_pb2_grpc
@@ -276,13 +275,13 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         return attached_to_pb(measured, self._commands.ending)
 
     async def AttachDraft(self, request: pb.AttachDraftRequest, context: ServicerContext) -> pb.AttachDraftResponse:
-        await self._by_pieces(self._engine.attach_draft(region_from_pb(request)))
+        await self._by_pieces(self._engine.attach_region(region_from_pb(request)))
         return pb.AttachDraftResponse()
 
     async def AttachGrammar(
         self, request: pb.AttachGrammarRequest, context: ServicerContext
     ) -> pb.AttachGrammarResponse:
-        await self._on_device_thread(self._engine.attach_grammar, grammar_region_from_pb(request))
+        await self._by_pieces(self._engine.attach_region(region_from_pb(request)))
         return pb.AttachGrammarResponse()
 
     async def ReleaseDraft(self, request: pb.ReleaseDraftRequest, context: ServicerContext) -> pb.ReleaseDraftResponse:

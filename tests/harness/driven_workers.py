@@ -79,7 +79,7 @@ class Driven:
         """Attaches a draft, and then to verify."""
         draft = Draft(role, self._device, number, num_draft_tokens)
         self._drafts.append(draft)
-        self.verify.attach_draft(draft.memory.region(number, epoch=EPOCH, draft=draft.sizes))
+        self.verify.attach_region(draft.memory.region(number, epoch=EPOCH, draft=draft.sizes))
         return draft
 
     def prefill(

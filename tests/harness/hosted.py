@@ -32,8 +32,8 @@ from slipstream.common.wire.step import (
 )
 from slipstream.common.wire.worker import (
     Attachment,
-    DraftRegion,
     DraftSizes,
+    OfferedRegion,
     attachment_to_pb,
     command_to_pb,
     region_to_pb,
@@ -100,7 +100,7 @@ class Hosted:
         shape = memory.shape
         sizes = DraftSizes(num_draft_tokens=shape.num_draft_tokens, hidden_width=shape.hidden_width)
         own, given = memory.own.manifest, memory.given.manifest
-        return region_to_pb(DraftRegion(epoch=epoch, attachment=next(EPOCHS), own=own, given=given, draft=sizes))
+        return region_to_pb(OfferedRegion(epoch=epoch, attachment=next(EPOCHS), own=own, given=given, draft=sizes))
 
     def attach(self, memory: GuardedMemory, request: pb.AttachRequest) -> int:
         """Attaches it, and a draft to a verify. Returns the number of the draft's attachment; 0 for a draft."""

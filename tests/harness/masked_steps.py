@@ -29,7 +29,7 @@ from slipstream.common.wire.step import (
     StepCommand,
     WaitPlace,
 )
-from slipstream.common.wire.worker import DraftSizes, GrammarRegion
+from slipstream.common.wire.worker import DraftSizes, OfferedRegion
 from slipstream.services.worker.engine import RoleEngine
 from tests.harness.workers import ATTACHMENT, SHAPE, LocalWorker, SharedArenas, attach
 
@@ -52,7 +52,7 @@ class MaskedSteps:
         self.worker = LocalWorker(role, device=device)
         attach(self.worker, self.arenas, EPOCH, expected_draft=DraftSizes(num_draft_tokens=K))
         own, given = self.own.manifest, self.given.manifest
-        self.worker.attach_grammar(GrammarRegion(epoch=EPOCH, attachment=GRAMMAR, own=own, given=given))
+        self.worker.attach_region(OfferedRegion(epoch=EPOCH, attachment=GRAMMAR, own=own, given=given))
 
     def send(self, step: int, *, chunks: tuple[PrefillChunk, ...] = (), sampling: SamplingParams | None = None) -> None:
         """Sends a step: prompts in both slots, or one that decodes them with K draft tokens."""

@@ -81,7 +81,7 @@ POINTS: Mapping[str, tuple[Method, ...]] = {
     "gateway.before_output": (_gateway("jobs", "JobManager._apply"),),
     "gateway.before_write": (_gateway("stream", "StreamWriter.write"),),
     "scheduler.before_attach": (_attach("Link.attach", "verify"),),
-    "scheduler.before_attach_draft": (_attach("Link.attach_draft", "verify"),),
+    "scheduler.before_attach_draft": (_attach("Link.attach_region", "verify"),),
     "scheduler.before_send": (_loop("link", "Dispatch.send"),),
     "scheduler.after_send": (_loop("link", "Dispatch.send", is_after=True),),
     "scheduler.before_take_in": (_loop("batch", "Batch.apply"),),

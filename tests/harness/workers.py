@@ -27,17 +27,14 @@ from slipstream.common.wire.step import DRAFT_FENCES, FenceName, FenceOps, Fence
 from slipstream.common.wire.trace import HostRecords
 from slipstream.common.wire.worker import (
     Attachment,
-    DraftRegion,
     DraftSizes,
-    GrammarRegion,
     Measurements,
+    OfferedRegion,
     WorkerDescription,
     attachment_from_pb,
     attachment_to_pb,
     command_from_pb,
     command_to_pb,
-    grammar_region_from_pb,
-    grammar_region_to_pb,
     region_from_pb,
     region_to_pb,
 )
@@ -103,14 +100,10 @@ class LocalWorker:
         self._epoch = attachment.epoch
         return measured
 
-    def attach_draft(self, region: DraftRegion) -> None:
-        """See `Link.attach_draft`."""
-        for _ in self.engine.attach_draft(region_from_pb(region_to_pb(region))):
+    def attach_region(self, region: OfferedRegion) -> None:
+        """See `Link.attach_region`."""
+        for _ in self.engine.attach_region(region_from_pb(region_to_pb(region))):
             pass
-
-    def attach_grammar(self, region: GrammarRegion) -> None:
-        """See `Link.attach_grammar`."""
-        self.engine.attach_grammar(grammar_region_from_pb(grammar_region_to_pb(region)))
 
     def release_draft(self, epoch: int, attachment: int) -> None:
         """See `Link.release_draft`."""
@@ -219,12 +212,12 @@ class SharedArenas:
         holders = dict.fromkeys(DRAFT_FENCES, self.own) | {FenceName.VERIFY_STASH: self.given}
         return holders.get(name, self.results).fence(name)
 
-    def region(self, attachment: int = ATTACHMENT, *, epoch: int = 1, draft: DraftSizes | None = None) -> DraftRegion:
+    def region(self, attachment: int = ATTACHMENT, *, epoch: int = 1, draft: DraftSizes | None = None) -> OfferedRegion:
         """What verify gets to attach the draft; `draft` as the shape says, if it is not given."""
         width = self.shape.hidden_width
         sizes = draft or DraftSizes(num_draft_tokens=self.shape.num_draft_tokens, hidden_width=width)
         own, given = self.own.manifest, self.given.manifest
-        return DraftRegion(epoch=epoch, attachment=attachment, own=own, given=given, draft=sizes)
+        return OfferedRegion(epoch=epoch, attachment=attachment, own=own, given=given, draft=sizes)
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -260,7 +253,7 @@ def attach(worker: LocalWorker, arenas: SharedArenas, epoch: int = 1, **changes:
     """Opens an epoch of a worker, for verify with a draft attached."""
     worker.attach(attachment_to(arenas, epoch, role=worker.role, **changes))
     if worker.role is Role.VERIFY:
-        worker.attach_draft(arenas.region(epoch=epoch))
+        worker.attach_region(arenas.region(epoch=epoch))
 
 
 def decode(step: int, *slots: int, role: Role = Role.DRAFT, epoch: int = 1, waits: int = 0) -> StepCommand:

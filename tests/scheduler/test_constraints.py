@@ -35,7 +35,7 @@ from slipstream.services.grammar.epoch import GrammarEpoch
 from slipstream.services.worker import epoch as worker_epoch
 from slipstream.services.worker.config import DFLASH, EAGLE3, MTP, NGRAM, WorkerConfig
 from slipstream.services.worker.engine import RoleEngine
-from slipstream.services.worker.fused_masks import FusedMasks
+from slipstream.services.worker.fused_future_map import FusedMasks
 from slipstream.services.worker.future_map import FutureMap, Region
 from slipstream.services.worker.masks import GrammarMasks
 from tests.harness.inline_device import InlineDevice

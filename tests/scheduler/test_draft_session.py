@@ -91,8 +91,8 @@ class FakeLink:
         """See `Link.attach`."""
         self.attachment = attachment
 
-    def attach_draft(self, _region: object) -> None:
-        """See `Link.attach_draft`."""
+    def attach_region(self, _region: object) -> None:
+        """See `Link.attach_region`."""
         if self.error is not None:
             raise self.error
 

@@ -75,7 +75,7 @@ def test_memory_of_a_gpu_is_kept_until_the_process_has_ended(kind: str, *, is_gi
     process = subprocess.Popen(["sleep", "60"])
     shape = DraftShape(num_slots=2, run_ahead=0, num_draft_tokens=1, chunk_tokens=1)
     link: Any = SimpleNamespace(attach=lambda _: None, detach=lambda drain: drain)
-    verify: Any = SimpleNamespace(attach_draft=lambda _: None, detach_draft=lambda *_: None)
+    verify: Any = SimpleNamespace(attach_region=lambda _: None, detach_draft=lambda *_: None)
     draft = replace(describe(Role.DRAFT), pid=process.pid)
     attachment = DraftAttachment(2, link, draft, shape, device, epoch=1, log=EventLog())
     try:

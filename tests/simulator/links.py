@@ -10,7 +10,7 @@ from typing import TypeVar
 from slipstream.common.errors import SlipstreamError, UnavailableError
 from slipstream.common.wire.step import Role, StepCommand
 from slipstream.common.wire.trace import HostRecords
-from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, WorkerDescription
+from slipstream.common.wire.worker import Attachment, OfferedRegion, WorkerDescription
 from slipstream.scheduler.link import DRAIN_TIMEOUT_S
 from tests.simulator.threads import Signal
 from tests.simulator.workers import SimulatedWorker
@@ -83,18 +83,17 @@ class SimulatedLink:
         worker.on_lost.append(broken)
         self._scheduler.on_lost.append(broken)
 
-    def attach_draft(self, region: DraftRegion) -> None:
-        """See `Link.attach_draft`."""
+    def attach_region(self, region: OfferedRegion) -> None:
+        """See `Link.attach_region`."""
 
         def attach(worker: SimulatedWorker, answer: Callable[[None, SlipstreamError | None], None]) -> None:
+            if region.draft is None:
+                worker.attach_grammar(region, lambda error: answer(None, error))
+                return
             opening_s = self._world.random.random() * ATTACH_S
             worker.at(opening_s, worker.attach_draft, region, lambda error: answer(None, error))
 
         self._call(attach)
-
-    def attach_grammar(self, region: GrammarRegion) -> None:
-        """See `Link.attach_grammar`."""
-        self._call(lambda worker, answer: worker.attach_grammar(region, lambda error: answer(None, error)))
 
     def prepare(self, grammar: str) -> None:
         """See `Link.prepare`."""

@@ -19,7 +19,7 @@ from slipstream.common.wire.layout import DECODE_PART, PREFILL_PART, BufferName,
 from slipstream.common.wire.step import DRAFT_FENCES, FenceName, Role, WaitPlace
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.future_map import VerifyResult
-from slipstream.services.worker.masks import GrammarMasks, HostStepMasks
+from slipstream.services.worker.masks import GrammarMasks, StepMasks
 from tests.harness.workers import VOCAB_SIZE
 from tests.simulator.memory import SimulatedDevice
 from tests.simulator.model import chosen, extend, token_of
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from slipstream.common.wire.step import PrefillChunk, StepCommand
-    from slipstream.common.wire.worker import Attachment, DraftRegion, GrammarRegion, WorkerDescription
+    from slipstream.common.wire.worker import Attachment, OfferedRegion, WorkerDescription
     from slipstream.services.worker.masks import HostAllowed
     from tests.simulator.links import SimulatedLink
     from tests.simulator.memory import Host
@@ -95,12 +95,13 @@ class SimulatedWorker(Process):
             self.last_epoch = attachment.epoch
             then(None)
 
-    def attach_draft(self, offered: DraftRegion, then: Callable[[SlipstreamError | None], None]) -> None:
+    def attach_draft(self, offered: OfferedRegion, then: Callable[[SlipstreamError | None], None]) -> None:
         """See worker.proto: between two steps."""
         epoch = self.epoch
         if epoch is None or epoch.is_ending or epoch.number != offered.epoch:
             then(FailedPreconditionError(f"not attached in epoch {offered.epoch}"))
             return
+        assert offered.draft is not None
         shape = epoch.attachment.shape
         sizes = DraftShape(
             num_slots=shape.num_slots,
@@ -120,7 +121,7 @@ class SimulatedWorker(Process):
         self.last_epoch = max(self.last_epoch, offered.attachment)
         then(None)
 
-    def attach_grammar(self, offered: GrammarRegion, then: Callable[[SlipstreamError | None], None]) -> None:
+    def attach_grammar(self, offered: OfferedRegion, then: Callable[[SlipstreamError | None], None]) -> None:
         """See worker.proto."""
         epoch = self.epoch
         if epoch is None or epoch.is_ending or epoch.number != offered.epoch:
@@ -392,7 +393,7 @@ class SimulatedWorker(Process):
     def _allowed(epoch: Epoch, command: StepCommand, slots: Sequence[int], width: int) -> HostAllowed | None:
         if not command.constrained:
             return None
-        masks = HostStepMasks(epoch.grammars[command.grammar].masks, command)
+        masks = StepMasks(epoch.grammars[command.grammar].masks, command)
         return masks.take(torch.tensor(slots), width)
 
     def _accept(

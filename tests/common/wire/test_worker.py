@@ -39,9 +39,9 @@ from slipstream.common.wire.worker import (
     MOST_COSTS,
     Attachment,
     DeviceMemory,
-    DraftRegion,
     DraftSizes,
     Measurements,
+    OfferedRegion,
     StepCost,
     StepTokens,
     WorkerDescription,
@@ -223,7 +223,7 @@ def attachments(draw: st.DrawFn) -> Attachment:
 
 
 REGIONS = st.builds(
-    DraftRegion, epoch=UINT64, attachment=NUMBERS, own=manifests(), given=manifests(), draft=DRAFT_SIZES
+    OfferedRegion, epoch=UINT64, attachment=NUMBERS, own=manifests(), given=manifests(), draft=DRAFT_SIZES
 )
 
 

@@ -30,8 +30,7 @@ from slipstream.services.models.head_config import EAGLE3
 from slipstream.services.worker import epoch, fused_future_map
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.engine import RoleEngine
-from slipstream.services.worker.fused_future_map import FusedFutureMap, FusedRegion
-from slipstream.services.worker.fused_masks import FusedMasks
+from slipstream.services.worker.fused_future_map import FusedFutureMap, FusedMasks, FusedRegion
 from slipstream.services.worker.graphs import HostCapture
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.driven_workers import EPOCH, SIZES, Draft, Driven
@@ -180,7 +179,7 @@ def test_verify_captures_nothing_again_for_a_draft_that_it_expected(
     num_of_verify = len(captured)
     draft = Draft(role, device, 2, 2)
     num_before = len(captured)
-    driven.verify.attach_draft(draft.memory.region(2, epoch=EPOCH, draft=draft.sizes))
+    driven.verify.attach_region(draft.memory.region(2, epoch=EPOCH, draft=draft.sizes))
     assert num_of_verify > 0
     assert (len(captured) == num_before) == is_expected
     draft.close()
@@ -363,7 +362,7 @@ def test_a_region_that_does_not_fit_is_refused_and_the_epoch_goes_on(
     draft = driven.make_draft(_twin(target, device), number=2)
     region = replace(draft.memory.region(3, epoch=EPOCH, draft=draft.sizes), **changes)  # type: ignore[arg-type]
     with pytest.raises(error, match=message):
-        driven.verify.attach_draft(region)
+        driven.verify.attach_region(region)
     driven.plain(draft)
     driven.close()
 
@@ -381,7 +380,7 @@ def test_a_draft_that_reads_what_verify_does_not_have(target: Path, sizes: Draft
     driven = Driven(_verify(target, device), device, expected=sizes)
     memory = SharedArenas(DraftShape(**SIZES, num_draft_tokens=2, hidden_width=sizes.hidden_width))
     with pytest.raises(MismatchError, match=message):
-        driven.verify.attach_draft(memory.region(2, epoch=EPOCH, draft=sizes))
+        driven.verify.attach_region(memory.region(2, epoch=EPOCH, draft=sizes))
     memory.close()
     driven.prefill(PROMPTS)
     driven.plain()

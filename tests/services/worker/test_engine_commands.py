@@ -123,7 +123,7 @@ def test_a_draft_where_nothing_drafts() -> None:
     results = HostDevice().create_arena(shape.specs(), RESULT_FENCES)
     worker.attach(attachment_to(arenas, role=Role.VERIFY, manifest=results.manifest, shape=shape))
     with pytest.raises(MismatchError, match="draft has 2, this epoch has room for 1 to 0"):
-        worker.attach_draft(arenas.region())
+        worker.attach_region(arenas.region())
     with pytest.raises(FailedPreconditionError, match="attachment 100 is not there"):
         worker.send(decode(1, 1, role=Role.VERIFY))
     with pytest.raises(ConfigError, match=r"attach\.num_draft_tokens: got 0"):

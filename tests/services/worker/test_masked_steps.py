@@ -11,7 +11,7 @@ from slipstream.common.wire.events import EventLog, Site
 from slipstream.services.factory import make_verify
 from slipstream.services.worker import epoch
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.fused_masks import FusedMasks
+from slipstream.services.worker.fused_future_map import FusedMasks
 from slipstream.services.worker.future_map import FutureMap, Region
 from slipstream.services.worker.masks import MOST_TIMED, GrammarMasks, MaskWaits
 from tests.harness.inline_device import InlineDevice

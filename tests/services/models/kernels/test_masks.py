@@ -8,7 +8,7 @@ import torch
 from slipstream.common.wire.events import EventLog
 from slipstream.common.wire.layout import UNMASKED, UNMATCHED, BufferName, GrammarShape
 from slipstream.common.wire.step import StepCommand
-from slipstream.services.worker.fused_masks import FusedMasks
+from slipstream.services.worker.fused_future_map import FusedMasks
 from slipstream.services.worker.masks import GrammarMasks
 from slipstream.services.worker.slots import HostStaging
 
