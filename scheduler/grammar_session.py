@@ -177,8 +177,10 @@ class GrammarSession:
         link = self._make_link()
         try:
             worker = self._attached(epoch, link)
-        except SlipstreamError as error:
+        except BaseException as error:
             link.detach(drain=False)
+            if not isinstance(error, SlipstreamError):
+                raise
             is_new = self._wait_s == FIRST_S
             logger.log(logging.INFO if is_new else logging.DEBUG, "no grammar worker: %s", error)
             self._back_off()

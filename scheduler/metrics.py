@@ -429,16 +429,21 @@ class DraftMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Brings the time without a draft up to date; has no metrics of its own."""
-        self.set_missing(is_missing=self._missing_since is not None)
+        with self._lock:
+            self._count_missing()
         return ()
 
     def set_missing(self, *, is_missing: bool) -> None:
         """Counts the time from now on in which a draft is expected and none drafts, or no longer."""
         with self._lock:
-            now = time.monotonic()
-            if self._missing_since is not None:
-                self._missing.inc(now - self._missing_since)
-            self._missing_since = now if is_missing else None
+            self._count_missing()
+            self._missing_since = time.monotonic() if is_missing else None
+
+    def _count_missing(self) -> None:
+        """Counts the time until now. Called under the lock."""
+        if self._missing_since is not None:
+            begun, self._missing_since = self._missing_since, time.monotonic()
+            self._missing.inc(self._missing_since - begun)
 
     def joined(self, catch_up_s: float) -> None:
         """Counts a draft that begins to draft."""

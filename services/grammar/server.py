@@ -87,6 +87,8 @@ class GrammarServicer(pb_grpc.WorkerServicer):
         self._last_epoch = 0
         self._has_stream = False
         self._outgoing = _Outgoing()
+        self._attaching = asyncio.Lock()
+        """Held by an Attach: while it loads a tokenizer, another one could arrive."""
 
     async def Describe(self, request: pb.DescribeRequest, context: ServicerContext) -> pb.DescribeResponse:
         return pb.DescribeResponse(
@@ -101,6 +103,11 @@ class GrammarServicer(pb_grpc.WorkerServicer):
         )
 
     async def Attach(self, request: pb.AttachRequest, context: ServicerContext) -> pb.AttachResponse:
+        async with self._attaching:
+            await self._attach(request)
+        return pb.AttachResponse()
+
+    async def _attach(self, request: pb.AttachRequest) -> None:
         if self._has_stream:
             raise FailedPreconditionError("another scheduler has the Execute stream of this worker")
         if (given := request.protocol_version) != GRAMMAR_PROTOCOL_VERSION:
@@ -122,7 +129,6 @@ class GrammarServicer(pb_grpc.WorkerServicer):
 
         self._epoch = GrammarEpoch(request, grammars, self._executor, fail, self._filled, log=self._log)
         self._last_epoch = request.epoch
-        return pb.AttachResponse()
 
     async def Prepare(self, request: pb.PrepareRequest, context: ServicerContext) -> pb.PrepareResponse:
         if self._grammars is None:
@@ -154,7 +160,10 @@ class GrammarServicer(pb_grpc.WorkerServicer):
         epoch = self._epoch
         if epoch is not None and request.epoch in (0, epoch.number):
             self._epoch = None
-            await asyncio.to_thread(epoch.finish)
+            try:
+                await asyncio.to_thread(epoch.finish)
+            finally:
+                epoch.abandon()  # the rest, if the caller is gone: what it waits for may never happen
         return pb.DrainResponse()
 
     def close(self) -> None:

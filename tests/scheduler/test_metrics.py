@@ -346,3 +346,27 @@ def test_a_scrape_has_the_time_without_a_draft_until_then(monkeypatch: pytest.Mo
     drafts.set_missing(is_missing=False)
     now[0] = 30.0
     assert scraped(registry, "slipstream_draft_missing_seconds_total") == 7.0
+
+
+def test_a_draft_that_joins_while_metrics_are_scraped_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, now = CollectorRegistry(), [10.0]
+    monkeypatch.setattr("slipstream.scheduler.metrics.time", SimpleNamespace(monotonic=lambda: now[0]))
+    drafts = DraftMetrics(registry)
+    drafts.set_missing(is_missing=True)
+    lock = drafts._lock
+
+    class JoinsBefore:
+        """The lock, which the session's thread takes before the scraper's."""
+
+        def __enter__(self) -> None:
+            drafts._lock = lock
+            drafts.set_missing(is_missing=False)
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    drafts._lock = JoinsBefore()  # type: ignore[assignment]
+    for now_s in (15.0, 30.0):
+        now[0] = now_s
+        assert scraped(registry, "slipstream_draft_missing_seconds_total") == 5.0
