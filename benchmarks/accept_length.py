@@ -103,21 +103,24 @@ async def _sample(client: AsyncClient, about: Row) -> Row:
         found += await answers(client, [Request(text, options) for text in texts], CONCURRENCY)
     seconds = time.monotonic() - begun
     outputs = [answer.token_ids for answer in found]
-    num_tokens, places = sum(map(len, outputs)), [answer.accepted_per_position for answer in found]
+    num_tokens, usages = sum(map(len, outputs)), [answer.usage for answer in found]
     return {
         "num_prompts": len(found),
-        "num_verify_steps": sum(answer.num_verify_steps for answer in found),
-        "total_draft_tokens": sum(answer.num_draft_tokens for answer in found),
-        "total_accepted_tokens": sum(answer.num_accepted_tokens for answer in found),
+        **{
+            name: sum(getattr(usage, name) for usage in usages)
+            for name in ("num_verify_steps", "total_draft_tokens", "total_accepted_tokens")
+        },
         "mean_accept_length": accept_length(found),
-        "accepted_per_position": [sum(counts) for counts in zip_longest(*places, fillvalue=0)],
+        "accepted_per_position": [
+            sum(counts) for counts in zip_longest(*(usage.accepted_per_position for usage in usages), fillvalue=0)
+        ],
         "repeated_share": sum(len(output) * repeated_share(output) for output in outputs) / num_tokens,
         "tokens_per_second": num_tokens / seconds,  # of all requests, 8 at a time
     }
 
 
 @benchmark(Plan)
-async def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> None:
     """Measures the standalone draft, the heads and prompt lookup."""
     table, where = make_table(file), host(plan.device)
 
@@ -128,4 +131,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
     async with Stack(device=plan.device) as stack:
         await stack.models(*plan.algorithms)
         await run(stack, plan.scenarios(), sample, table)
-    return []

@@ -9,19 +9,21 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import product
 from operator import add
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from slipstream.benchmarks.models import BUNDLED, NGRAM, NGRAM_SUFFIX, NUM_DRAFT_TOKENS, Setup, draft_options
-from slipstream.benchmarks.runner import DevicePlan, Row, Table, benchmark, host
+from slipstream.benchmarks.runner import DevicePlan, Row, Table, benchmark, grouped, host
 from slipstream.benchmarks.stack import SCRIPTS, Served, Stack, free_ports, words
 from slipstream.benchmarks.streams import SEED, Window, stream_window
 from slipstream.cli.load_requests import Request, request
-from slipstream.common.rpc.metrics import HOST_STALL_SECONDS, Scrape, scrape
+from slipstream.common.rpc.metrics import HOST_STALL_SECONDS, scrape
 from slipstream.common.settings import setting
 from slipstream.services.grammar.metrics import MASK_SECONDS, MASKS
 
@@ -81,18 +83,6 @@ class Plan(DevicePlan):
         return [int(batch) for batch in self.batches.split(",")]
 
 
-@dataclass(frozen=True, slots=True)
-class Ports:
-    """Where the workers serve their metrics."""
-
-    verify: int
-    grammar: int
-
-    async def read(self) -> tuple[Scrape, Scrape]:
-        """Both pages."""
-        return await scrape(self.verify), await scrape(self.grammar)
-
-
 def requests_of(mode: str, batch: int) -> list[Request]:
     """The requests of a batch, the same each time."""
     rng, made = random.Random(SEED), []
@@ -101,19 +91,18 @@ def requests_of(mode: str, batch: int) -> list[Request]:
         prompt = [rng.randrange(256, 4096) for _ in range(PROMPT_TOKENS)]
         one = request(prompt, MAX_NEW_TOKENS, 0.0, SEED + number)
         if number < num_constrained:
-            options = {**one.options, "ignore_eos": False, "json_schema": json.dumps(SCHEMA)}
-            one = Request(prompt, options)  # type: ignore[arg-type]
+            one.options["ignore_eos"], one.options["json_schema"] = False, json.dumps(SCHEMA)
         made.append(one)
     return made
 
 
-async def measure(served: Served, ports: Ports, mode: str, batch: int, *, is_warm_up: bool = False) -> Row:
-    """Measures as many windows as have enough steps; to warm up, one."""
+async def measure(served: Served, ports: Sequence[int], mode: str, batch: int, *, is_warm_up: bool = False) -> Row:
+    """Measures as many windows as have enough steps; to warm up, one. `ports`: metrics of verify and grammar worker."""
     windows: list[Window] = []
-    before = await ports.read()
+    before = [await scrape(port) for port in ports]
     while not windows or (sum(window.num_steps for window in windows) < LEAST_STEPS and not is_warm_up):
         windows.append(await stream_window(served, requests_of(mode, batch), warm_up_tokens=WARM_UP_TOKENS))
-    verify, grammar = (now.since(then) for now, then in zip(await ports.read(), before, strict=True))
+    verify, grammar = [(await scrape(port)).since(then) for port, then in zip(ports, before, strict=True)]
     whole, num_masks = reduce(add, windows), grammar.total(MASKS.name)
     # Masks and waits are those of all steps, in the windows and about them: each such step has one mask a place.
     num_masked = num_masks / (NUM_DRAFT_TOKENS + 1) / (NUM_MIXED if mode == SOME else batch)
@@ -136,26 +125,24 @@ async def measure(served: Served, ports: Ports, mode: str, batch: int, *, is_war
 def ratios(rows: list[Row]) -> list[Row]:
     """The median over the repeats of a step's time with constraints by that without, in the same repeat."""
     found = []
-    for batch in dict.fromkeys(row["batch"] for row in rows):
-        by_mode = {mode: [row for row in rows if (row["batch"], row["mode"]) == (batch, mode)] for mode in MODES}
-        for mode in (ALL, SOME):
-            pairs = list(zip(by_mode[mode], by_mode[FREE], strict=False))
-            if pairs:
-                ratio = median(row["step_ms"] / free["step_ms"] for row, free in pairs)
-                found.append({"batch": batch, "mode": mode, "ratio": round(ratio, 4)})
+    groups = grouped(rows, "batch", "mode")
+    for batch, mode in product(dict.fromkeys(row["batch"] for row in rows), (ALL, SOME)):
+        if pairs := list(zip(groups.get((batch, mode), ()), groups.get((batch, FREE), ()), strict=False)):
+            ratio = median(row["step_ms"] / free["step_ms"] for row, free in pairs)
+            found.append({"batch": batch, "mode": mode, "ratio": round(ratio, 4)})
     return found
 
 
 @benchmark(Plan)
-async def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> None:
     """Measures decode steps with constraints and without."""
     setup = Setup.named(plan.shape if plan.shape == BUNDLED else f"{plan.shape}-{NGRAM}")
-    ports, rows, table = Ports(*free_ports(2)), list[Row](), Table(file, "shape")
+    ports, rows, table = free_ports(2), list[Row](), Table(file, "shape")
     async with Stack(device=plan.device) as stack:
         draft = {**draft_options(NGRAM_SUFFIX, target=setup.target), "suffix_cache_tokens": SUFFIX_CACHE_TOKENS}
-        grammar = words(listen=stack.socket("grammar"), metrics_port=ports.grammar)
+        grammar = words(listen=stack.socket("grammar"), metrics_port=ports[1])
         await asyncio.gather(
-            stack.worker("verify", model=setup.target, load_format=setup.load_format, metrics_port=ports.verify),
+            stack.worker("verify", model=setup.target, load_format=setup.load_format, metrics_port=ports[0]),
             stack.worker("draft", **draft),
             stack.process("grammar", str(SCRIPTS / "slipstream-grammar"), *grammar),
         )
@@ -178,4 +165,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
                             table.add(rows[-1])
     for ratio in ratios(rows):
         print(json.dumps(ratio), flush=True)
-    return []

@@ -159,13 +159,10 @@ async def _sample(plan: Plan, served: Served, scenario: Scenario) -> AsyncIterat
 
 
 @benchmark(Plan)
-async def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> None:
     """Measures delivery."""
     setup, table = Setup.named(plan.shape), Table(file)
     context_tokens = PROMPT_TOKENS + MAX_NEW_TOKENS if plan.device == "cuda" else setup.context_tokens
     async with Stack(device=plan.device) as stack:
-        await asyncio.gather(
-            stack.worker("verify", **setup.verify_options), stack.worker("draft", **setup.draft_options)
-        )
+        await asyncio.gather(stack.worker("verify", **setup.accepting()), stack.worker("draft", **setup.draft_options))
         await run(stack, plan.scenarios(context_tokens), partial(_sample, plan), table)
-    return []

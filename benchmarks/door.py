@@ -10,9 +10,11 @@ import json
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -21,13 +23,14 @@ import psutil
 
 from slipstream.benchmarks.runner import NoPlan, Row, Table, benchmark, host
 from slipstream.benchmarks.stack import LOG_DIR, Served, Stack, free_ports, running, words
+from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
 from slipstream.client.requests import RequestOptions
 from slipstream.common.settings import setting
 from slipstream.door.server import TOGETHER_FROM
 
-Start = Callable[[int, "Arrivals"], asyncio.Task[None]]
-"""Starts a stream with a seed."""
+Stream = Callable[[int, "Arrivals"], Coroutine[Any, Any, None]]
+"""A stream with a seed."""
 
 OURS, OPENAI, ALONE = "gRPC", "OpenAI", "OpenAI, each output on a stream of its own"
 PROMPT = list(range(300, 332))
@@ -124,23 +127,18 @@ def cpu_s(pid: int) -> float:
     return float(sum(psutil.Process(pid).cpu_times()[:2]))
 
 
-async def sample(plan: Plan, batch: int, served: Served, start: Start, pids: Mapping[str, int]) -> Row:
+async def sample(plan: Plan, batch: int, served: Served, stream: Stream, pids: Mapping[str, int]) -> Row:
     """Streams a batch of requests, and measures while all of them run."""
     arrivals = Arrivals()
-    async with AsyncClient(served.address) as client:
-        tasks = [asyncio.create_task(probe(client, arrivals)), *(start(seed, arrivals) for seed in range(1, batch + 1))]
-        try:
-            while arrivals.num_streams < batch:
-                await asyncio.sleep(0.05)
-                [task.result() for task in tasks if task.done()]
-            before, begin_ns = {name: cpu_s(pid) for name, pid in pids.items()}, time.monotonic_ns()
-            await asyncio.sleep(plan.seconds)
-            end_ns, after = time.monotonic_ns(), {name: cpu_s(pid) for name, pid in pids.items()}
+    streams = (stream(seed, arrivals) for seed in range(1, batch + 1))
+    async with AsyncClient(served.address) as client, background(probe(client, arrivals), *streams) as tasks:
+        while arrivals.num_streams < batch:
+            await asyncio.sleep(0.05)
             [task.result() for task in tasks if task.done()]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        before, begin_ns = {name: cpu_s(pid) for name, pid in pids.items()}, time.monotonic_ns()
+        await asyncio.sleep(plan.seconds)
+        end_ns, after = time.monotonic_ns(), {name: cpu_s(pid) for name, pid in pids.items()}
+        [task.result() for task in tasks if task.done()]
     late_ms = arrivals.late_ms(begin_ns, end_ns)
     return {
         "messages": len(late_ms),
@@ -152,7 +150,7 @@ async def sample(plan: Plan, batch: int, served: Served, start: Start, pids: Map
 
 
 @benchmark(Plan)
-async def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> None:
     """Measures the interfaces of one gateway in turns, over dummy workers."""
     table = Table(file, "batch", "interface", "repeat")
     for batch, step_ms in zip(map(int, plan.batches.split(",")), map(float, plan.step_ms.split(",")), strict=True):
@@ -168,22 +166,16 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
                 stack.scheduler("draft", **options) as served,
                 door_of(stack, served) as (port, pid),
                 door_of(stack, served, together_from=2**30) as (other_port, other_pid),
+                AsyncClient(served.address) as client,
             ):
-                gateway = next(
-                    one.pid for one in psutil.Process().children() if any("gateway" in word for word in one.cmdline())
-                )
-                pids = {"gateway": gateway, "door": pid}
-                async with AsyncClient(served.address) as client:
-                    starts: dict[str, Start] = {
-                        OURS: lambda seed, to: asyncio.create_task(ours(client, seed, to)),
-                        OPENAI: lambda seed, to: asyncio.create_task(openai(port, seed, to)),
-                        ALONE: lambda seed, to: asyncio.create_task(openai(other_port, seed, to)),
-                    }
-                    for repeat in range(plan.repeats):
-                        for interface, start in starts.items():
-                            row = await sample(
-                                plan, batch, served, start, pids | {"door": other_pid} if interface == ALONE else pids
-                            )
-                            about = {"batch": batch, "interface": interface, "repeat": repeat}
-                            table.add({**about, **row, "step_ms": step_ms, "host": host()})
-    return []
+                services = (await client.server_info()).services
+                gateway = next(service.pid for service in services if service.name == "gateway")
+                ways: dict[str, tuple[Stream, int]] = {
+                    OURS: (partial(ours, client), pid),
+                    OPENAI: (partial(openai, port), pid),
+                    ALONE: (partial(openai, other_port), other_pid),
+                }
+                for repeat, (interface, (stream, door)) in product(range(plan.repeats), ways.items()):
+                    row = await sample(plan, batch, served, stream, {"gateway": gateway, "door": door})
+                    about = {"batch": batch, "interface": interface, "repeat": repeat}
+                    table.add({**about, **row, "step_ms": step_ms, "host": host()})

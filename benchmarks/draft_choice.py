@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 
 from slipstream.benchmarks.charts import draw_draft_choice
-from slipstream.benchmarks.runner import Names, Row, Table, benchmark, load, told
+from slipstream.benchmarks.models import THREE
+from slipstream.benchmarks.runner import Names, Row, Table, benchmark, load, medians, told
 from slipstream.common.settings import Settings, setting
 from slipstream.common.wire.sequence import SamplingParams, SequenceSpec
 from slipstream.common.wire.step import EVEN_DRAFT_TOKENS, RowTokens
@@ -65,25 +66,15 @@ class MeasuredCosts:
     """The times of steps, in seconds."""
 
     def __init__(self) -> None:
-        drafted, plain = (
-            {
-                batch: {name: median(row[name] for row in rows if row["batch"] == batch) for name in names}
-                for batch in sorted({row["batch"] for row in rows})
-            }
-            for rows, names in (
-                (
-                    [row for row in load("decode_h200") if row["shape"] == SHAPE and row["mode"] == "three processes"],
-                    ("draft_ms", "verify_ms"),
-                ),
-                ([row for row in load("plain_h200") if row["shape"] == SHAPE], ("verify_ms",)),
-            )
-        )
-        verify = {batch: of["verify_ms"] - KV_MS * batch for batch, of in plain.items()}
-        verify |= {5 * batch: of["verify_ms"] - KV_MS * batch for batch, of in drafted.items()}
+        plain = medians([row for row in load("plain_h200") if row["shape"] == SHAPE], ("batch",), ("verify_ms",))
+        decode = [row for row in load("decode_h200") if (row["shape"], row["mode"]) == (SHAPE, THREE)]
+        drafted = sorted(medians(decode, ("batch",), ("draft_ms", "verify_ms")), key=itemgetter("batch"))
+        verify = {row["batch"]: row["verify_ms"] - KV_MS * row["batch"] for row in plain}
+        verify |= {5 * row["batch"]: row["verify_ms"] - KV_MS * row["batch"] for row in drafted}
         self._tokens = np.array(sorted(verify))
         self._verify_ms = np.maximum.accumulate(np.array([verify[tokens] for tokens in sorted(verify)]))
-        self._rows = np.array(sorted(drafted))
-        self._forward_ms = np.array([drafted[batch]["draft_ms"] / 5 for batch in sorted(drafted)])
+        self._rows = np.array([row["batch"] for row in drafted])
+        self._forward_ms = np.array([row["draft_ms"] / 5 for row in drafted])
 
     def verify_s(self, rows: int, tokens: int) -> float:
         """Verify's part."""

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -26,7 +27,7 @@ from slipstream.benchmarks.overlap import HOST_BLOCKS, RUN_AHEAD, lost_ms, title
 from slipstream.benchmarks.peers import DRAFTING, DRAFTS, SHAPE_8B
 from slipstream.benchmarks.peers import PLAIN as PLAIN_WAY
 from slipstream.benchmarks.probes import PROBES, name_of
-from slipstream.benchmarks.runner import Row, grouped, load, median_of
+from slipstream.benchmarks.runner import Row, grouped, load, median_of, medians
 from slipstream.common.host import STEP_LOOP
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,12 +150,9 @@ def _overlap(name: str) -> str:
     )
     rows = []
     for (title,), mine in grouped([row | {"title": title_of(row)} for row in found], "title").items():
-        groups = grouped(mine, "draft_ms", "verify_ms", "mps")
-        cells = [
-            [f"{median_of(groups[c], name):.3f}" for name in ("ratio", "lost_share")] if c in groups else ["", ""]
-            for c in columns
-        ]
-        rows.append(" | ".join((title, *(cell for pair in cells for cell in pair))))
+        found = medians(mine, ("draft_ms", "verify_ms", "mps"), ("ratio", "lost_share"))
+        cells = {tuple(row.values())[:3]: "{ratio:.3f} | {lost_share:.3f}".format_map(row) for row in found}
+        rows.append(" | ".join((title, *(cells.get(column, " | ") for column in columns))))
     return markdown_table(header, rows)
 
 
@@ -206,36 +204,32 @@ def _constrained() -> str:
 
 def _experts() -> str:
     """Steps of mixtures of experts, with an EAGLE-3 head and without."""
-    names = ("tokens_per_second", "step_ms", "draft_ms", "verify_ms")
-    measured = [row for name in ("decode_h200", "experts_h200") for row in load(name)]
-    rows = []
-    for (shape, mode, batch), found in sorted(grouped(measured, "shape", "mode", "batch").items()):
-        if SHAPES.get(shape, {}).keys() & {"num_experts", "num_local_experts"}:
-            row = {name: median_of(found, name) for name in names}
-            over_floor = median(one["verify_ms"] / one["verify_floor_ms"] for one in found)
-            draft = DRAFT_TITLES[NONE if mode == PLAIN else EAGLE3]
-            rows.append({"shape": shape, "draft": draft, "batch": batch, "over_floor": over_floor, **row})
-    return table_of("experts", rows)
+    keys, names = ("shape", "mode", "batch"), ("tokens_per_second", "step_ms", "draft_ms", "verify_ms", "over_floor")
+    measured = [
+        row | {"over_floor": row["verify_ms"] / row["verify_floor_ms"]}
+        for name in ("decode_h200", "experts_h200")
+        for row in load(name)
+        if SHAPES.get(row["shape"], {}).keys() & {"num_experts", "num_local_experts"}
+    ]
+    rows = sorted(medians(measured, keys, names), key=itemgetter(*keys))
+    return table_of(
+        "experts", (row | {"draft": DRAFT_TITLES[NONE if row["mode"] == PLAIN else EAGLE3]} for row in rows)
+    )
 
 
 def _chosen() -> str:
     """Medians of steps whose draft tokens are chosen, and of those with a fixed number."""
-    names, rows = ("tokens_per_second", "mean_accept_length", "step_ms"), []
-    for (batch, fixed), found in grouped(load("draft_choice_h200"), "batch", "fixed_draft_tokens").items():
-        row = {name: median_of(found, name) for name in names}
-        rows.append({"batch": batch, "draft_tokens": fixed or "auto", **row})
-    return table_of("chosen", sorted(rows, key=lambda row: row["batch"]))
+    names = ("tokens_per_second", "mean_accept_length", "step_ms")
+    rows = medians(load("draft_choice_h200"), ("batch", "fixed_draft_tokens"), names)
+    rows = [row | {"draft_tokens": row["fixed_draft_tokens"] or "auto"} for row in rows]
+    return table_of("chosen", sorted(rows, key=itemgetter("batch")))
 
 
 def _door() -> str:
     """Medians of OpenAI's interface and of our own, measured in turns."""
-    groups = grouped(load("door_cpu"), "batch", "interface")
-    names = ("late_p50_ms", "late_p99_ms", "first_token_p50_ms", "gateway_us", "door_us", "messages")
-    rows = []
-    for batch in dict.fromkeys(batch for batch, _ in groups):
-        ours, openai = (
-            {name: median_of(groups[batch, interface], name) for name in names} for interface in (OURS, OPENAI)
-        )
+    names, rows = ("late_p50_ms", "late_p99_ms", "first_token_p50_ms", "gateway_us", "door_us", "messages"), []
+    for (batch,), found in grouped(medians(load("door_cpu"), ("batch", "interface"), names), "batch").items():
+        ours, openai = (next(row for row in found if row["interface"] == interface) for interface in (OURS, OPENAI))
         ratio = openai["messages"] / ours["messages"]
         rows.append({"batch": batch, "ours": ours, "openai": openai, "ratio": ratio})
     return table_of("door", rows)
@@ -298,9 +292,8 @@ def _by_position() -> str:
     for (algorithm, num_draft_tokens), rows in groups.items():
         steps = sum(row["num_verify_steps"] for row in rows)
         counts = map(sum, zip(*(row["accepted_per_position"] for row in rows), strict=True))
-        shares = [f"{count / steps:.2f}" for count in counts]
-        cells = [DRAFT_TITLES[algorithm], str(num_draft_tokens), *shares, *[""] * (most - len(shares))]
-        lines.append(" | ".join(cells))
+        shares = [f"{count / steps:.2f}" for count in counts] + [""] * (most - num_draft_tokens)
+        lines.append(" | ".join((DRAFT_TITLES[algorithm], str(num_draft_tokens), *shares)))
     return markdown_table(" | ".join(["draft", "K", *map(str, range(1, most + 1))]), lines)
 
 

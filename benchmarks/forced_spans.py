@@ -156,7 +156,7 @@ def accept_length(output: Output, way: Way, num_draft_tokens: int) -> float:
 
 
 @benchmark(Plan)
-async def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> None:
     """Measures the accept length of JSON by what a draft knows of its schema."""
     generator, table = Generator(plan), Table(file)
     schemas = [json.loads(line)["schema"] for line in SCHEMAS.read_text(encoding="utf-8").splitlines()]
@@ -176,4 +176,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
                         "host": host(),
                     }
                 )
-    return []

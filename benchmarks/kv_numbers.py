@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from slipstream.benchmarks.runner import Row, benchmark, host, told, write_json
+from slipstream.benchmarks.runner import Row, Table, benchmark, host
 from slipstream.bundled import prompts, target_dir
 from slipstream.common.settings import Settings, setting
 from slipstream.services.models.attention import ForwardBatch
@@ -113,10 +113,8 @@ def compare(plan: Plan) -> list[Row]:
 
 
 @benchmark(Plan)
-async def main(plan: Plan, path: Path | None) -> Sequence[str]:
+async def main(plan: Plan, path: Path | None) -> None:
     """Compares the logits and greedy tokens of the bundled target with rounded keys and values."""
-    rows = compare(plan)
-    for row in rows:
-        print(told(row), flush=True)
-    write_json(rows, path)
-    return ()
+    table = Table(path)
+    for row in compare(plan):
+        table.add(row)

@@ -90,7 +90,7 @@ async def _first_token_s(client: AsyncClient, prompt: list[int]) -> float:
 
 
 @benchmark(Plan)
-async def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> None:
     """Measures the effect of a long prompt on a running stream: starts a scheduler for each size of the steps."""
     # Without a prefix cache: the same prompt is sent each time.
     options = {"slots": 4, "context_tokens": CONTEXT_TOKENS, "no_prefix_cache": True}
@@ -103,4 +103,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
             await stack.models(STANDALONE, target=target, drafts={STANDALONE: draft})
             await run(stack, scenarios, partial(_sample, plan), table)
     write_json({"host": host(), "temperature": TEMPERATURE, "plan": asdict(plan), "results": table.rows}, file)
-    return []

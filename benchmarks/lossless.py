@@ -118,7 +118,7 @@ async def _generate(client: AsyncClient, cases: Sequence[Case], way: Way) -> lis
         requests.append(Request(texts[case.prompt], options))
     found = await answers(client, requests, way.concurrency)
     without = found if way.algorithm == NONE else found[1::2] if way.is_mixed else []
-    assert not any(answer.num_draft_tokens for answer in without), "nothing is drafted where drafts are off"
+    assert not any(answer.usage.total_draft_tokens for answer in without), "nothing is drafted where drafts are off"
     return found
 
 

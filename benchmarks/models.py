@@ -113,12 +113,7 @@ class Setup:
         """Tokens of a request, prompt and output."""
         return self.prompt_tokens + self.max_new_tokens
 
-    @property
-    def verify_options(self) -> dict[str, Any]:
-        """Options of the verify service, which accepts by chance."""
-        return self.accepting(None)
-
-    def accepting(self, shares: Shares | None) -> dict[str, Any]:
+    def accepting(self, shares: Shares | None = None) -> dict[str, Any]:
         """Options of the verify service, which accepts by chance: by these shares, or with a mean of ACCEPT_LENGTH."""
         length = None if shares else ACCEPT_LENGTH
         simulated = {"simulate_accept_by_position": shares, "simulate_accept_length": length}

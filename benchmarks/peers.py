@@ -256,7 +256,7 @@ class TransformersPeer:
 
 
 @benchmark(Plan)
-async def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> None:
     """Measures both systems, one after the other."""
     # Imported where they are used, as it takes seconds, and `figures.py` reads the names of the ways only.
     from transformers.utils import logging as transformers_logging
@@ -268,4 +268,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
     with TemporaryDirectory() as folder:
         for name in plan.case:
             await measure(Case.named(name, Path(folder)), plan.device, table)
-    return []

@@ -1,12 +1,11 @@
 """Runs a benchmark: scenarios that are served one after the other, a sampler of each, and a table of its rows.
 
     @benchmark(Plan)
-    async def main(plan: Plan, file: Path | None) -> Sequence[str]:
+    async def main(plan: Plan, file: Path | None) -> None:
         async with Stack(device=plan.device) as stack:
             await run(stack, scenarios, sample, Table(file, "run_ahead"))
-        return []
 
-A benchmark returns its problems: without any its status is 0.
+A benchmark may return its problems: without any its status is 0.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -63,22 +62,22 @@ class DevicePlan(Settings):
     device: str = setting("cpu", help="Device of the workers.", choices=("cpu", "cuda"))
 
 
-def benchmark(plan: type[P]) -> Callable[[Callable[[P, Path | None], Awaitable[Sequence[str]]]], typer.Typer]:
+Benchmark = Callable[[P, Path | None], Coroutine[Any, Any, Sequence[str] | None]]
+
+
+def benchmark(plan: type[P]) -> Callable[[Benchmark[P]], typer.Typer]:
     """Makes a command line of a benchmark, with an option for each setting of `plan`, and `--json`.
 
     Runs it, where its module is the script: it stands at the end. The problems that it returns are its exit status.
     """
 
-    def decorate(run: Callable[[P, Path | None], Awaitable[Sequence[str]]]) -> typer.Typer:
+    def decorate(run: Benchmark[P]) -> typer.Typer:
         @with_options(plan)
         def main(
             json: Annotated[Path | None, typer.Option(help="The file for the results.")] = None, **values: Any
         ) -> None:
-            async def work() -> Sequence[str]:
-                return await run(plan(**values), json)
-
             try:
-                problems = asyncio.run(work())
+                problems = asyncio.run(run(plan(**values), json)) or ()
             except ConfigError as error:
                 raise typer.BadParameter(str(error)) from error
             sys.exit("\n".join(problems) or 0)
@@ -206,6 +205,14 @@ def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]
     for row in rows:
         groups.setdefault(tuple(row[name] for name in names), []).append(row)
     return groups
+
+
+def medians(rows: Iterable[Row], keys: Sequence[str], names: Sequence[str]) -> list[Row]:
+    """A row for each group of rows with the same keys: the keys, and the median of each of the named figures."""
+    return [
+        dict(zip(keys, key, strict=True)) | {name: median_of(found, name) for name in names}
+        for key, found in grouped(rows, *keys).items()
+    ]
 
 
 def _gpu() -> str:

@@ -52,7 +52,6 @@ class Served:
     """The scheduler's own address."""
     metrics_port: int
     """The scheduler's."""
-    gateway_metrics_port: int
 
 
 class Stack:
@@ -179,7 +178,7 @@ class Stack:
                     own += words(private_listen=health, gateway_index=index)
                 starts.append(self._service(name, health, *program, *shared, *own))
             await asyncio.gather(*map(held.enter_async_context, starts))
-            yield Served(address, scheduler, metrics_port, ports[0])
+            yield Served(address, scheduler, metrics_port)
 
     @asynccontextmanager
     async def _service(
@@ -287,12 +286,6 @@ class UpServer:
                     found[service] = child
         return found
 
-    def send(self, service: str, number: signal.Signals) -> psutil.Process:
-        """Sends a signal to a service, and returns the process that got it. Raises KeyError if there is none."""
-        process = self.services()[service]
-        process.send_signal(number)
-        return process
-
     async def metrics(self) -> Scrape:
         """Reads the scheduler's metrics."""
         async with AsyncClient(self.address) as client:
@@ -308,9 +301,10 @@ class UpServer:
                     return metrics
                 await asyncio.sleep(POLL_S)
 
-    async def fault(self, service: str, fault: str, *, pause_s: float) -> psutil.Process:
+    async def fault(self, service: str, fault: str, *, pause_s: float = 0.0) -> psutil.Process:
         """Gives a service one of FAULTS, and returns the process that got it. Raises KeyError if there is none."""
-        process = self.send(service, FAULTS[fault])
+        process = self.services()[service]
+        process.send_signal(FAULTS[fault])
         if fault == "pause":
             await asyncio.sleep(pause_s)
             with suppress(psutil.NoSuchProcess):  # found to hang, and replaced

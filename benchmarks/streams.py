@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -21,6 +21,7 @@ from slipstream.client.requests import RequestOptions
 from slipstream.common.host import STEP_LOOP
 from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.rpc.metrics import Scrape, scrape
+from slipstream.common.wire.job import Usage, mean_accept_length
 from slipstream.common.wire.server import ServerState
 
 FLOW_S = 0.1
@@ -193,16 +194,12 @@ SEED = 11
 TEMPERATURE = 0.8
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The output of a request, and its counts."""
+class Answer(NamedTuple):
+    """The output of a request."""
 
     token_ids: tuple[int, ...]
     finish_reason: str
-    num_verify_steps: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    accepted_per_position: tuple[int, ...] = ()
+    usage: Usage
 
 
 async def answers(client: AsyncClient, requests: Sequence[Request], at_once: int) -> list[Answer]:
@@ -215,16 +212,16 @@ async def answers(client: AsyncClient, requests: Sequence[Request], at_once: int
             chunks = [chunk async for chunk in client.generate(prompt, **options)]
         tokens, usage = tuple(token for chunk in chunks for token in chunk.token_ids), chunks[-1].usage
         assert usage is not None, "the last message has it"
-        counts = usage.num_verify_steps, usage.total_draft_tokens, usage.total_accepted_tokens
-        return Answer(tokens, str(chunks[-1].finish_reason), *counts, tuple(usage.accepted_per_position))
+        return Answer(tokens, str(chunks[-1].finish_reason), usage)
 
     return await asyncio.gather(*map(answer, requests))
 
 
 def accept_length(found: Sequence[Answer]) -> float:
     """Returns the mean over the steps in which a draft was checked; 1 without any."""
-    steps = sum(answer.num_verify_steps for answer in found)
-    return 1 + sum(answer.num_accepted_tokens for answer in found) / max(1, steps)
+    usages = [answer.usage for answer in found]
+    num_accepted = sum(usage.total_accepted_tokens for usage in usages)
+    return mean_accept_length(num_accepted, sum(usage.num_verify_steps for usage in usages))
 
 
 class TornWindowError(Exception):
@@ -295,7 +292,7 @@ class Window(StepSums):
         names = ("elapsed_s", "num_tokens", *(each.name for each in fields(StepSums)))
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         cpu_s = {name: seconds + other.cpu_s[name] for name, seconds in self.cpu_s.items()}
-        return Window(**{**asdict(self), **sums, "cpu_s": cpu_s})
+        return replace(self, **sums, cpu_s=cpu_s)
 
 
 @dataclass(slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -138,7 +137,7 @@ class Swaps:
         for _ in range(kills if algorithm != NONE else 0):
             await self._streams.settle()
             async with background(self._joined(await self._draft(), algorithm)) as (joined,):
-                self._server.send("draft", signal.SIGKILL)
+                await self._server.fault("draft", "kill")
                 since = await joined
             await self._jobs()
             recovery.add(self._streams, since, self._references[algorithm])

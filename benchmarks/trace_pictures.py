@@ -181,7 +181,7 @@ def _draw_arrow(axis: Axes, source: Event, target: Event, rows: Rows, begin: flo
 
 
 @benchmark(Plan)
-async def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> None:
     """Traces each run-ahead, and draws it."""
     plan.out.mkdir(parents=True, exist_ok=True)
     draft_ms, verify_ms = KERNELS_MS[plan.device]
@@ -204,4 +204,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
     async with Stack(device=plan.device) as stack:
         await stack.dummies(draft_ms, verify_ms)
         await run(stack, scenarios, sample, Table(file))
-    return []

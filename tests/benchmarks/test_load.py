@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -204,7 +203,7 @@ async def test_a_lost_draft_makes_the_result_not_count(monkeypatch: pytest.Monke
     async def with_loss(plan: Plan, server: UpServer, workload: Workload) -> Row:
         report = await make(plan, server, workload)
         if workload.name == "prefill":
-            server.send("draft", signal.SIGKILL)
+            await server.fault("draft", "kill")
             await server.until(lambda metrics: bool(metrics.total("slipstream_draft_losses_total")))
         return report
 
