@@ -29,7 +29,7 @@ def main(
     log: options.Log,
     steps: options.Steps = 4000,
     minutes: options.Minutes = 10.0,
-    batch: Annotated[int, typer.Option(help="Sequences of corpus a step; of samples, as many tokens.")] = 24,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of corpus a step; of samples, as many tokens.")] = 24,
     overlap_weight: options.OverlapWeight = 1.0,
     rate: options.Rate = 4e-3,
     seed: options.Seed = 0,

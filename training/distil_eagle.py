@@ -30,8 +30,10 @@ def main(
     steps: options.Steps = 8000,
     minutes: options.Minutes = 10.0,
     batch: options.Batch = 12,
-    length: Annotated[int, typer.Option(help="Tokens of a sequence of corpus at most.")] = checkpoint.CONTEXT_TOKENS,
-    depth: Annotated[int, typer.Option(help="Tokens of a chain.")] = 4,
+    length: Annotated[
+        int, typer.Option(min=2, help="Tokens of a sequence of corpus at most.")
+    ] = checkpoint.CONTEXT_TOKENS,
+    depth: Annotated[int, typer.Option(min=1, help="Tokens of a chain.")] = 4,
     overlap_weight: options.OverlapWeight = 1.0,
     rate: options.Rate = 2e-3,
     seed: options.Seed = 0,

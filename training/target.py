@@ -76,7 +76,7 @@ def main(
     log: options.Log,
     epochs: Annotated[float, typer.Option(help="Passes over the training text.")] = 20.0,
     minutes: options.Minutes = 10.0,
-    batch: Annotated[int, typer.Option(help="Sequences a step.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 64,
     dropout: Annotated[float, typer.Option(help="On the embedding and each layer's two branches.")] = 0.2,
     weight_decay: Annotated[float, typer.Option(help="Decoupled; none on norms.")] = 0.5,
     rate: options.Rate = 4e-3,

@@ -215,6 +215,18 @@ def test_a_wrong_load_format_names_those_that_there_are(
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize("option", ["batch", "length", "steps", "minutes", "depth"])
+def test_a_size_of_nothing_is_refused_by_name(
+    option: str, target: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--target", str(target), "--data", str(data), "--out", str(data.parent / "out"), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["distil_eagle3", *arguments, f"--{option}", "0"])
+    with pytest.raises(SystemExit) as ended:
+        run_command(main)
+    assert ended.value.code == 2
+    assert f"Invalid value for '--{option}'" in capsys.readouterr().err
+
+
 def test_sequences_are_no_longer_than_the_targets_context(target: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "text.npy", np.arange(2200))
     with pytest.raises(ConfigError, match=r"^length: got 513, accepted: at most 512"):
