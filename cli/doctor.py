@@ -12,14 +12,14 @@ import re
 import resource
 import socket
 import stat
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+import httpx
 import torch
 
 from slipstream.cli.hand_over import TIMED, WORDS, measure
@@ -205,10 +205,10 @@ async def check_port(what: str, address: str) -> Finding:
 
 
 def _has_our_metrics(address: TcpAddress) -> bool:
-    connection = HTTPConnection(address.host, address.port, timeout=_METRICS_S)
-    with closing(connection), suppress(OSError, HTTPException):
-        connection.request("GET", "/metrics")
-        return any(line.startswith(_OUR_METRIC) for line in connection.getresponse().read().decode().splitlines())
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    with suppress(httpx.HTTPError), httpx.Client(timeout=_METRICS_S, trust_env=False) as client:
+        text = client.get(f"http://{host}:{address.port}/metrics").text
+        return any(line.startswith(_OUR_METRIC) for line in text.splitlines())
     return False
 
 

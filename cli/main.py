@@ -130,9 +130,12 @@ def generate(
     options, connection = shared(GenerateOptions, values), shared(ConnectionOptions, values)
     if options.logprobs is not None and not as_json and not detach:
         raise ConfigError("logprobs", options.logprobs, "a number with --json")
-    text = sys.stdin.read() if prompt == "-" else prompt
-    if not _is_utf8(text):
-        raise ConfigError("PROMPT", text, "text in UTF-8")
+    text = prompt
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()
+    except UnicodeError:  # by the locale, what is no UTF-8 is found when it is read, or arrives as surrogates
+        raise ConfigError("PROMPT", text, "text in UTF-8") from None
     with naming_options():
         _exit_with(run_generate(connection, options, text, as_json=as_json, detach=detach))
 
@@ -312,8 +315,8 @@ def check_drafter(
     from slipstream.common.rpc.address import parse_address
 
     parsed = str(parse_address(address, field="address"))
-    if timeout_s <= 0:
-        raise ConfigError("timeout_s", timeout_s, "above 0")
+    if not 0 < timeout_s <= 86400:
+        raise ConfigError("timeout_s", timeout_s, "above 0, to 86400")
     from slipstream.cli.check_drafter import run_check_drafter
 
     raise typer.Exit(run_check_drafter(parsed, values["device"], timeout_s=timeout_s))
@@ -327,14 +330,6 @@ def demo(**values: Any) -> None:
 
     checked(WorkerConfig, values)
     _exit_with(run_demo(**values))
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _exit_with(work: Coroutine[object, object, int]) -> None:

@@ -198,7 +198,7 @@ class BenchOptions(Settings, heading="Load"):
         if (self.openai is None) != (self.model is None):
             raise ConfigError("model", self.model, "a name with --openai, and only there")
         for name in ("output", "picture"):
-            if (path := getattr(self, name)) is not None and not path.absolute().parent.is_dir():
+            if (path := getattr(self, name)) is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise ConfigError(name, str(path), "a file in a folder that exists")
         if self.picture is not None and self.picture.suffix not in (".png", ".svg"):
             raise ConfigError("picture", str(self.picture), "a name that ends in .png or .svg")

@@ -105,7 +105,8 @@ WRONG = {
     "status --server here:http": "--server: got 'here:http'",
     "status --interval-s 1": "--interval-s: got 1.0, accepted: a number with --watch",
     **{f"status --watch --interval-s {given}": "--interval-s: got " for given in ("0", "-1", "nan", "1e9")},
-    "check-drafter --address unix:/none --timeout-s 0": "--timeout-s: got 0.0",
+    **{f"check-drafter --address unix:/none --timeout-s {given}": "--timeout-s: got " for given in ("0", "nan", "inf")},
+    "bench --output {}": "--output: got '{}', accepted: a file in a folder that exists",
     "doctor --device tpu": "--device: got 'tpu'",
     "demo --device abacus": "--device: got 'abacus', accepted: auto, cpu, cuda",
     "health verify": "ADDRESS: got 'verify', accepted: HOST:PORT",
@@ -137,6 +138,17 @@ def test_a_command_that_cannot_be_done_is_one_clear_line(command: str, message: 
     assert len(lines) == 1 or lines[0].startswith("Usage: ")
     assert not (tmp_path / "out").exists()
     assert ("`slipstream up` starts one" in found.stderr) == ("--server " + here in command)
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_prompt_that_is_no_utf_8_is_refused_by_name(errors: str) -> None:
+    command = (sys.executable, "-m", "slipstream.cli.main", "generate", "-")
+    environment = os.environ | {"PYTHONIOENCODING": f"utf-8:{errors}"}
+    found = subprocess.run(command, input=b"\xff", env=environment, capture_output=True, timeout=30, check=False)
+    assert found.returncode == 2
+    (line,) = found.stderr.decode().splitlines()
+    assert line.startswith("slipstream: error: PROMPT: got ")
+    assert line.endswith("accepted: text in UTF-8")
 
 
 def test_generate_gives_up_a_server_that_never_answers() -> None:

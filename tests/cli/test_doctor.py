@@ -103,8 +103,19 @@ async def test_ports_of_a_running_server_are_no_fault(
     assert findings[names[1]]["detail"] == f"a service's metrics are at 127.0.0.1:{metrics_port} already"
 
 
-async def test_a_port_of_another_program_is_taken() -> None:
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+class AnswersInBytes(BaseHTTPRequestHandler):
+    """Has no text."""
+
+    def do_GET(self) -> None:
+        """Answers with bytes that are no UTF-8."""
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"\xff\xfe")
+
+
+@pytest.mark.parametrize("handler", [BaseHTTPRequestHandler, AnswersInBytes])
+async def test_a_port_of_another_program_is_taken(handler: type[BaseHTTPRequestHandler]) -> None:
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         found = await check_port("metrics of verify", f"127.0.0.1:{server.server_port}")
