@@ -8,6 +8,7 @@ import random
 import ssl
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -54,10 +55,10 @@ async def run_bench(connection: ConnectionOptions, options: BenchOptions) -> int
 
     Nothing is printed before the end but what goes wrong.
     """
-    if options.picture is not None:
-        _check_can_draw()
-    server, make_prompt = await _server(connection, options)
-    made = list(islice(requests(options, make_prompt), options.num_prompts))
+    if options.picture is not None and find_spec("matplotlib") is None:
+        raise ConfigError("picture", "a file", "none where matplotlib is not installed")
+    server, vocab_size = await _server(connection, options)
+    made = list(islice(requests(options, vocab_size), options.num_prompts))
     run = await _load(server, options, made)
     found = figures(run, options.limits())
     if options.output is not None:
@@ -72,8 +73,11 @@ async def run_bench(connection: ConnectionOptions, options: BenchOptions) -> int
     return 1 if found["failed"] else 0
 
 
-def requests(options: BenchOptions, make_prompt: PromptMaker) -> Iterator[Request]:
-    """An endless sequence of requests; equal options give equal ones."""
+def requests(options: BenchOptions, vocab_size: int | None) -> Iterator[Request]:
+    """An endless sequence of requests, whose prompts are of ids, or of words where the vocabulary is not known.
+
+    Equal options give equal ones.
+    """
     rng = random.Random(f"bench {options.seed}")
     most = 8 * max(options.input_len, options.output_len)
     lengths = Lengths(
@@ -82,21 +86,12 @@ def requests(options: BenchOptions, make_prompt: PromptMaker) -> Iterator[Reques
     while True:
         fixed = options.input_len, options.output_len
         prompt_tokens, output_tokens = lengths.draw(rng) if options.dataset == SHAREGPT else fixed
-        yield request(make_prompt.prompt(prompt_tokens, rng), output_tokens, options.temperature, rng.randrange(2**31))
-
-
-@dataclass(frozen=True)
-class PromptMaker:
-    """Makes prompts: of ids where the vocabulary is known, else of words."""
-
-    vocab_size: int | None
-
-    def prompt(self, num_tokens: int, rng: random.Random) -> str | tuple[int, ...]:
-        """Returns a prompt of `num_tokens` ids, or of as many words."""
-        if self.vocab_size is None:
-            return " ".join(rng.choice(WORDS) for _ in range(num_tokens))
-        first = min(FIRST_ID, self.vocab_size // 2)
-        return tuple(rng.randrange(first, self.vocab_size) for _ in range(num_tokens))
+        if vocab_size is None:
+            prompt: str | tuple[int, ...] = " ".join(rng.choice(WORDS) for _ in range(prompt_tokens))
+        else:
+            ids = range(min(FIRST_ID, vocab_size // 2), vocab_size)
+            prompt = tuple(rng.randrange(ids.start, ids.stop) for _ in range(prompt_tokens))
+        yield request(prompt, output_tokens, options.temperature, rng.randrange(2**31))
 
 
 def figures(run: LoadRun, limits: dict[str, float]) -> Row:
@@ -140,17 +135,17 @@ async def _load(server: LoadServer, options: BenchOptions, made: Sequence[Reques
     return await open_loop(server, arrivals, arrivals[-1].at_s, TIMEOUT_S, num_processes=options.processes)
 
 
-async def _server(connection: ConnectionOptions, options: BenchOptions) -> tuple[LoadServer, PromptMaker]:
-    """Raises ConnectionLostError if nothing answers."""
+async def _server(connection: ConnectionOptions, options: BenchOptions) -> tuple[LoadServer, int | None]:
+    """Returns the server, and its number of tokens if it says it. Raises ConnectionLostError if nothing answers."""
     if options.openai is None:
         async with connection.client() as client:
             info = await client.server_info()
-        return GrpcServer(connection.server, connection.access), PromptMaker(info.vocab_size)
+        return GrpcServer(connection.server, connection.access), info.vocab_size
     key = connection.api_key or os.environ.get("SLIPSTREAM_API_KEY") or os.environ.get("OPENAI_API_KEY") or ""
     files = {name: getattr(connection, name) for name in ("tls_ca", "tls_cert", "tls_key")}
     server = OpenAIServer(options.openai.rstrip("/"), str(options.model), key, **files)
     async with server.connect():
-        return server, PromptMaker(None)
+        return server, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,30 +184,23 @@ class OpenAIServer:
                 (await client.get(f"{self.url}/models")).raise_for_status()
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 raise ConnectionLostError(f"{self.url} does not answer as OpenAI's interface: {error}") from None
-            yield OpenAIClient(client, self.url, self.model)
+            yield partial(self.stream, client)
 
-
-@contextmanager
-def _naming(option: str, path: Path | None) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(option, path and str(path), f"a file in PEM that this user can read ({error})") from error
-
-
-class OpenAIClient:
-    """A `LoadClient` by OpenAI's interface: completions, streamed. A message counts as one token before the end."""
-
-    def __init__(self, client: httpx.AsyncClient, url: str, model: str) -> None:
-        self._client = client
-        self._url = f"{url}/completions"
-        self._model = model
-
-    async def stream(self, request: Request) -> AsyncIterator[Part]:
+    async def stream(self, client: httpx.AsyncClient, request: Request) -> AsyncIterator[Part]:
+        """Completes a prompt. A message counts as one token before the end."""
         import httpx
 
+        prompt, options = request
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": options["max_new_tokens"],
+            **{name: options[name] for name in ("temperature", "seed", "ignore_eos")},
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         try:
-            async with self._client.stream("POST", self._url, json=self._body(request)) as response:
+            async with client.stream("POST", f"{self.url}/completions", json=body) as response:
                 if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
                     given = response.headers.get("retry-after", "")
                     wait_s = float(given) if given.isdecimal() else 1.0  # it may be a date
@@ -226,18 +214,13 @@ class OpenAIClient:
         except httpx.HTTPError as error:
             raise ConnectionLostError(repr(error)) from None
 
-    def _body(self, request: Request) -> dict[str, Any]:
-        prompt, options = request
-        return {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": options["max_new_tokens"],
-            "temperature": options["temperature"],
-            "seed": options["seed"],
-            "ignore_eos": options["ignore_eos"],
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+
+@contextmanager
+def _naming(option: str, path: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(option, path and str(path), f"a file in PEM that this user can read ({error})") from error
 
 
 def part_of(event: dict[str, Any]) -> Part:
@@ -250,11 +233,6 @@ def part_of(event: dict[str, Any]) -> Part:
         cached = (found.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         counts = Counts(found["prompt_tokens"], found["completion_tokens"], cached)
     return Part(int(bool(choice.get("text"))), choice.get("finish_reason"), counts)
-
-
-def _check_can_draw() -> None:
-    if find_spec("matplotlib") is None:
-        raise ConfigError("picture", "a file", "none where matplotlib is not installed")
 
 
 def draw(run: LoadRun, path: Path) -> None:

@@ -17,10 +17,11 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from math import inf
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from slipstream.common.host import yield_to_streams
 from slipstream.common.wire.job import FinishReason, mean_accept_length
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractAsyncContextManager
     from multiprocessing.sharedctypes import Synchronized
 
@@ -70,12 +71,8 @@ class Part(NamedTuple):
     """None before the end."""
 
 
-class LoadClient(Protocol):
-    """A connection to a server, as a process of the generator uses it."""
-
-    def stream(self, request: Request) -> AsyncIterator[Part]:
-        """Makes a request. Raises ResourceExhaustedError if it is rejected, and other SlipstreamErrors."""
-        ...
+LoadClient: TypeAlias = "Callable[[Request], AsyncIterator[Part]]"
+"""Makes a request on a connection. Raises ResourceExhaustedError if it is rejected, and other SlipstreamErrors."""
 
 
 class LoadServer(Protocol):
@@ -97,21 +94,15 @@ class GrpcServer:
     async def connect(self) -> AsyncIterator[LoadClient]:
         async with AsyncClient(self.address, **self.access) as client:
             await client.server_info()
-            yield GrpcLoadClient(client)
+            yield partial(_stream, client)
 
 
-class GrpcLoadClient:
-    """A `LoadClient` by gRPC."""
-
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
-
-    async def stream(self, request: Request) -> AsyncIterator[Part]:
-        prompt, options = request
-        async for chunk in self._client.generate(prompt, timeout_s=TIMEOUT_S, **options):
-            usage = chunk.job_usage
-            counts = None if usage is None else Counts(*(getattr(usage, name) for name in Counts._fields))
-            yield Part(len(chunk.token_ids), chunk.finish_reason, counts)
+async def _stream(client: AsyncClient, request: Request) -> AsyncIterator[Part]:
+    prompt, options = request
+    async for chunk in client.generate(prompt, timeout_s=TIMEOUT_S, **options):
+        usage = chunk.job_usage
+        counts = None if usage is None else Counts(*(getattr(usage, name) for name in Counts._fields))
+        yield Part(len(chunk.token_ids), chunk.finish_reason, counts)
 
 
 @dataclass(slots=True)
@@ -357,7 +348,7 @@ class Generator:
         record, ends = RequestRecord(intended_s, self.now(), request.options["max_new_tokens"] or 0), []
         self._records.append(record)
         try:
-            async for part in self._client.stream(request):
+            async for part in self._client(request):
                 if part.num_tokens:
                     record.times_s.append(self.now())
                     record.counts.append(part.num_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -312,7 +312,8 @@ class ScriptedVerify:
 
     def _guesses(self, step: int, slot: int) -> list[int]:
         """Reads the draft tokens of a slot. Raises ContractError if they break the contract."""
-        row, num_proposed = self.own.row(BufferName.DRAFT_TOKENS, slot), self.own.number(BufferName.NUM_PROPOSED, slot)
+        row: list[int] = self.own.read(BufferName.DRAFT_TOKENS, slot)
+        num_proposed: int = self.own.read(BufferName.NUM_PROPOSED, slot)
         what = f"of slot {slot} in step {step}"
         if not 0 <= num_proposed <= NUM_DRAFT_TOKENS:
             raise ContractError(f"num_proposed {what} is {num_proposed}, of {NUM_DRAFT_TOKENS} that were asked for")
@@ -329,7 +330,7 @@ class ScriptedVerify:
 
     def _check_part(self, step: int, part: int, when: str) -> None:
         row = step % self._shape.ring
-        start, end = self.own.rows(BufferName.DRAFT_STAMPS, row)[part]
+        start, end = self.own.read(BufferName.DRAFT_STAMPS, row)[part]
         if not self._last_end <= start <= end or not start:
             raise ContractError(
                 f"draft_stamps of step {step}: {start} to {end}, after a part that ended at {self._last_end}"
@@ -413,17 +414,9 @@ class GuardedMemory:
         for tensor in (self._buffers[name], self._expected[name]):
             tensor.fill_(value)
 
-    def row(self, name: BufferName, row: int) -> list[int]:
-        """Returns a row of integers as it is now."""
+    def read(self, name: BufferName, row: int) -> Any:
+        """Returns the integers of a row as it is now: one, or lists of them."""
         return self._device.to_host([self._buffers[name][row]])[0].tolist()
-
-    def rows(self, name: BufferName, row: int) -> list[list[int]]:
-        """Returns the integers of a row that has rows itself."""
-        return self._device.to_host([self._buffers[name][row]])[0].tolist()
-
-    def number(self, name: BufferName, row: int) -> int:
-        """Returns the integer of a row."""
-        return self._device.to_host([self._buffers[name][row]])[0].item()  # type: ignore[return-value]
 
     def allow(self, name: BufferName, row: int) -> None:
         """Takes a row as it is now for right."""
@@ -443,9 +436,8 @@ class GuardedMemory:
             if name.startswith("guard"):
                 found.append("memory between the buffers")
             else:
-                row = (
-                    int((self._buffers[name] != expected).flatten(1).any(1).nonzero()[0, 0]) if expected.ndim > 1 else 0
-                )
+                differs = self._buffers[name] != expected
+                row = int(differs.flatten(1).any(1).nonzero()[0, 0]) if expected.ndim > 1 else 0
                 found.append(f"{name}, row {row}")
         return found
 

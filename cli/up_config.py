@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.models import ModelChoice  # noqa: TC001 - `with_options` reads the annotations
 from slipstream.cli.mps import MpsMode, has_nvidia_device, outside_mps
@@ -292,17 +292,16 @@ def first_metrics_port(metrics_port: int | None, listen: str) -> int:
 def worker_command(config: UpConfig, name: str) -> ServiceCommand:
     """Returns the command of "verify" or "draft". The other services serve without a draft."""
     instance = config.draft_instance if name == "draft" else name
-    module, settings = f"slipstream.services.{name}_main", config.worker(name)
-    command = _command(config, name, module, config.socket(instance), settings, log_path=config.log_path(instance))
-    return replace(command, is_optional=name == "draft")
+    module, more = f"slipstream.services.{name}_main", {"is_optional": name == "draft"}
+    return _command(config, name, module, config.socket(instance), config.worker(name), instance, **more)
 
 
 def grammar_commands(config: UpConfig) -> list[ServiceCommand]:
     """Returns the command of the grammar worker, if there is one. The other services serve without."""
     if not config.has_grammars:
         return []
-    module, settings = "slipstream.services.grammar_main", GrammarConfig()
-    return [replace(_command(config, "grammar", module, config.socket("grammar"), settings), is_optional=True)]
+    module, address = "slipstream.services.grammar_main", config.socket("grammar")
+    return [_command(config, "grammar", module, address, GrammarConfig(), is_optional=True)]
 
 
 def scheduler_command(config: UpConfig) -> ServiceCommand:
@@ -318,8 +317,8 @@ def gateway_commands(config: UpConfig, listen: str) -> list[ServiceCommand]:
     commands = []
     for index, name in enumerate(config.gateway_names):
         settings = config.gateway(index)
-        command = _command(config, name, "slipstream.gateway.main", listen, settings)
-        commands.append(replace(command, address=settings.private_listen or command.address))
+        address = settings.private_listen or dialled(listen)
+        commands.append(_command(config, name, "slipstream.gateway.main", listen, settings, address=address))
     return commands
 
 
@@ -330,29 +329,23 @@ def server_address(config: UpConfig, listen: str) -> str:
 
 def door_commands(config: UpConfig, listen: str) -> list[ServiceCommand]:
     """Returns the commands of OpenAI's interface at `listen`; each process has its own socket for health checks."""
-    return [
-        replace(
-            _command(config, name, "slipstream.door.main", listen, config.door(index)),
-            address=f"{HTTP}{config.socket(name)}",
-        )
-        for index, name in enumerate(config.door_names)
-    ]
+    commands = []
+    for index, name in enumerate(config.door_names):
+        address = f"{HTTP}{config.socket(name)}"
+        commands.append(_command(config, name, "slipstream.door.main", listen, config.door(index), address=address))
+    return commands
 
 
 def _command(
-    config: UpConfig, name: str, module: str, listen: str, settings: Settings, *, log_path: Path | None = None
+    config: UpConfig, name: str, module: str, listen: str, settings: Settings, instance: str = "", **more: Any
 ) -> ServiceCommand:
-    log_path = log_path or config.log_path(name)
+    """`instance`: whose log it writes, if not that of `name`. `more`: further fields of the command."""
+    log_path = config.log_path(instance or name)
     metrics_port = config.metrics_port_of(name)
     options = shared(ServiceOptions, config, listen=listen, metrics_port=metrics_port, log_file=log_path)
-    return ServiceCommand(
-        name=name,
-        # -P, so that the working directory shadows no import.
-        argv=(sys.executable, "-P", "-m", module, *arguments(options), *arguments(settings)),
-        address=dialled(listen),
-        log_path=log_path,
-        restarts=True,
-    )
+    # -P, so that the working directory shadows no import.
+    argv = (sys.executable, "-P", "-m", module, *arguments(options), *arguments(settings))
+    return ServiceCommand(name=name, argv=argv, log_path=log_path, restarts=True, **{"address": dialled(listen)} | more)
 
 
 def placed(service: ServiceCommand, directory: Path, daemon: MpsDaemon | None) -> ServiceCommand:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from slipstream.cli.bench import OpenAIClient, OpenAIServer, PromptMaker, figures, part_of, requests
+from slipstream.cli.bench import OpenAIServer, figures, part_of, requests
 from slipstream.cli.load_generator import COMPLETED, FAILED, LEFT, LoadRun, RequestRecord
 from slipstream.cli.options import BenchOptions
 from slipstream.common.errors import ConfigError, ResourceExhaustedError, SlipstreamError
@@ -31,20 +31,20 @@ def record(times_s: tuple[float, ...], counts: tuple[int, ...], outcome: str = C
 def test_equal_options_give_equal_requests_of_the_lengths_asked_for() -> None:
     options = BenchOptions(input_len=20, output_len=7)
     one, again, other = (
-        list(islice(requests(chosen, PromptMaker(4096)), 50)) for chosen in (options, options, BenchOptions(seed=1))
+        list(islice(requests(chosen, 4096), 50)) for chosen in (options, options, BenchOptions(seed=1))
     )
     assert one == again
     assert one != other
     assert {(len(r.prompt), r.options["max_new_tokens"]) for r in one} == {(20, 7)}
     assert all(256 <= token < 4096 for r in one for token in r.prompt)
-    words = next(requests(options, PromptMaker(None))).prompt
+    words = next(requests(options, None)).prompt
     assert isinstance(words, str)
     assert len(words.split()) == 20
 
 
 def test_lengths_like_sharegpt_have_their_means() -> None:
     options = BenchOptions(dataset="sharegpt", input_len=100, output_len=50)
-    made = list(islice(requests(options, PromptMaker(4096)), 4000))
+    made = list(islice(requests(options, 4096), 4000))
     assert mean(len(r.prompt) for r in made) == pytest.approx(100, rel=0.15)
     assert mean(r.options["max_new_tokens"] or 0 for r in made) == pytest.approx(50, rel=0.15)
     assert len({len(r.prompt) for r in made}) > 100
@@ -66,10 +66,10 @@ def test_figures_are_those_of_completed_requests() -> None:
 @pytest.mark.parametrize(("given", "retry_after_ms"), [("2", 2000), ("Wed, 21 Oct 2026 07:28:00 GMT", 1000)])
 async def test_a_rejection_may_name_a_time_or_a_date(given: str, retry_after_ms: int) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(429, headers={"retry-after": given}))
-    made = next(requests(BenchOptions(), PromptMaker(None)))
+    made = next(requests(BenchOptions(), None))
     async with httpx.AsyncClient(transport=transport) as client:
         with pytest.raises(ResourceExhaustedError) as caught:
-            await anext(aiter(OpenAIClient(client, "http://a", "tiny").stream(made)))
+            await anext(aiter(OpenAIServer("http://a", "tiny", "").stream(client, made)))
     assert caught.value.retry_after_ms == retry_after_ms
 
 
