@@ -157,7 +157,7 @@ class Constraints:
         self,
         batch: Batch,
         verify: Link,
-        listener: ConstraintsListener | None,
+        listener: ConstraintsListener,
         *,
         timeout_s: Callable[[], float],
         log: EventLog,
@@ -201,7 +201,7 @@ class Constraints:
             if len(self._asked) == MOST_ASKED:
                 self._asked.pop(next(iter(self._asked))).state = CompileState.DROPPED
             self._asked[grammar] = asked = Compilation(grammar, waiting={sequence.key: sequence})
-            self._told.wants(active, asked)
+            self._listener.wants(active, asked)
         elif asked.state is CompileState.ASKED:
             asked.waiting[sequence.key] = sequence
         return asked.state is not CompileState.OVER
@@ -246,7 +246,7 @@ class Constraints:
         worker.state = GrammarState.LEAVING
         self._leaving = (*self._leaving, worker)
         self._release(worker)
-        self._told.lost(worker, str(error))
+        self._listener.lost(worker, str(error))
         self._forget()
 
     def check(self) -> None:
@@ -287,18 +287,13 @@ class Constraints:
             self._release(worker)
             worker.state = GrammarState.LEFT
 
-    @property
-    def _told(self) -> ConstraintsListener:
-        assert self._listener is not None, "there is a grammar worker"
-        return self._listener
-
     def _forget(self) -> None:
         """Has the workers detached that no step under way refers to."""
         for worker in self._leaving:
             if worker.last_step <= self._consumed:
                 self._leaving = tuple(one for one in self._leaving if one is not worker)
                 worker.state = GrammarState.LEFT
-                self._told.gone(worker)
+                self._listener.gone(worker)
 
     def _release(self, worker: GrammarWorker) -> None:
         if worker.last_step:

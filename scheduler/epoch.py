@@ -89,19 +89,18 @@ class Epoch:
             mixes_heads=not self._is_acknowledged,
             choice=self.choice,
         )
-        self._has_constraints = grammars is not None
-        limit_ms = config.grammar_timeout_ms
-        patience = self.speculation.patience
         self.log = open_event_log(config.access_log_dir, StreamName.SCHEDULER, number)
-        self.constraints = Constraints(
-            self.batch,
-            link,
-            grammars,
-            timeout_s=lambda: patience.timeout_s if limit_ms is None else limit_ms / 1000,
-            log=self.log,
-        )
+        self.constraints: Constraints | None = None
+        """None where no sequence has a constraint."""
         if grammars is not None:
-            self.batch.gate = self.constraints
+            limit_ms, patience = config.grammar_timeout_ms, self.speculation.patience
+            self.batch.gate = self.constraints = Constraints(
+                self.batch,
+                link,
+                grammars,
+                timeout_s=lambda: patience.timeout_s if limit_ms is None else limit_ms / 1000,
+                log=self.log,
+            )
         self.trace = StepTrace(self.log)
         """The last steps."""
         self._expected = workers
@@ -196,7 +195,7 @@ class Epoch:
         if self.choice is not None:
             self.choice.costs.begin(measured.costs)
         # All processes that need the memory have mapped it by now, but for grammar workers.
-        if not self._has_constraints:
+        if self.constraints is None:
             arena.seal()
         return self._loop(arena)
 
@@ -228,7 +227,8 @@ class Epoch:
         if not drain and self._running is not None:
             # Verify does it itself too, but its thread may be blocked by the waiting stream, on a GPU in an allocation.
             self.speculation.end(self.last_sent)
-            self.constraints.end()
+            if self.constraints is not None:
+                self.constraints.end()
         self.link.detach(drain=drain)
         self.speculation.end(None)
         self._running = None

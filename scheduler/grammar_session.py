@@ -173,7 +173,9 @@ class GrammarSession:
             self._try(epoch)
 
     def _try(self, epoch: Epoch) -> None:
+        constraints = epoch.constraints
         assert self._make_link is not None, "a grammar worker is expected"
+        assert constraints is not None, "so sequences may have constraints"
         link = self._make_link()
         try:
             worker = self._attached(epoch, link)
@@ -185,7 +187,7 @@ class GrammarSession:
             logger.log(logging.INFO if is_new else logging.DEBUG, "no grammar worker: %s", error)
             self._back_off()
             if isinstance(error, MismatchError):
-                epoch.constraints.refuse(FailedPreconditionError(f"no output can be constrained: {error}"))
+                constraints.refuse(FailedPreconditionError(f"no output can be constrained: {error}"))
                 self._wake()
             return
         with self._changed:
@@ -194,7 +196,7 @@ class GrammarSession:
             if self._epoch is not epoch:
                 worker.state = GrammarState.LEFT
                 return
-            epoch.constraints.offer(worker)
+            constraints.offer(worker)
         self._wake()
 
     def _back_off(self) -> None:

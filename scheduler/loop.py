@@ -50,7 +50,7 @@ class StepLoop:
         queue: WaitingQueue,
         batch: Batch,
         speculation: Speculation,
-        constraints: Constraints,
+        constraints: Constraints | None,
         dispatch: Dispatch,
         results: ResultReader,
         poller: ResultPoller,
@@ -59,7 +59,8 @@ class StepLoop:
     ) -> None:
         """`step_timeout_s`: a step that takes longer means that verify hangs.
 
-        `sink`: takes the output after each step, in order; it must return at once.
+        `constraints`: None where no sequence has one. `sink`: takes the output after each step, in order; it must
+        return at once.
         """
         self._epoch = epoch
         self._step_timeout_s = step_timeout_s
@@ -88,7 +89,8 @@ class StepLoop:
             self._hold()
             if self._queue.cancelled:
                 self._batch.cancel(self._queue.take_cancelled())
-            self._constraints.check()
+            if self._constraints is not None:
+                self._constraints.check()
             self._batch.admit(self._queue)
             self._bound_draft(self._plan.step + 1)
             step, draft = self._speculation.next_step(self._plan.step, len(self._in_flight))
@@ -146,7 +148,8 @@ class StepLoop:
 
     def _send(self, step: Step, draft: Draft | None) -> None:
         decided_ns = time.monotonic_ns()
-        grammar_command = self._grammar_command(step) if step.constrained else None
+        constraints = self._constraints if step.constrained else None
+        grammar_command = None if constraints is None else self._grammar_command(constraints, step)
         grammar = 0 if grammar_command is None else grammar_command.epoch
         draft_ops, verify_ops = self._ordered(step, draft)
         if draft is not None:
@@ -157,8 +160,8 @@ class StepLoop:
         self._send_to_verify(step, verify_ops, draft, grammar)
         if not step.is_kept:
             self._send_to_draft(step, draft_ops, draft)
-        if grammar_command is not None:
-            self._constraints.send(grammar_command)
+        if constraints is not None and grammar_command is not None:
+            constraints.send(grammar_command)
         sent = SentStep(
             step,
             draft,
@@ -191,9 +194,9 @@ class StepLoop:
         )
         return draft_ops, verify_ops
 
-    def _grammar_command(self, step: Step) -> StepCommand:
+    def _grammar_command(self, constraints: Constraints, step: Step) -> StepCommand:
         ops = plan_grammar(self._plan, step.number, copies=step.copies_tokens)
-        return self._constraints.command(step, ops, self._plan.consumed)
+        return constraints.command(step, ops, self._plan.consumed)
 
     def _send_to_draft(self, step: Step, ops: FenceOps | None, draft: Draft | None) -> None:
         if ops is None or draft is None or draft.is_lost:
@@ -231,7 +234,8 @@ class StepLoop:
         gap_s = self._poller.arrived(sent, self._arrived_ns)
         self._arrived_ns = sent.arrived_ns
         self._speculation.consumed(sent, gap_s)
-        self._constraints.consumed(sent, result)
+        if self._constraints is not None:
+            self._constraints.consumed(sent, result)
         sent.outcome = self._batch.apply(step, result, sent.arrived_ns)
         sent.applied_ns = time.monotonic_ns()
         self._observer.on_result(sent, result)
@@ -253,7 +257,8 @@ class StepLoop:
             self._check_progress(sent)
             since = max(sent.sent_ns, self._arrived_ns) / 1e9
             self._speculation.watch(sent.draft, sent.awaited, since)
-            self._constraints.watch(sent, since)
+            if self._constraints is not None:
+                self._constraints.watch(sent, since)
         return result
 
     def _bound_draft(self, step: int) -> None:

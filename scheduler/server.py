@@ -194,7 +194,7 @@ class _Serving:
         services = [scheduler, _service(verify, self._config.verify)]
         if draft is not None:
             services.append(_service(draft, drafts.address))
-        grammar = epoch.constraints.active
+        grammar = None if epoch.constraints is None else epoch.constraints.active
         if grammar is not None and self._config.grammar is not None:
             services.append(_service(grammar.description, self._config.grammar))
         num_wanted = drafts.target.num_draft_tokens

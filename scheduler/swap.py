@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -57,41 +58,35 @@ class Drafts(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class Swap:
     """One swap. Runs on the thread of the draft's session."""
 
-    def __init__(
-        self,
-        session: Drafts,
-        epoch: Epoch,
-        request: DraftSwap,
-        before: Draft | None,
-    ) -> None:
-        """`before`: the attachment that drafts now."""
-        self._session = session
-        self._epoch = epoch
-        self._request = request
-        self._before = before
+    session: Drafts
+    epoch: Epoch
+    request: DraftSwap
+    before: Draft | None
+    """The attachment that drafts now."""
 
     def run(self, wanted: DraftTarget | None, target: DraftTarget | None) -> SwapOutcome:
         """Puts `target` in the place of `wanted`, the draft that was wanted until now. None: no draft.
 
         Raises UnavailableError, FailedPreconditionError (and its kinds).
         """
-        record, num_steps = self._epoch.decodes, self._request.terms.judge_steps
+        record, num_steps = self.epoch.decodes, self.request.terms.judge_steps
         record.restart_longest_gap()
-        old = self._before
+        old = self.before
         steps_before = record.last(0 if old is None else old.number, num_steps)
         before = _figures_of(old, steps_before)
         if target is None:
             after = _figures_of(None, self._take_away())
             return SwapOutcome(before=before, after=after, longest_pause_ms=record.longest_gap_ms)
-        choice = self._epoch.choice
+        choice = self.epoch.choice
         # The new draft drafts until it is judged.
         with nullcontext() if choice is None else choice.held():
-            new = self._session.attach(self._epoch, target)
-            self._session.want(target)
-            self._session.wait_for(self._epoch, lambda: new.has_joined or new.cause is not None)
+            new = self.session.attach(self.epoch, target)
+            self.session.want(target)
+            self.session.wait_for(self.epoch, lambda: new.has_joined or new.cause is not None)
             steps = self._compared(new.number, 0, new)
         if new.cause is not None:
             raise UnavailableError(f"the new draft was lost: {new.reason}")
@@ -107,18 +102,18 @@ class Swap:
         )
 
     def _take_away(self) -> list[DecodedStep]:
-        self._session.want(None)
-        since = self._epoch.decodes.position
-        self._session.take_away(self._epoch)
+        self.session.want(None)
+        since = self.epoch.decodes.position
+        self.session.take_away(self.epoch)
         return self._compared(0, since, None)
 
     def _compared(self, number: int, since: int, draft: Draft | None) -> list[DecodedStep]:
         """The first steps of a draft, as many as the comparison wants, or as there are."""
-        record, wanted = self._epoch.decodes, min(self._request.terms.judge_steps, KEPT_STEPS)
+        record, wanted = self.epoch.decodes, min(self.request.terms.judge_steps, KEPT_STEPS)
         steps: list[DecodedStep] = []
         moved_at, num_seen = time.monotonic(), 0
         while len(steps) < wanted and time.monotonic() - moved_at < IDLE_S:
-            if self._session.wait_for(self._epoch, lambda: draft is not None and draft.cause is not None, LOOK_S):
+            if self.session.wait_for(self.epoch, lambda: draft is not None and draft.cause is not None, LOOK_S):
                 break
             steps = record.first(number, wanted, since=since)
             # Steps that draft none say nothing of the draft, but it guesses again after them.
@@ -134,7 +129,7 @@ class Swap:
         Only draft tokens that both have in most steps count: a draft is not worse for drafting fewer, nor better for
         drafting more.
         """
-        terms = self._request.terms
+        terms = self.request.terms
         if not steps_before or len(steps) < min(terms.judge_steps, KEPT_STEPS):
             return ""
         common = min(before.num_draft_tokens, after.num_draft_tokens)
@@ -152,16 +147,16 @@ class Swap:
         If it cannot, the new one leaves all the same, and the session goes on to try.
         """
         logger.warning("the new draft is worse: the draft before takes its place again")
-        self._session.want(wanted)
+        self.session.want(wanted)
         back, problem = None, ""
         try:
-            back = self._session.attach(self._epoch, wanted)
-            self._session.wait_for(self._epoch, lambda: back.has_joined or back.cause is not None, REJOIN_S)
+            back = self.session.attach(self.epoch, wanted)
+            self.session.wait_for(self.epoch, lambda: back.has_joined or back.cause is not None, REJOIN_S)
         except SlipstreamError as error:
             problem = str(error)
         if back is not None and back.cause is None and back.has_joined:
             return ""
-        self._session.take_away(self._epoch, but=back)
+        self.session.take_away(self.epoch, but=back)
         problem = problem or (back and back.reason) or "it still catches up"
         return f"; the new draft was taken away, and the draft before is not back yet: {problem}"
 

@@ -27,7 +27,8 @@ class FinishReason(enum.StrEnum):
     """Cancelled."""
 
     def to_pb(self) -> generation_pb2.FinishReason:
-        return _TO_PB[self]
+        number: generation_pb2.FinishReason = _TO_PB[self]
+        return number
 
     @staticmethod
     def from_pb(number: int) -> FinishReason | None:
@@ -35,12 +36,8 @@ class FinishReason(enum.StrEnum):
         return _FROM_PB.get(number)
 
 
-_TO_PB: dict[FinishReason, generation_pb2.FinishReason] = {
-    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: generation_pb2.FINISH_REASON_ABORT,
-}
-_FROM_PB: dict[int, FinishReason] = {number: reason for reason, number in _TO_PB.items()}
+_FROM_PB = {generation_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}
+_TO_PB: dict[FinishReason, Any] = {reason: number for number, reason in _FROM_PB.items()}
 
 
 class AbortCause(enum.StrEnum):
@@ -54,7 +51,8 @@ class AbortCause(enum.StrEnum):
     """The deadline of the last call of its Generate."""
 
     def to_pb(self) -> generation_pb2.AbortCause:
-        return _CAUSE_TO_PB[self]
+        number: generation_pb2.AbortCause = _CAUSE_TO_PB[self]
+        return number
 
     @staticmethod
     def from_pb(number: int) -> AbortCause | None:
@@ -62,12 +60,8 @@ class AbortCause(enum.StrEnum):
         return _CAUSE_FROM_PB.get(number)
 
 
-_CAUSE_TO_PB: dict[AbortCause, generation_pb2.AbortCause] = {
-    AbortCause.CANCELLED: generation_pb2.ABORT_CAUSE_CANCELLED,
-    AbortCause.DISCONNECTED: generation_pb2.ABORT_CAUSE_DISCONNECTED,
-    AbortCause.DEADLINE: generation_pb2.ABORT_CAUSE_DEADLINE,
-}
-_CAUSE_FROM_PB: dict[int, AbortCause] = {number: cause for cause, number in _CAUSE_TO_PB.items()}
+_CAUSE_FROM_PB = {generation_pb2.AbortCause.Value(f"ABORT_CAUSE_{cause.name}"): cause for cause in AbortCause}
+_CAUSE_TO_PB: dict[AbortCause, Any] = {cause: number for number, cause in _CAUSE_FROM_PB.items()}
 
 
 MatchedStop = int | str

@@ -222,6 +222,11 @@ class StepCommand:
         return sum(len(row.tokens) for row in self.grammar_rows)
 
     @property
+    def waits_for_stash_read(self) -> bool:
+        """True for a step without draft tokens that waits for draft's decode part, which takes in the stash."""
+        return self.ops.waits_for(FenceName.DRAFT_PROPOSED, WaitPlace.SAMPLING) > 0
+
+    @property
     def copies_tokens(self) -> bool:
         """True if verify copies the draft tokens out to a grammar worker."""
         return bool(self.constrained) and any(point.fence is FenceName.VERIFY_COPIED for point in self.ops.signals)

@@ -27,7 +27,7 @@ from slipstream.common.errors import InvalidArgumentError, MismatchError
 from slipstream.common.wire.step import FINAL_NORM, FenceName, PrefillChunk, SlotUpdate, WaitPlace
 from slipstream.common.wire.worker import DraftSizes, Measurements, StepTokens
 from slipstream.services.models.sampler import SimulatedAcceptance
-from slipstream.services.verify.graphs import VerifyGraphs, waits_for_stash_read
+from slipstream.services.verify.graphs import VerifyGraphs
 from slipstream.services.verify.target import PromptEnds, Target, TargetStep
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.graphs import (
@@ -294,7 +294,7 @@ def _phases(
     `step`: None for a step of no slot.
     """
     results: list[VerifyResult] = []
-    copies_stamps = waits_for_stash_read(command)
+    copies_stamps = command.waits_for_stash_read
 
     def publish() -> None:
         if copies_stamps and region is not None:

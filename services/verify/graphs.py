@@ -142,7 +142,7 @@ class VerifyGraphs:
         graphs = None if made is None else made.get(num_rows)
         target, future_map, graphed = self._target, self._state.future_map, self._graphed
         rows = graphed.slots[: self._eager_size or num_rows] if graphs is None else graphs.rows
-        copies_stamps = waits_for_stash_read(command)
+        copies_stamps = command.waits_for_stash_read
         masks, source, copy = self._state.masks_of(command), drafted, None
         if masks is not None and drafted is not None and command.copies_tokens:
             source = self._state.regions[-command.attachment]
@@ -283,8 +283,3 @@ def phases_of_decode(
         Phase(run, place=None if begin else WaitPlace.START, is_stamped=True),
         Phase(end, fences, WaitPlace.SAMPLING, is_stamped=True),
     ]
-
-
-def waits_for_stash_read(command: StepCommand) -> bool:
-    """Returns whether a step without draft tokens waits for draft's decode part, which takes in the stash."""
-    return command.ops.waits_for(FenceName.DRAFT_PROPOSED, WaitPlace.SAMPLING) > 0

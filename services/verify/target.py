@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import Region, StepNumber
     from slipstream.services.worker.language_model import LanguageModel, SlotRows
-    from slipstream.services.worker.masks import Allowed
+    from slipstream.services.worker.masks import Allowed, StepMasks
     from slipstream.services.worker.slots import FlatChunks, SamplingMode, Staging
 
 _Result = TypeVar("_Result", VerifyResult, Logprobs)
@@ -217,61 +217,52 @@ class Target:
         return forward.seq_lens + num_accepted + 1, num_accepted
 
 
+@dataclass(slots=True)
 class TargetStep:
     """A step without graphs of its own, in pieces between which waits may stand. Each is stream work, done once."""
 
-    def __init__(
-        self,
-        target: Target,
-        model: LanguageModel,
-        state: EpochState,
-        command: StepCommand,
-        rows: torch.Tensor,
-        *,
-        chunks: FlatChunks | None = None,
-        ends: Sequence[PromptEnds] = (),
-        region: Region | None = None,
-        aux_layers: tuple[int, ...] = (),
-    ) -> None:
-        """`rows`: [B] int64, the slots that decode. `chunks`: the command's, perhaps with padding after them.
+    target: Target
+    model: LanguageModel
+    state: EpochState
+    command: StepCommand
+    rows: torch.Tensor
+    """[B] int64: the slots that decode."""
+    chunks: FlatChunks | None = None
+    """The command's, perhaps with padding after them."""
+    ends: Sequence[PromptEnds] = ()
+    region: Region | None = None
+    """Of the draft that takes part."""
+    aux_layers: tuple[int, ...] = ()
+    """Layers whose inputs it reads."""
+    _masks: StepMasks | None = field(init=False)
+    _has_copied_in: bool = field(init=False, default=False)
+    _draft_tokens: torch.Tensor | None = field(init=False, default=None)
+    _decoded: list[TargetForward] = field(init=False, default_factory=list)
+    """Of the rows that decode, those of each number of draft tokens together."""
+    _taken_in: DecoderOutput | None = field(init=False, default=None)
 
-        `region`: of the draft that takes part; `aux_layers`: layers whose inputs it reads.
-        """
-        self._target = target
-        self._model = model
-        self._state = state
-        self._command = command
-        self._rows = rows
-        self._chunks = chunks
-        self._ends = ends
-        self._region = region
-        self._aux_layers = aux_layers
-        self._masks = state.masks_of(command)
-        self._has_copied_in = False
-        self._draft_tokens: torch.Tensor | None = None
-        self._decoded: list[TargetForward] = []
-        """Of the rows that decode, those of each number of draft tokens together."""
-        self._taken_in: DecoderOutput | None = None
+    def __post_init__(self) -> None:
+        self._masks = self.state.masks_of(self.command)
 
     def copy_in(self) -> None:
         """Copies draft tokens in, and out to the grammar worker, if a slot with a constraint has any."""
-        command, self._has_copied_in = self._command, True
-        self._target.forget(command, self._region)
+        command, self._has_copied_in = self.command, True
+        self.target.forget(command, self.region)
         self._draft_tokens = self._copy_in()
         if command.copies_tokens and self._draft_tokens is not None and self._masks is not None:
-            self._masks.copy_out(self._rows, self._draft_tokens)
+            self._masks.copy_out(self.rows, self._draft_tokens)
 
     def forward(self) -> None:
         """Runs the rows that decode and the chunks: where the step has both, in one forward. Copies in before, unless
         that is done."""
         if not self._has_copied_in:
             self.copy_in()
-        if (ranks := self._model.decoder.ranks) is not None and self._model.device.type == "cpu":
-            ranks.tell("begin_step", step=self._command.step)
-        target, command, layers = self._target, self._command, self._aux_layers
-        draft_tokens, step, chunks = self._draft_tokens, command.step, self._chunks
+        if (ranks := self.model.decoder.ranks) is not None and self.model.device.type == "cpu":
+            ranks.tell("begin_step", step=self.command.step)
+        target, command, layers = self.target, self.command, self.aux_layers
+        draft_tokens, step, chunks = self._draft_tokens, command.step, self.chunks
         if chunks is not None and not command.slots:
-            self._taken_in = self._model.prefill(chunks, _places(self._ends, chunks), aux_layers=layers)
+            self._taken_in = self.model.prefill(chunks, _places(self.ends, chunks), aux_layers=layers)
             return
         parts = self._parts(draft_tokens)
         if chunks is None and len(parts) == 1:
@@ -280,43 +271,43 @@ class TargetStep:
         inputs = [(rows, *target.inputs(step, rows, drafted)[1:]) for rows, drafted in parts]
         rows_and_tokens = [(rows, tokens, _positions(seq_lens, tokens)) for rows, seq_lens, tokens in inputs]
         if chunks is None:
-            outputs, _ = self._model.joined(rows_and_tokens, aux_layers=layers)
+            outputs, _ = self.model.joined(rows_and_tokens, aux_layers=layers)
         else:
-            places = _places(self._ends, chunks)
-            outputs, self._taken_in = self._model.mixed(rows_and_tokens, chunks, places, aux_layers=layers)
+            places = _places(self.ends, chunks)
+            outputs, self._taken_in = self.model.mixed(rows_and_tokens, chunks, places, aux_layers=layers)
         pairs = zip(inputs, outputs, strict=True)
         self._decoded = [TargetForward(*part, output.hidden, output.aux) for part, output in pairs]
 
     def _parts(self, draft_tokens: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Rows that have as many draft tokens, with these: they follow one another."""
         if draft_tokens is None:
-            return [(self._rows, None)]
+            return [(self.rows, None)]
         parts, begin = [], 0
-        for num_tokens, together in groupby(self._command.num_draft_tokens):
+        for num_tokens, together in groupby(self.command.num_draft_tokens):
             rows = slice(begin, begin + len(list(together)))
-            parts.append((self._rows[rows], draft_tokens[rows, :num_tokens] if num_tokens else None))
+            parts.append((self.rows[rows], draft_tokens[rows, :num_tokens] if num_tokens else None))
             begin = rows.stop
         return parts
 
     def leave_states(self) -> None:
         """Leaves the states of the chunks' tokens for the draft, if it reads them."""
-        if self._region is not None and self._taken_in is not None and self._taken_in.aux is not None:
-            num_tokens = sum(len(chunk.tokens) for chunk in self._command.chunks)
-            self._region.stash_prefill(self._command.step, self._taken_in.aux[:num_tokens])
+        if self.region is not None and self._taken_in is not None and self._taken_in.aux is not None:
+            num_tokens = sum(len(chunk.tokens) for chunk in self.command.chunks)
+            self.region.stash_prefill(self.command.step, self._taken_in.aux[:num_tokens])
 
     def sample(self) -> VerifyResult | None:
         """Samples for the rows that decode, then the first token of each prompt that ends, in this order."""
-        target, asked = self._target, self._command.top_logprobs
+        target, asked = self.target, self.command.top_logprobs
         if not self._decoded:
             first = [
                 self._first_tokens(together, self._logits_of(hidden)[0])
-                for together, hidden in zip(self._ends, self._hidden_of_ends(), strict=True)
+                for together, hidden in zip(self.ends, self._hidden_of_ends(), strict=True)
             ]
             if len(first) > 1:
                 return merged(torch.cat, *_with_faults(*first))
             return first[0] if first else None
-        mode = self._state.slots.sampling_mode(self._command.slots)
-        most = self._region.sizes.num_draft_tokens if self._region is not None and self._command.num_draft_tokens else 0
+        mode = self.state.slots.sampling_mode(self.command.slots)
+        most = self.region.sizes.num_draft_tokens if self.region is not None and self.command.num_draft_tokens else 0
         if self._taken_in is None and len(self._decoded) == 1:
             (decoded,) = self._decoded
             allowed = self._allowed(decoded.rows, decoded.tokens.shape[1])
@@ -336,17 +327,17 @@ class TargetStep:
             )
             for part, of_part in zip(self._decoded, of_all, strict=False)
         ]
-        ends = zip(self._ends, of_all[len(results) :], strict=True)
+        ends = zip(self.ends, of_all[len(results) :], strict=True)
         results += [self._first_tokens(together, of_end) for together, of_end in ends]
         width = max(part.tokens.shape[1] for part in self._decoded)
         return merged(torch.cat, *_with_faults(*(_widened(result, width) for result in results)))
 
     def _copy_in(self) -> torch.Tensor | None:
         """[B, K] int64; None where the step has no draft tokens."""
-        if self._region is None or not self._command.most_draft_tokens:
+        if self.region is None or not self.command.most_draft_tokens:
             return None
-        command = self._command
-        return self._state.future_map.copy_in(command.step, self._region, command.slots, self._rows)
+        command = self.command
+        return self.state.future_map.copy_in(command.step, self.region, command.slots, self.rows)
 
     def _allowed(self, rows: torch.Tensor, width: int) -> Allowed | None:
         """The tokens that may stand at `width` places of the slots `rows` ([B]); None if none has a constraint."""
@@ -355,7 +346,7 @@ class TargetStep:
     def _hidden_of_ends(self) -> Sequence[torch.Tensor]:
         """[E, hidden_size] for each of the prompts' ends that are sampled together."""
         assert self._taken_in is not None, "the step has chunks"
-        return torch.split(self._taken_in.hidden, [len(together.places) for together in self._ends])
+        return torch.split(self._taken_in.hidden, [len(together.places) for together in self.ends])
 
     def _logits_of(self, *hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[N, hidden_size] each to [N, vocab_size], by one product.
@@ -363,20 +354,20 @@ class TargetStep:
         On a GPU of a size that is rehearsed, unless all steps have one size anyway.
         """
         sizes = [len(part) for part in hidden]
-        if hidden[0].is_cuda and self._target.width is None:
+        if hidden[0].is_cuda and self.target.width is None:
             missing = forward_size(sum(sizes)) - sum(sizes)
             hidden = (*hidden, hidden[0].new_zeros(missing, hidden[0].shape[1]))
-        logits = self._model.decoder.logits(torch.cat(hidden))
+        logits = self.model.decoder.logits(torch.cat(hidden))
         return torch.split(logits[: sum(sizes)], sizes)
 
     def _first_tokens(self, ends: PromptEnds, logits: torch.Tensor) -> VerifyResult:
         """Samples the tokens after some prompts, from [E, vocab_size]."""
         assert self._taken_in is not None, "the step has chunks"
-        logits, aux, asked = logits[:, None], self._taken_in.aux, self._command.top_logprobs
-        slots, mode = self._model.slots.take(ends.rows), self._state.slots.sampling_mode(ends.slots)
+        logits, aux, asked = logits[:, None], self._taken_in.aux, self.command.top_logprobs
+        slots, mode = self.model.slots.take(ends.rows), self.state.slots.sampling_mode(ends.slots)
         allowed = self._allowed(ends.rows, 1)
         given = logits if allowed is None else allowed.apply(logits, keeps=asked is not None)
-        tokens = self._model.slots.sample(slots, given, ends.lengths[:, None], mode)
+        tokens = self.model.slots.sample(slots, given, ends.lengths[:, None], mode)
         return VerifyResult(
             seq_lens=ends.lengths,
             num_accepted=torch.zeros_like(ends.lengths),
@@ -391,13 +382,13 @@ class TargetStep:
 def merged(merge: Callable[[list[torch.Tensor]], torch.Tensor], *results: _Result) -> _Result:
     """Merges results field by field, logprobs included; a field that none of them has stays None."""
 
-    def field(name: str) -> Any:
+    def merged_field(name: str) -> Any:
         values = [value for result in results if (value := getattr(result, name)) is not None]
         if not values or isinstance(values[0], torch.Tensor):
             return merge(values) if values else None
         return merged(merge, *values)
 
-    return type(results[0])(**{one.name: field(one.name) for one in fields(results[0])})
+    return type(results[0])(**{one.name: merged_field(one.name) for one in fields(results[0])})
 
 
 def _with_faults(*results: VerifyResult) -> tuple[VerifyResult, ...]:

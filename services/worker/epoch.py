@@ -33,7 +33,7 @@ from slipstream.services.models.config import MAX_VOCAB_SIZE
 from slipstream.services.worker.future_map import NO_REGION, CapturedStep, FutureMap, Region, StampPlace
 from slipstream.services.worker.graphs import CudaCapture, GraphedStep, HostCapture
 from slipstream.services.worker.masks import GrammarMasks
-from slipstream.services.worker.slots import HostStaging, PinnedStaging, SlotTable, staged_bytes
+from slipstream.services.worker.slots import PinnedStaging, SlotTable, Staging, staged_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from slipstream.common.wire.step import FencePoint, FenceWait, StepCommand
     from slipstream.common.wire.worker import Attachment, OfferedRegion, WorkerDescription
     from slipstream.services.worker.masks import StepMasks
-    from slipstream.services.worker.slots import Staging
 
 RELEASED_TIMEOUT_S = 60.0
 """For work that is enqueued after a released wait."""
@@ -67,7 +66,7 @@ class EpochState:
     make_region: type[Region]
     slots: SlotTable
     make_masks: type[GrammarMasks] = GrammarMasks
-    staging: Staging = field(default_factory=HostStaging)
+    staging: Staging = field(default_factory=Staging)
     graphs: GraphedStep | None = None
     """For capturing steps; None where steps run without graphs."""
     regions: dict[int, Region] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 _ALIGNMENT_BYTES = 16
 
 
-class Staging(Protocol):
+class Staging:
     """Brings the contents of a command to the device: packed into pinned memory, fetched at once, without waiting.
 
     A step puts each piece of its command (pages, limits, sampling, prompts) as a host tensor or integers, for which it
     gets a device tensor, and flushes: one kernel on the worker's stream fetches it all. Belongs to the thread that
     enqueues. Call `begin`, then `put…` many times, then `flush` as stream work.
+
+    This one is for a device that is the host, where values stay where they are; `PinnedStaging` is for all others.
     """
 
     def begin(self, step: int, slots: Sequence[int], region_words: Sequence[int] = NO_REGION) -> None:
@@ -40,32 +42,18 @@ class Staging(Protocol):
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
         """Stages values (on the host, contiguous); returns their place in the step's work, good for that step only."""
+        return values
 
     def put_integers(self, values: Sequence[int]) -> torch.Tensor:
         """As `put`, of integers as int64."""
+        return torch.tensor(values, dtype=torch.int64)
 
     def flush(self) -> None:
         """Stream work: brings the staged values to the device."""
 
 
-class HostStaging:
-    """Implements `Staging` where the device is the host: values stay where they are."""
-
-    def begin(self, step: int, slots: Sequence[int], region_words: Sequence[int] = NO_REGION) -> None:
-        """Does nothing: there is nothing to pack."""
-
-    def put(self, values: torch.Tensor) -> torch.Tensor:
-        return values
-
-    def put_integers(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64)
-
-    def flush(self) -> None:
-        """Does nothing: the values are there."""
-
-
-class PinnedStaging:
-    """Implements `Staging` for a device with memory of its own.
+class PinnedStaging(Staging):
+    """A `Staging` for a device with memory of its own.
 
     On the device there is one buffer, used again in stream order; on the host a ring of buffers, each used again when
     its contents are fetched. What `begin` is given is always at the same place, so that graphs can read it.

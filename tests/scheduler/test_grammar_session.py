@@ -44,7 +44,7 @@ def test_a_try_that_fails_by_a_mistake_of_ours_leaves_no_link_open() -> None:
         wake=lambda: None,
     )
     session.start()
-    epoch: Any = SimpleNamespace()
+    epoch: Any = SimpleNamespace(constraints=SimpleNamespace())
     session.enter(epoch)
     block_until(lambda: len(links) == 2)
     session.leave()

@@ -20,7 +20,7 @@ from slipstream.services.factory import describe_draft, describe_verify
 from slipstream.services.worker.config import NGRAM, WorkerConfig
 from slipstream.services.worker.epoch import EpochState
 from slipstream.services.worker.future_map import NextStepState, Region
-from slipstream.services.worker.slots import FlatChunks, HostStaging, SamplingMode, SlotTable
+from slipstream.services.worker.slots import FlatChunks, SamplingMode, SlotTable, Staging
 from tests.harness.prompt_lookup import continued
 from tests.harness.workers import SharedArenas, attachment_to
 
@@ -100,7 +100,7 @@ def test_it_knows_what_chunks_and_stashes_bring_and_nothing_else(
             )
             for place, slot in enumerate(known)
         ]
-        slots.take_over(slots.changes(updates, HostStaging()))
+        slots.take_over(slots.changes(updates, Staging()))
         cut = data.draw(st.integers(0, 20))
         for first, end in ((0, cut), (cut, 20)):
             chunks = [
@@ -109,7 +109,7 @@ def test_it_knows_what_chunks_and_stashes_bring_and_nothing_else(
                 if tokens[first:end]
             ]
             if chunks:
-                drafter.prefill(FlatChunks.of(chunks, HostStaging()), None)
+                drafter.prefill(FlatChunks.of(chunks, Staging()), None)
         for _ in range(3):
             new = {slot: data.draw(st.lists(TOKENS, min_size=1, max_size=num_draft_tokens + 1)) for slot in known}
             for slot, tokens in new.items():

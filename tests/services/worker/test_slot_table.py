@@ -11,7 +11,7 @@ import torch
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.wire.step import SlotUpdate
-from slipstream.services.worker.slots import HostStaging, PinnedStaging, SamplingMode, SlotTable
+from slipstream.services.worker.slots import PinnedStaging, SamplingMode, SlotTable, Staging
 from tests.harness.workers import SHAPE, SharedArenas, attachment_to, decode
 
 VOCAB_SIZE = 272
@@ -81,7 +81,7 @@ def test_of_two_requests_that_take_a_slot_in_one_command_the_last_one_counts() -
 
 def test_a_plain_request_has_no_bias_of_one_that_the_stream_has_not_come_to() -> None:
     """On a CPU updates are staged ahead of the stream."""
-    table, staging = _table(), HostStaging()
+    table, staging = _table(), Staging()
     biased, plain = (
         SlotUpdate(slot=1, generation=1, limit_tokens=9, sampling=sampling)
         for sampling in (SamplingParams(logit_bias=((3, 100.0),)), SamplingParams(temperature=1.0))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from slipstream.common.wire.step import PrefillChunk
 from slipstream.services.worker import slots as slots_module
-from slipstream.services.worker.slots import FlatChunks, HostStaging, PinnedStaging
+from slipstream.services.worker.slots import FlatChunks, PinnedStaging, Staging
 
 CPU = torch.device("cpu")
 DTYPES = (torch.int64, torch.int32, torch.float32, torch.bool, torch.float16)
@@ -92,7 +92,7 @@ def test_slots_are_followed_by_padding() -> None:
 
 
 def test_on_the_host_nothing_moves() -> None:
-    staging = HostStaging()
+    staging = Staging()
     staging.begin(0, (1,))
     values = torch.arange(4)
     assert staging.put(values) is values
@@ -137,7 +137,7 @@ def chunk(slot: int, length: int, start: int = 0) -> PrefillChunk:
 
 
 def test_nothing_stands_between_chunks() -> None:
-    flat = FlatChunks.of([chunk(3, 4, start=10), chunk(1, 1, start=7), chunk(2, 2)], HostStaging())
+    flat = FlatChunks.of([chunk(3, 4, start=10), chunk(1, 1, start=7), chunk(2, 2)], Staging())
     assert flat.slots.tolist() == [3, 1, 2]
     assert flat.tokens.tolist() == [1, 2, 3, 4, 1, 1, 2]
     assert flat.positions.tolist() == [10, 11, 12, 13, 7, 0, 1]

@@ -10,7 +10,7 @@ from slipstream.common.wire.layout import UNMASKED, UNMATCHED, BufferName, Gramm
 from slipstream.common.wire.step import StepCommand
 from slipstream.services.worker.fused_future_map import FusedMasks
 from slipstream.services.worker.masks import GrammarMasks
-from slipstream.services.worker.slots import HostStaging
+from slipstream.services.worker.slots import Staging
 
 STEP = 9
 STAMPS = (0, STEP, -STEP, STEP - 1, STEP, STEP)
@@ -46,11 +46,11 @@ def test_logits_and_faults_are_those_of_a_cpu(
     logits = torch.randn((len(rows), width, vocab_size), generator=torch.Generator().manual_seed(2)).to(dtype)
     logits[0, 0, :9] = float("nan")
     expected, expected_faults = logits, [0] * len(rows)
-    here = made(GrammarMasks, vocab_size, device).of_step(command, HostStaging()).take(torch.tensor(rows), width)
+    here = made(GrammarMasks, vocab_size, device).of_step(command, Staging()).take(torch.tensor(rows), width)
     if here is not None:
         expected, expected_faults = here.apply(logits), here.faults_of(len(rows)).tolist()
     there = made(FusedMasks, vocab_size, device)
-    staging = HostStaging()
+    staging = Staging()
     staging.put_integers = lambda values: torch.tensor(values, device=device)  # type: ignore[method-assign]
     allowed = there.of_step(command, staging).take(torch.tensor(rows, device=device), width)
     assert allowed is not None
