@@ -27,7 +27,7 @@ from slipstream.client import AsyncClient
 from slipstream.common.errors import ConfigError, SlipstreamError, UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
     from typing import Unpack
 
     from slipstream.cli.options import ConnectionOptions
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 UNREACHABLE = "UNREACHABLE"
 ELSEWHERE = "ELSEWHERE"
-"""The service's socket can only be opened on its own host, which is another."""
+"""The service's socket can only be opened on its own host, which is another, or by its own user."""
 HEALTHY = ("SERVING", ELSEWHERE)
 DEFAULT_INTERVAL_S, MIN_INTERVAL_S, MAX_INTERVAL_S = 1.0, 0.1, 3600.0
 _TIMEOUT_S = 5.0
@@ -176,7 +176,10 @@ async def _health(server: str, service: ServiceState, access: AccessOptions) -> 
     # The gateway's own address may be a wildcard, or another than the one that leads there from here.
     is_server = service.name == "gateway"
     address = server if is_server else service.address
-    if address.startswith("unix:") and not Path(address.removeprefix("unix:")).parent.is_dir():
+    try:
+        if address.startswith("unix:") and not Path(address.removeprefix("unix:")).parent.is_dir():
+            return ELSEWHERE
+    except PermissionError:  # of another user's server
         return ELSEWHERE
     try:
         return await (check(address, **access) if is_server else check(address))
@@ -253,38 +256,33 @@ class Look:
         return {"time": at, "event": event, "error": error, "interval": self.interval} | status
 
 
-class Watcher:
-    """Remembers what the last look found."""
+async def looks(read: Callable[[], Awaitable[Reading]]) -> AsyncIterator[Look]:
+    """Asks the server and its services for each look, without end. A server that does not answer is no error.
 
-    def __init__(self, read: Callable[[], Awaitable[Reading]]) -> None:
-        """`read` reads the server; it raises SlipstreamError while there is none."""
-        self._read = read
-        self._last: Reading | None = None
-        self._gone_since_s: float | None = None
-        self._event = ""
-
-    async def look(self) -> Look:
-        """Asks the server and its services, and reads the metrics. A server that does not answer is no error."""
+    `read` reads the server; it raises SlipstreamError while there is none.
+    """
+    last: Reading | None = None
+    gone_since_s: float | None = None
+    event = ""
+    while True:
         at = datetime.now().astimezone()
         try:
-            reading = await self._read()
+            reading = await read()
         except SlipstreamError as error:
-            if self._gone_since_s is None:
-                self._gone_since_s, self._event = time.monotonic(), f"no answer since {at:%H:%M:%S}"
-            return Look(at=at, reading=None, error=str(error), event=self._event)
-        self._event = self._what_happened(reading, at) or self._event
-        interval = reading.since(self._last)
-        self._last, self._gone_since_s = reading, None
-        return Look(at=at, reading=reading, error=reading.why_no_metrics, interval=interval, event=self._event)
-
-    def _what_happened(self, reading: Reading, at: datetime) -> str:
-        last, gone_since_s = self._last, self._gone_since_s
+            if gone_since_s is None:
+                gone_since_s, event = time.monotonic(), f"no answer since {at:%H:%M:%S}"
+            yield Look(at=at, reading=None, error=str(error), event=event)
+            continue
         away = "" if gone_since_s is None else f", after {reading.at_s - gone_since_s:.1f} s without an answer"
         if last is not None and (restarted := reading.restarted(last)):
-            return f"the {' and the '.join(restarted)} was started anew, seen at {at:%H:%M:%S}{away}"
-        if last is not None and last.status.state.epoch != (epoch := reading.status.state.epoch):
-            return f"workers attached anew, epoch {epoch}, seen at {at:%H:%M:%S}{away}"
-        return f"answers since {at:%H:%M:%S}{away}" if away else ""
+            event = f"the {' and the '.join(restarted)} was started anew, seen at {at:%H:%M:%S}{away}"
+        elif last is not None and last.status.state.epoch != (epoch := reading.status.state.epoch):
+            event = f"workers attached anew, epoch {epoch}, seen at {at:%H:%M:%S}{away}"
+        elif away:
+            event = f"answers since {at:%H:%M:%S}{away}"
+        interval = reading.since(last)
+        last, gone_since_s = reading, None
+        yield Look(at=at, reading=reading, error=reading.why_no_metrics, interval=interval, event=event)
 
 
 async def read_server(server: str, **access: Unpack[AccessOptions]) -> Reading:
@@ -379,17 +377,15 @@ async def run_watch(
             else:
                 print_lines(plain, look)
 
-        await StopSignals().cancel(_watch(Watcher(read), interval_s, show))
+        async def watch() -> None:
+            due_s = time.monotonic()
+            async for look in looks(read):
+                show(look)
+                due_s = max(due_s + interval_s, time.monotonic())
+                await asyncio.sleep(due_s - time.monotonic())
+
+        await StopSignals().cancel(watch())
     return 0
-
-
-async def _watch(watcher: Watcher, interval_s: float, show: Callable[[Look], None]) -> None:
-    loop = asyncio.get_running_loop()
-    due_s = loop.time()
-    while True:
-        show(await watcher.look())
-        due_s = max(due_s + interval_s, loop.time())
-        await asyncio.sleep(due_s - loop.time())
 
 
 def print_lines(console: Console, look: Look) -> None:

@@ -103,10 +103,6 @@ class Supervisor:
         """Stops every service that still runs; a cancellation meanwhile makes it hurry."""
         await shielded(self.stop(), during=error, on_cancel=self._hurry.set)
 
-    def pid(self, name: str) -> int:
-        """Process id of a service that was started and not stopped."""
-        return self.service(name).process.pid
-
     def services(self) -> list[Service]:
         """The services that were started and not stopped, in that order. They stay the supervisor's."""
         return [service for batch in self._batches for service in batch]

@@ -44,15 +44,15 @@ async def test_a_service_that_may_restart_is_started_again(
         supervisor.start(replace(fake_service("gateway"), restarts=True))
         await supervisor.wait_ready()
         watching = asyncio.ensure_future(supervisor.watch())
-        pids = [supervisor.pid("gateway")]
+        pids = [supervisor.service("gateway").process.pid]
         for number in (1, 2):
             os.kill(pids[-1], signal.SIGKILL)
             await until(lambda: states.num("gateway") == number + 1)  # noqa: B023
             assert await check(f"unix:{tmp_path}/gateway.sock") == "SERVING"
-            pids.append(supervisor.pid("gateway"))
+            pids.append(supervisor.service("gateway").process.pid)
         assert len(set(pids)) == 3
         assert "gateway was killed by SIGKILL and is started again" in caplog.text
-        os.kill(supervisor.pid("verify"), signal.SIGKILL)
+        os.kill(supervisor.service("verify").process.pid, signal.SIGKILL)
         with pytest.raises(UnavailableError, match="verify was killed by SIGKILL;"):
             await watching
     assert not sockets_in(tmp_path)
@@ -66,12 +66,12 @@ async def test_a_death_starts_the_whole_group_again(
         *workers_of(fake_service), replace(fake_service("gateway"), restarts=True), on_change=states, before_kill=kills
     ) as supervisor:
         watching = asyncio.ensure_future(supervisor.watch())
-        verify, draft, gateway = (supervisor.pid(name) for name in ("verify", "draft", "gateway"))
+        verify, draft, gateway = (supervisor.service(name).process.pid for name in ("verify", "draft", "gateway"))
         os.kill(draft, signal.SIGKILL)
         await until(lambda: states.num("verify") == states.num("draft") == 2)
         assert kills == [(verify, True)]
-        assert not {verify, draft} & {supervisor.pid("verify"), supervisor.pid("draft")}
-        assert supervisor.pid("gateway") == gateway
+        assert not {verify, draft} & {supervisor.service("verify").process.pid, supervisor.service("draft").process.pid}
+        assert supervisor.service("gateway").process.pid == gateway
         assert await check(f"unix:{tmp_path}/verify.sock") == await check(f"unix:{tmp_path}/draft.sock") == "SERVING"
         assert "draft was killed by SIGKILL and is started again, together with verify; its log is now" in caplog.text
         assert not watching.done()
@@ -86,7 +86,7 @@ async def test_the_deaths_of_a_group_are_counted_together(fake_service: MakeComm
         watching = asyncio.ensure_future(supervisor.watch())
         for number in range(MAX_DEATHS):
             await until(lambda: states.num("verify") == states.num("draft") == number + 1)  # noqa: B023
-            os.kill(supervisor.pid(("verify", "draft")[number % 2]), signal.SIGKILL)
+            os.kill(supervisor.service(("verify", "draft")[number % 2]).process.pid, signal.SIGKILL)
         with pytest.raises(UnavailableError, match="verify was killed by SIGKILL, the last of 3 ends within 300 s; "):
             await watching
 
@@ -98,7 +98,7 @@ async def test_a_death_by_a_signal_without_a_name_is_one_as_any(
     states = States()
     async with serving(replace(fake_service("gateway"), restarts=True), on_change=states) as supervisor:
         watching = asyncio.ensure_future(supervisor.watch())
-        os.kill(supervisor.pid("gateway"), signal.SIGRTMIN + 1)
+        os.kill(supervisor.service("gateway").process.pid, signal.SIGRTMIN + 1)
         await until(lambda: states.num("gateway") == 2)
         assert f"gateway was killed by signal {signal.SIGRTMIN + 1} and is started again" in caplog.text
         watching.cancel()
@@ -144,7 +144,7 @@ async def test_a_death_during_a_wait_to_start_again_is_noticed_at_once(
         (tmp_path / "broken").touch()
         watching = asyncio.ensure_future(supervisor.watch())
         await until(lambda: states.num("gateway", ServiceState.DIED) == 2)
-        os.kill(supervisor.pid("verify"), signal.SIGKILL)
+        os.kill(supervisor.service("verify").process.pid, signal.SIGKILL)
         with pytest.raises(UnavailableError, match="verify was killed"):
             await watching
 
@@ -157,7 +157,7 @@ async def test_the_others_are_ready_without_an_optional_service_and_it_is_tried_
     broken.touch()
     draft = replace(fake_service("draft", "--die-when", str(broken)), restarts=True, is_optional=True, group="workers")
     async with serving(replace(fake_service("verify"), restarts=True, group="workers"), draft) as supervisor:
-        verify = supervisor.pid("verify")
+        verify = supervisor.service("verify").process.pid
         service = supervisor.service("draft")
 
         async def until_ready() -> None:
@@ -166,7 +166,7 @@ async def test_the_others_are_ready_without_an_optional_service_and_it_is_tried_
             await until(lambda: service.is_ready)
 
         await supervisor.while_alive(until_ready())
-        assert supervisor.pid("verify") == verify
+        assert supervisor.service("verify").process.pid == verify
     line = "draft ended with exit status 1 before it was ready and is tried again, and the others serve without it; "
     assert caplog.text.count(line) == caplog.text.count("fake service cannot load its model") == 1
 
@@ -251,7 +251,7 @@ async def test_a_service_that_hangs_is_killed_and_started_again_alone(
     states, kills = States(), Kills()
     settings = RestartSettings(hang_timeout_s=HANG_TIMEOUT_S)
     async with serving(*workers_of(fake_service), on_change=states, before_kill=kills, restarts=settings) as supervisor:
-        verify, draft = supervisor.pid("verify"), supervisor.pid("draft")
+        verify, draft = supervisor.service("verify").process.pid, supervisor.service("draft").process.pid
         watching = asyncio.ensure_future(supervisor.watch())
         os.kill(draft, signal.SIGSTOP)
         await until(lambda: states.num("draft") == 2)
@@ -260,7 +260,7 @@ async def test_a_service_that_hangs_is_killed_and_started_again_alone(
             in caplog.text
         )
         assert kills == [(draft, True)]
-        assert supervisor.pid("verify") == verify
+        assert supervisor.service("verify").process.pid == verify
         assert not psutil.pid_exists(draft)
         service = supervisor.service("draft").report()
         assert (service.state, service.num_restarts) == ("ready", 1)
@@ -373,8 +373,8 @@ async def test_a_pause_shorter_than_the_bound_costs_nothing(fake_service: MakeCo
     async with serving(
         replace(fake_service("gateway"), restarts=True), restarts=RestartSettings(hang_timeout_s=4.0)
     ) as supervisor:
-        pid = supervisor.pid("gateway")
+        pid = supervisor.service("gateway").process.pid
         os.kill(pid, signal.SIGSTOP)
         asyncio.get_running_loop().call_later(1.0, os.kill, pid, signal.SIGCONT)
         assert await supervisor.while_alive(asyncio.sleep(5.0, "served on")) == "served on"
-        assert supervisor.pid("gateway") == pid
+        assert supervisor.service("gateway").process.pid == pid

@@ -22,8 +22,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
+from slipstream.cli import status as status_module
 from slipstream.cli.process import ServiceReport
-from slipstream.cli.status import Look, Reading, ServerStatus, Watcher, fetch_status, frame, print_lines
+from slipstream.cli.status import Look, Reading, ServerStatus, fetch_status, frame, print_lines
 from slipstream.cli.supervisor import Supervisor
 from slipstream.client import AsyncClient, Client
 from slipstream.common.errors import UnavailableError
@@ -85,6 +86,17 @@ async def test_a_cancellation_that_arrives_with_the_answer_ends_it(far: str, mon
 async def test_what_cannot_be_asked_from_here_is_not_held_against_it(serve_state: ServeState, far: str) -> None:
     address = await serve_state(ServiceState(name="far", address=far, pid=3))
     assert (await fetch_status(address)).is_healthy
+
+
+async def test_a_server_of_another_user_is_not_held_against_it(
+    serve_state: ServeState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_dir(_: Path) -> bool:
+        raise PermissionError("a folder of another user")
+
+    address = await serve_state(ServiceState(name="verify", address="unix:/home/other/sockets/verify.sock", pid=3))
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    assert (await fetch_status(address)).health == {"verify": "ELSEWHERE"}
 
 
 @pytest.mark.parametrize(
@@ -386,8 +398,8 @@ async def test_what_happened_to_the_server_is_told() -> None:
             raise UnavailableError("no answer")
         return reading
 
-    watcher = Watcher(read)
-    found = [await watcher.look() for _ in range(len(script))]
+    watched = status_module.looks(read)
+    found = [await anext(watched) for _ in range(len(script))]
     events = ["", "", "workers attached anew, epoch 2", "no answer since", "no answer since", "answers since"]
     for look, event in zip(found, [*events, "the scheduler was started anew"], strict=True):
         assert look.event.startswith(event)

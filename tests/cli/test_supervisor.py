@@ -65,7 +65,7 @@ async def test_names_the_service_that_dies_later(
     fake_service: MakeCommand, tmp_path: Path, number: signal.Signals, end: str
 ) -> None:
     async with serving(fake_service("verify"), fake_service("draft")) as supervisor:
-        os.kill(supervisor.pid("verify"), number)
+        os.kill(supervisor.service("verify").process.pid, number)
         with pytest.raises(UnavailableError, match=f"verify {end};"):
             await supervisor.watch()
     assert not sockets_in(tmp_path)
@@ -81,14 +81,14 @@ async def test_says_which_service_is_late(fake_service: MakeCommand, tmp_path: P
 async def test_a_death_ends_the_work_that_needs_the_service(fake_service: MakeCommand) -> None:
     async with serving(fake_service("verify")) as supervisor:
         assert await supervisor.while_alive(asyncio.sleep(0, "done")) == "done"
-        asyncio.get_running_loop().call_later(0.05, os.kill, supervisor.pid("verify"), signal.SIGKILL)
+        asyncio.get_running_loop().call_later(0.05, os.kill, supervisor.service("verify").process.pid, signal.SIGKILL)
         with pytest.raises(UnavailableError, match="verify was killed"):
             await supervisor.while_alive(asyncio.sleep(60))
 
 
 async def test_a_death_explains_the_error_that_it_caused(fake_service: MakeCommand) -> None:
     async def lose() -> None:
-        os.kill(supervisor.pid("verify"), signal.SIGKILL)
+        os.kill(supervisor.service("verify").process.pid, signal.SIGKILL)
         raise UnavailableError("lost")
 
     async with serving(fake_service("verify")) as supervisor:
@@ -149,7 +149,7 @@ async def test_a_service_that_is_stopped_is_killed_and_its_sockets_removed(
     async with serving(fake_service("verify"), drain_timeout_s=0.2) as supervisor:
         with socket.socket(socket.AF_UNIX) as commands:
             commands.bind(str(tmp_path / "verify.sock.commands"))
-        os.kill(supervisor.pid("verify"), signal.SIGSTOP)
+        os.kill(supervisor.service("verify").process.pid, signal.SIGSTOP)
     assert not sockets_in(tmp_path)
 
 
@@ -157,7 +157,7 @@ async def test_what_comes_before_a_kill_is_waited_for(fake_service: MakeCommand)
     kills = Kills()
     commands = fake_service("polite"), fake_service("deaf", "--deaf", "99")
     async with serving(*commands, drain_timeout_s=1.0, exit_timeout_s=2.0, before_kill=kills) as supervisor:
-        deaf = supervisor.pid("deaf")
+        deaf = supervisor.service("deaf").process.pid
     assert kills == [(deaf, True)]
 
 
@@ -212,7 +212,7 @@ async def test_a_signal_after_a_death_hurries_the_stop_and_hides_nothing(
             supervisor.start(fake_service("verify"), fake_service("draft"))
             supervisor.start(fake_service("scheduler", "--deaf", "1", "--journal", str(journal)))
             await supervisor.wait_ready()
-            os.kill(supervisor.pid("draft"), signal.SIGUSR1)
+            os.kill(supervisor.service("draft").process.pid, signal.SIGUSR1)
             await supervisor.watch()
 
     supervisor = supervisor_of(drain_timeout_s=60.0)
@@ -254,7 +254,7 @@ async def test_a_service_has_its_own_environment(fake_service: MakeCommand, monk
     # Options have their values on the command line: a variable would change those that have their default there.
     monkeypatch.setenv("SLIPSTREAM_SLOTS", "3")
     async with serving(replace(fake_service("verify"), environment={"SLIPSTREAM_TEST": "inside"})) as supervisor:
-        environment = psutil.Process(supervisor.pid("verify")).environ()
+        environment = psutil.Process(supervisor.service("verify").process.pid).environ()
     assert environment["SLIPSTREAM_TEST"] == "inside"
     assert "SLIPSTREAM_SLOTS" not in environment
     assert environment["PATH"] == os.environ["PATH"]
@@ -290,7 +290,7 @@ def test_services_die_with_a_supervisor_that_is_killed(fake_service: MakeCommand
                 supervisor.start(ServiceCommand(name="verify", argv={command.argv!r}, address={command.address!r},
                                                 log_path=pathlib.Path({str(command.log_path)!r})))
                 await supervisor.wait_ready()
-                print(supervisor.pid("verify"), flush=True)
+                print(supervisor.service("verify").process.pid, flush=True)
                 await supervisor.watch()
 
         asyncio.run(main())
