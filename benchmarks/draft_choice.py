@@ -196,7 +196,7 @@ class Server:
         accepted = np.minimum(is_right.cumprod(axis=1).sum(axis=1), most).astype(np.uint32)
         found = (accepted + 1).astype(np.int32)
         outcome = self._batch.apply(step, StepResult(accepted, found, np.zeros((len(rows), self.most + 1), np.int64)))
-        self._batch.outbox.take()
+        self._batch.take_output()
         self._batch.grow_ahead()
         self.choice.take_in(outcome)
         if is_alone:

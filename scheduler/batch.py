@@ -12,7 +12,7 @@ from slipstream.common.errors import DeadlineExceededError, InternalError
 from slipstream.scheduler.pages import PageLists, PrefixCache
 from slipstream.scheduler.prompts import Prompts
 from slipstream.scheduler.records import NO_DRAFT, NO_LIMIT, NO_SLOT, NO_SLOTS, Prefix, Step, StepSlots, most_tokens
-from slipstream.scheduler.results import Outbox
+from slipstream.scheduler.results import Outgoing
 from slipstream.scheduler.sizes import FEW_STEPS, MOST_WITHOUT, BatchCounts, BatchSizes
 from slipstream.scheduler.slots import CommittedTokens, SlotAccounts, SlotAllocator
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         StepOutcome,
         StepResult,
     )
-    from slipstream.scheduler.sizes import BatchSizes
     from slipstream.scheduler.waiting_queue import WaitingQueue
 
 
@@ -66,7 +65,7 @@ class Batch:
         self._context_limit = ContextLimit(sizes, self.accounts, self._page_lists)
         self.committed = CommittedTokens(sizes.num_slots)
         """The tokens of the running sequences."""
-        self.outbox = Outbox()
+        self.outgoing = Outgoing()
         """Gets all output."""
         self.gate: Gate | None = None
         """None where no sequence has a constraint."""
@@ -130,11 +129,11 @@ class Batch:
             self._preempted.clear()
         for expired in queue.take_expired() if queue.deadlines else ():
             expired.is_over = True
-            self.outbox.add_refused(expired, DeadlineExceededError("the deadline passed before a slot was free"))
+            self.outgoing.add_refused(expired, DeadlineExceededError("the deadline passed before a slot was free"))
         holds = None if self.gate is None else self.gate.holds
         while self.slots.num_free and (sequence := queue.take_next(self._has_room_for, holds)) is not None:
             if self.gate is not None and (fault := self.gate.fault_of(sequence)) is not None:
-                self.outbox.add_refused(sequence, fault)
+                self.outgoing.add_refused(sequence, fault)
                 self._end(sequence)
                 continue
             sequence.lease = self.slots.allocate()
@@ -150,7 +149,7 @@ class Batch:
             self._running[sequence.lease.slot] = sequence
             self._prompts.add(sequence, num_tokens - num_cached)
             if not sequence.was_preempted:
-                self.outbox.add_admitted(sequence)
+                self.outgoing.add_admitted(sequence)
 
     def next_step(
         self,
@@ -272,18 +271,26 @@ class Batch:
         self._room -= step.most_draft_tokens
         self.committed.append(outcome)
         published_ns = published_ns or time.monotonic_ns()
-        self.outbox.add_step(outcome, published_ns)
+        self.outgoing.add_step(outcome, published_ns)
         ended = outcome.reasons.nonzero()[0]
         if len(ended):
             for slot in outcome.rows[ended].tolist():
                 self._end(self._running[slot])
         return outcome
 
+    def take_output(self) -> Outgoing:
+        """Returns the output since the last call."""
+        outgoing = self.outgoing
+        if not outgoing.is_empty:
+            outgoing.taken_ns = time.monotonic_ns()
+            self.outgoing = Outgoing()
+        return outgoing
+
     def cancel(self, sequences: list[Sequence]) -> None:
         """Ends sequences, running or not yet; those that are over stay as they are."""
         for sequence in sequences:
             if not sequence.is_over:
-                self.outbox.add_aborted(sequence)
+                self.outgoing.add_aborted(sequence)
                 self._end(sequence)
 
     def running(self, slot: int) -> Sequence:
@@ -304,7 +311,7 @@ class Batch:
         """Ends a sequence without the tokens of a step, unless it is over."""
         slot = slots.slots[at]
         if self.slots.generations[slot] == slots.generations[at]:
-            self.outbox.add_refused(self._running[slot], InternalError(reason))
+            self.outgoing.add_refused(self._running[slot], InternalError(reason))
             if reason is _NOT_FINITE:
                 self.counts = self.counts._replace(not_finite=self.counts.not_finite + 1)
             self.pages.drop(self._running[slot].pages)
@@ -453,7 +460,7 @@ class Batch:
             prefix_hit_tokens=counts.prefix_hit_tokens + num_hit,
         )
         if num_hit:
-            self.outbox.add_cached(sequence, num_hit)
+            self.outgoing.add_cached(sequence, num_hit)
 
     def _keep_pages(self, sequence: Sequence, num_settled: int) -> None:
         tokens = self.committed.row(sequence.lease.slot)

@@ -119,7 +119,8 @@ class Epoch:
         self._held.callback(self.log.close)
         self._running: StepLoop | None = None
         self._observer: StepObserver | None = None
-        self._attachment: Attachment | None = None
+        self.attachment: Attachment
+        """Verify's, once the epoch is open."""
         metrics.follow(self.batch, self.log)
         self.measure()
 
@@ -153,12 +154,6 @@ class Epoch:
         return self._metrics.labels
 
     @property
-    def attachment(self) -> Attachment:
-        """Verify's."""
-        assert self._attachment is not None, "the epoch is open"
-        return self._attachment
-
-    @property
     def last_sent(self) -> int:
         """The last step that was sent; 0 before the first."""
         return 0 if self._running is None else self._running.last_sent
@@ -171,7 +166,7 @@ class Epoch:
         arena = self._device.create_arena(self._shape.specs(), RESULT_FENCES, on_host=True)
         self._held.callback(arena.close)
         batch = self.sizes.batch
-        self._attachment = Attachment(
+        self.attachment = Attachment(
             epoch=self.number,
             manifest=arena.manifest,
             shape=self._shape,
@@ -185,7 +180,7 @@ class Epoch:
             chooses_draft_tokens=self.choice is not None,
             is_debug=self._config.debug,
         )
-        measured = self.link.attach(self._attachment) or Measurements()
+        measured = self.link.attach(self.attachment) or Measurements()
         if (step_tokens := measured.step_tokens) is not None:
             is_bounded = self._config.itl_target_ms is not None or not self.verify.memory.total
             large_tokens = None if is_bounded else LARGE_PAUSES * step_tokens.num_tokens

@@ -136,7 +136,7 @@ class StepLoop:
 
     def _hand_out(self) -> None:
         """Hands out the output of the last result, and what begins or ends otherwise, and does what can wait."""
-        outgoing = self._batch.outbox.take()
+        outgoing = self._batch.take_output()
         if outgoing.taken_ns:
             self._sink(outgoing)
         self._batch.grow_ahead()

@@ -156,7 +156,7 @@ def _token_logprobs(
 
 
 class Outgoing:
-    """The output of a turn of the loop, as arrays. Messages are made of it off the loop's thread."""
+    """The output of a turn of the loop, as arrays, which the loop's thread adds. Messages are made of it on another."""
 
     __slots__ = ("aborted", "admitted", "cached_tokens", "outcomes", "refused", "taken_ns")
 
@@ -172,7 +172,43 @@ class Outgoing:
         self.aborted: dict[int, list[int]] = {}
         self.refused: dict[int, list[Refusal]] = {}
         self.taken_ns = 0
-        """When it was taken out of the outbox; 0 if it is empty."""
+        """When it was taken out of the batch; 0 before, and if it is empty."""
+
+    def add_step(self, outcome: StepOutcome, published_ns: int) -> None:
+        """Adds the outcome of a step; one at a time."""
+        assert not self.outcomes, "the outcome of a step leaves before the next one's arrives"
+        if not len(outcome.rows):
+            return
+        num_drafted = outcome.num_drafted
+        most = int(num_drafted[0])
+        if not np.count_nonzero(num_drafted != most):
+            self.outcomes = ((outcome, most, published_ns),)
+            return
+        self.outcomes = tuple(
+            (_part(outcome, (num_drafted == drafted).nonzero()[0]), drafted, published_ns)
+            for drafted in sorted(set(num_drafted.tolist()), reverse=True)
+        )
+
+    def add_admitted(self, sequence: Sequence) -> None:
+        """Adds the admission of a sequence, now."""
+        self.admitted.setdefault(sequence.stream, []).append((sequence.id, time.monotonic_ns()))
+
+    def add_cached(self, sequence: Sequence, num_tokens: int) -> None:
+        """Adds the tokens of a sequence's prompt that the prefix cache had."""
+        self.cached_tokens.setdefault(sequence.stream, {})[sequence.id] = num_tokens
+
+    def add_aborted(self, sequence: Sequence) -> None:
+        """Adds the end of a cancelled sequence, after all its output."""
+        self.aborted.setdefault(sequence.stream, []).append(sequence.id)
+
+    def add_refused(self, sequence: Sequence, error: SlipstreamError) -> None:
+        """Adds the end of a sequence that cannot be run."""
+        self.refused.setdefault(sequence.stream, []).append(Refusal(sequence.id, error))
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing was added."""
+        return not (self.outcomes or self.admitted or self.cached_tokens or self.aborted or self.refused)
 
     def deliveries(self) -> Iterator[tuple[int, PackedStep | None, tuple[Refusal, ...]]]:
         """Yields what each gateway's stream gets, in order: its number, output, refusals. Called once."""
@@ -204,52 +240,6 @@ class Outgoing:
     def _aborted(self, ids: list[int]) -> PackedStep:
         counts, reasons = np.zeros(len(ids), np.uint32).tobytes(), bytes([FinishReason.ABORT.to_pb()] * len(ids))
         return PackedStep(np.array(ids, np.uint64).tobytes(), counts, counts, reasons, published_ns=self.taken_ns)
-
-
-class Outbox:
-    """Belongs to the loop's thread."""
-
-    def __init__(self) -> None:
-        self._outgoing = Outgoing()
-
-    def add_step(self, outcome: StepOutcome, published_ns: int) -> None:
-        """Adds the outcome of a step; one at a time."""
-        assert not self._outgoing.outcomes, "the outcome of a step leaves before the next one's arrives"
-        if not len(outcome.rows):
-            return
-        num_drafted = outcome.num_drafted
-        most = int(num_drafted[0])
-        if not np.count_nonzero(num_drafted != most):
-            self._outgoing.outcomes = ((outcome, most, published_ns),)
-            return
-        self._outgoing.outcomes = tuple(
-            (_part(outcome, (num_drafted == drafted).nonzero()[0]), drafted, published_ns)
-            for drafted in sorted(set(num_drafted.tolist()), reverse=True)
-        )
-
-    def add_admitted(self, sequence: Sequence) -> None:
-        """Adds the admission of a sequence, now."""
-        self._outgoing.admitted.setdefault(sequence.stream, []).append((sequence.id, time.monotonic_ns()))
-
-    def add_cached(self, sequence: Sequence, num_tokens: int) -> None:
-        """Adds the tokens of a sequence's prompt that the prefix cache had."""
-        self._outgoing.cached_tokens.setdefault(sequence.stream, {})[sequence.id] = num_tokens
-
-    def add_aborted(self, sequence: Sequence) -> None:
-        """Adds the end of a cancelled sequence, after all its output."""
-        self._outgoing.aborted.setdefault(sequence.stream, []).append(sequence.id)
-
-    def add_refused(self, sequence: Sequence, error: SlipstreamError) -> None:
-        """Adds the end of a sequence that cannot be run."""
-        self._outgoing.refused.setdefault(sequence.stream, []).append(Refusal(sequence.id, error))
-
-    def take(self) -> Outgoing:
-        """Empties it."""
-        outgoing = self._outgoing
-        if outgoing.outcomes or outgoing.admitted or outgoing.cached_tokens or outgoing.aborted or outgoing.refused:
-            outgoing.taken_ns = time.monotonic_ns()
-            self._outgoing = Outgoing()
-        return outgoing
 
 
 def _by_stream(outcome: StepOutcome) -> Iterator[tuple[int, StepOutcome]]:

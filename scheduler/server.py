@@ -120,7 +120,8 @@ class _Serving:
         metrics_port: int,
     ) -> None:
         self.failure: SlipstreamError | None = None
-        self.drafts: DraftSession | None = None
+        self.drafts: DraftSession
+        """Set before the session starts."""
         self.servicer = SchedulerServicer(queue, self.describe, self._swap, self._page_log)
         self._config = config
         self._server = server
@@ -170,12 +171,8 @@ class _Serving:
         # Workers may be back while the server is shutting down.
         self._server.set_serving(state.serving is not None and not self._is_ending)
 
-    def _drafts(self) -> DraftSession:
-        assert self.drafts is not None, "set before the session starts"
-        return self.drafts
-
     async def _swap(self, request: DraftSwap) -> SwapOutcome:
-        return await asyncio.to_thread(self._drafts().swap, request)
+        return await asyncio.to_thread(self.drafts.swap, request)
 
     def report(self) -> int:
         """Prints the failure and returns the exit status."""
@@ -186,7 +183,7 @@ class _Serving:
         """What the last epoch serves, and its load."""
         assert self._epoch is not None, "described while an epoch is served"
         epoch, sizes, verify, draft = self._epoch, self._epoch.sizes, self._epoch.verify, self._epoch.draft
-        drafts = self._drafts()
+        drafts = self.drafts
         state = "resting" if epoch.speculation.resting is not None else drafts.status.state
         scheduler = ServiceState(
             name="scheduler", address=self._server.address, pid=os.getpid(), metrics_port=self._metrics_port

@@ -20,11 +20,7 @@ from slipstream.scheduler.records import GOES_ON, LENGTH, NO_OUTCOME, STOP, Slot
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from slipstream.scheduler.records import Sequence, Step, StepResult, StepSlots
-
-    Ints = NDArray[np.int64]
-    Counts = NDArray[np.int32]
-    Bools = NDArray[np.bool_]
+    from slipstream.scheduler.records import Bools, Counts, Ints, Sequence, Step, StepResult, StepSlots
 
 NUM_STOPS = 8
 """Stop tokens of a sequence that are compared at once; sequences with more are looked at one by one."""

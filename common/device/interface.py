@@ -158,25 +158,15 @@ class Device(Protocol):
         """Returns small contiguous tensors as they are now in host memory, without waiting for enqueued work."""
 
 
-class ClockBounds:
-    """Bounds the distance of the two clocks by several readings.
+def bounded_clock(readings: Iterable[tuple[int, int, int]]) -> ClockSample:
+    """Returns both clocks at the last of several readings, and bounds their distance by all of them.
 
-    Each reading says that the device's clock was read between two moments of the host's, which bounds the distance
-    from both sides. The two tightest bounds need not come from the same reading.
+    Each reading is a moment of the host's clock, the device's clock at some time after it, and a moment of the host's
+    after that, which bounds the distance from both sides. The two tightest bounds need not come from the same reading.
+    If the clocks drifted meanwhile, the bounds may cross.
     """
-
-    def __init__(self) -> None:
-        self._least_ns: list[int] = []
-        self._most_ns: list[int] = []
-        self._device_ns = 0
-
-    def add(self, before_ns: int, device_ns: int, after_ns: int) -> None:
-        """The device's clock was `device_ns` at some time between two of the host's."""
-        self._least_ns.append(before_ns - device_ns)
-        self._most_ns.append(after_ns - device_ns)
-        self._device_ns = device_ns
-
-    def sample(self) -> ClockSample:
-        """Returns both clocks at the last reading. If the clocks drifted meanwhile, the bounds may cross."""
-        least, most = max(self._least_ns), min(self._most_ns)
-        return ClockSample(self._device_ns, self._device_ns + (least + most) // 2, (abs(most - least) + 1) // 2)
+    readings = list(readings)
+    least = max(before_ns - device_ns for before_ns, device_ns, _ in readings)
+    most = min(after_ns - device_ns for _, device_ns, after_ns in readings)
+    last_ns = readings[-1][1]
+    return ClockSample(last_ns, last_ns + (least + most) // 2, (abs(most - least) + 1) // 2)

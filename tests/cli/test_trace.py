@@ -15,7 +15,7 @@ import pytest
 from slipstream.cli.trace import fetch_requests, trace_json
 from slipstream.cli.trace_timeline import StampClock
 from slipstream.client import Client
-from slipstream.common.device.interface import ClockBounds
+from slipstream.common.device.interface import bounded_clock
 from slipstream.common.wire.events import Event, Site
 from slipstream.common.wire.server import ServiceState
 from slipstream.common.wire.step import FenceName, FenceWait
@@ -499,7 +499,5 @@ class TestClocks:
 
     def test_the_tightest_bounds_of_several_looks_count(self) -> None:
         """The clocks are 1,000 apart. One look was slow on the way there, the other on the way back."""
-        bounds = ClockBounds()
-        bounds.add(before_ns=5_000, device_ns=7_000, after_ns=8_010)
-        bounds.add(before_ns=8_990, device_ns=8_000, after_ns=12_000)
-        assert bounds.sample() == ClockSample(8_000, 9_000, 10)
+        readings = [(5_000, 7_000, 8_010), (8_990, 8_000, 12_000)]
+        assert bounded_clock(readings) == ClockSample(8_000, 9_000, 10)

@@ -237,7 +237,7 @@ class Run:
 
     def take(self) -> None:
         """Takes what a gateway would get."""
-        self.jobs.take(self.batch.outbox.take())
+        self.jobs.take(self.batch.take_output())
 
     def _check_pages(self) -> None:
         held = Counter(page for request in self.batch._running.values() for page in request.pages)

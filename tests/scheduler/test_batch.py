@@ -282,7 +282,7 @@ def test_a_step_goes_out_as_one_message_for_each_stream() -> None:
     step = run.batch.next_step(run.batch.sizes.num_draft_tokens)
     assert step is not None
     run.batch.apply(step, run.device.run(step), published_ns=77)
-    one, other = run.batch.outbox.take().deliveries()
+    one, other = run.batch.take_output().deliveries()
     for (stream, packed, refusals), job in ((one, jobs[0]), (other, jobs[1])):
         assert (stream, refusals) == (job.stream, ())
         assert packed is not None
@@ -290,7 +290,7 @@ def test_a_step_goes_out_as_one_message_for_each_stream() -> None:
         assert output.published_ns == 77
         assert (output.sequences, output.admitted) == ([job.id], [job.id])
         assert output.tokens == reference(job)[0][:1]
-    assert not list(run.batch.outbox.take().deliveries())
+    assert not list(run.batch.take_output().deliveries())
 
 
 def test_an_admission_is_told_before_there_are_tokens() -> None:
@@ -298,7 +298,7 @@ def test_an_admission_is_told_before_there_are_tokens() -> None:
     job = make_job("job", (1,), 3)
     run.jobs.add(job)
     run.batch.admit(run.queue)
-    [(_, output, _)] = run.batch.outbox.take().deliveries()
+    [(_, output, _)] = run.batch.take_output().deliveries()
     assert output is not None
     assert (output.admitted, output.published_ns > 0) == ([job.id], True)
 
@@ -313,7 +313,7 @@ def test_a_cancel_that_comes_too_late_changes_nothing() -> None:
     assert run.jobs.ends == {running: FinishReason.ABORT}
     run.jobs.add(waiting)
     run.batch.cancel([running])
-    assert not list(run.batch.outbox.take().deliveries())
+    assert not list(run.batch.take_output().deliveries())
 
 
 def test_a_result_that_no_step_was_to_bring_is_an_error() -> None:

@@ -74,9 +74,9 @@ def operations_of_a_step(num_rows: int, streams: int) -> int:
         kinds.append(kind_of_step(step))
         state = initial_state(DraftTraits(is_present=True), run_ahead=1)._replace(stashed=step.decoded.mask)
         plan_step(state, 1, step.decoded.mask, kept=step.kept, is_drafted=step.most_draft_tokens > 0)
-        list(run.batch.outbox.take().deliveries())
+        list(run.batch.take_output().deliveries())
         run.batch.apply(before, result_before)
-        list(run.batch.outbox.take().deliveries())
+        list(run.batch.take_output().deliveries())
 
     operations = count_operations(turn)
     assert kinds == [Kind.DECODE]

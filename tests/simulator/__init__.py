@@ -5,7 +5,7 @@
     processes.py    GatewayProcess         REAL GenerationServicer, JobManager, journal (on SQLite), SchedulerLink
                        |  SimulatedRunStream     transport.py
     processes.py    SchedulerProcess       REAL SchedulerServicer, WorkerSession, Epoch, StepLoop, Batch, WaitingQueue,
-                       |                        plan, accounts, outbox, Speculation, Draft, DraftSession, Swap
+                       |                        plan, accounts, output, Speculation, Draft, DraftSession, Swap
                        |  SimulatedLink          links.py: commands in order, acknowledgements, calls
     workers.py      SimulatedWorker × 3    verify, two drafts: each a stream, a checksum as a model, the REAL FutureMap
                        |                        (in worker_epochs.py)

@@ -12,7 +12,7 @@ import torch
 from cuda.bindings import driver as cu
 
 from slipstream.common.device.cuda.poll_backoff import PollBackoff
-from slipstream.common.device.interface import ClockBounds
+from slipstream.common.device.interface import bounded_clock
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError
 
 if TYPE_CHECKING:
@@ -154,14 +154,14 @@ class SideStream:
 
     def sample_clock(self) -> ClockSample:
         """Compares %globaltimer with CLOCK_MONOTONIC by several readings. Raises DeadlineExceededError."""
-        bounds = ClockBounds()
+        readings: list[tuple[int, int, int]] = []
         started = time.monotonic()
         for _ in range(CLOCK_READINGS):
             with self._lock:
-                bounds.add(*self._read_clocks())
+                readings.append(self._read_clocks())
             if time.monotonic() - started > CLOCK_S:
                 break
-        return bounds.sample()
+        return bounded_clock(readings)
 
     def finish(self, timeout_s: float = TIMEOUT_S) -> None:
         """Waits for what a caller enqueued on `handle`. Raises DeadlineExceededError."""
