@@ -197,6 +197,8 @@ async def control_server(state_dir: Path, supervisor: Supervisor, swaps: DraftSw
 
 async def fetch_reports(state_dir: Path) -> list[ServiceReport]:
     """Asks the `up` with this state directory for its services; empty if none runs there."""
+    if not (state_dir / _SOCKET).exists():  # gRPC would log a path that is too long for a socket
+        return []
     async with grpc.aio.insecure_channel(control_address(state_dir)) as channel:
         stub = supervisor_pb2_grpc.SupervisorStub(channel)  # type: ignore[no-untyped-call]
         try:

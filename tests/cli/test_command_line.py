@@ -151,6 +151,13 @@ def test_a_prompt_that_is_no_utf_8_is_refused_by_name(errors: str) -> None:
     assert line.endswith("accepted: text in UTF-8")
 
 
+def test_a_state_directory_that_no_server_can_have_is_one_line() -> None:
+    command = (sys.executable, "-m", "slipstream.cli.main", "status", "--state-dir", f"/{'x' * 150}")
+    found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert found.returncode == 1
+    assert found.stderr == f"slipstream: error: no `slipstream up` is ready in /{'x' * 150}\n"
+
+
 def test_generate_gives_up_a_server_that_never_answers() -> None:
     with unserved_address() as address:
         found = slipstream("generate", "--server", address, "--connect-timeout-s", "0.3", "Hello")
