@@ -119,8 +119,7 @@ def main(
     if not resume and (out / STATE).exists():
         raise ConfigError("out", str(out), f"a folder without the {STATE} of a run that was ended, or --resume")
     text = Windows(read_texts(data, target).to(where), length=length, batch=batch, seed=seed)
-    if text.batches_per_epoch < 1:
-        raise ConfigError("data", f"{len(text.stream)} tokens", f"at least {(batch + 2) * length}, for one batch")
+    text.check("data")
     teacher = Teacher(target, where, load_format=load_format)
     if length > (most := teacher.config.max_position_embeddings):
         raise ConfigError("length", length, f"at most {most}, the target's context")

@@ -8,6 +8,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from slipstream.common.errors import ConfigError
 from slipstream.training import checkpoint
 from slipstream.training.divergence import LossAndOverlap
 from slipstream.training.optimizer import Course, Optimizer, OptimizerConfig
@@ -31,11 +32,20 @@ def load_sources(
     """Batches of the corpus, and of the target's own samples.
 
     ``batch``: windows of ``length`` tokens, a context's; of samples as many tokens, times ``samples_per_text``.
+    Raises ``ConfigError`` for files that are too short for a batch, or for samples that are no rows of one length.
     """
     length = length or checkpoint.CONTEXT_TOKENS
     text = Windows(load_tokens(corpus / "train.npy", device), length=length, batch=batch, seed=seed)
-    rows = torch.cat([load_tokens(path, device) for path in samples])
-    return text, Rows(rows, batch=max(1, samples_per_text * batch * length // rows.shape[1]), seed=seed)
+    text.check("corpus")
+    parts = [load_tokens(path, device) for path in samples]
+    if any(part.ndim != 2 or part.shape[1] != parts[0].shape[1] for part in parts):
+        given = ", ".join(f"{[*part.shape]} in {path}" for part, path in zip(parts, samples, strict=True))
+        raise ConfigError("samples", given, "rows of one length, as the sample command writes them")
+    rows = torch.cat(parts)
+    num_rows = max(1, samples_per_text * batch * length // rows.shape[1])
+    if len(rows) < num_rows:
+        raise ConfigError("samples", f"{len(rows)} rows", f"at least {num_rows}, for one batch")
+    return text, Rows(rows, batch=num_rows, seed=seed)
 
 
 def train(

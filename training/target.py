@@ -87,6 +87,7 @@ def main(
     where = options.begin(seed, device)
     length = checkpoint.CONTEXT_TOKENS
     windows = Windows(load_tokens(corpus / "train.npy", where), length=length, batch=batch, seed=seed)
+    windows.check("corpus")
     heldout = load_tokens(corpus / "heldout.npy", where)
     model = Llama(checkpoint.TARGET, dropout).to(where)
     steps = max(1, round(epochs * windows.batches_per_epoch))

@@ -34,6 +34,12 @@ class Windows:
         """Full batches in one pass over the stream; the remainder is skipped until another epoch."""
         return (len(self.stream) - 2 * self.length) // self.length // self.batch
 
+    def check(self, option: str) -> None:
+        """Raise ``ConfigError`` that names the text's option if it is too short: ``batches`` would never yield one."""
+        if self.batches_per_epoch < 1:
+            least = (self.batch + 2) * self.length
+            raise ConfigError(option, f"{len(self.stream)} tokens", f"at least {least}, for one batch")
+
     def batches(self) -> Iterator[Tensor]:
         """Yield int64 [batch, length + 1] for ever: a window and the token after it."""
         device = self.stream.device

@@ -202,6 +202,22 @@ def test_a_wrong_option_of_a_sister_is_one_line(
         assert expected in refused([*given, *options], monkeypatch, capsys, command)
 
 
+@pytest.mark.parametrize("command", [module.main for module in (distil, distil_dflash, distil_eagle, distil_mtp)])
+def test_texts_that_are_too_short_for_a_batch_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: Callable[..., None]
+) -> None:
+    given = [word for name in ("--target", "--out", "--log", "--corpus") for word in (name, str(tmp_path))]
+    given += ["--batch", "1", "--samples", str(tmp_path / "samples.npy")]
+    for num_tokens, samples, expected in (
+        (40, [[1, 2]], "corpus: got '40 tokens', accepted: at least 3072, for one batch"),
+        (4000, [1, 2], "accepted: rows of one length, as the sample command writes them"),
+        (4000, [[1, 2]], "samples: got '1 rows', accepted: at least "),
+    ):
+        np.save(tmp_path / "train.npy", np.arange(num_tokens, dtype=np.uint16))
+        np.save(tmp_path / "samples.npy", np.array(samples, dtype=np.uint16))
+        assert expected in refused(given, monkeypatch, capsys, command)
+
+
 def test_a_wrong_load_format_names_those_that_there_are(
     target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
