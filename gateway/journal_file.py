@@ -8,7 +8,7 @@ import os
 import sqlite3
 import stat
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from tempfile import TemporaryFile
@@ -119,8 +119,6 @@ class JournalFile:
         """Use `open`."""
         self.damage = damage
         """What was found lost when it was opened."""
-        self.last_number = last_number.value
-        """Number of the last job that was ever accepted; 0 if there was none."""
         self._last_number = last_number
         self._database = database
         self._directory = path.parent
@@ -145,22 +143,17 @@ class JournalFile:
         handle = _make(path)
         header = os.pread(handle, HEADER_BYTES, 0)
         os.close(handle)
-        last_number = LastNumber(path.with_name(f"{path.name}.last"))
-        try:
-            database, damage = _opened(path, mode, header, is_ours=last_number.value > 0 or has_our_id(header))
+        with ExitStack() as held:
+            last_number = held.enter_context(closing(LastNumber(path.with_name(f"{path.name}.last"))))
+            is_ours = last_number.value > 0 or has_our_id(header)
             try:
+                database, damage = _opened(held, path, mode, header, is_ours=is_ours)
                 file = cls(path, database, last_number, damage, max_log_bytes=max_log_bytes)
                 file._find_out(path)
                 _tidy(database)
-            except BaseException:
-                database.close()
-                raise
-        except sqlite3.Error as error:
-            last_number.close()
-            raise _explained(error, path) from error
-        except BaseException:
-            last_number.close()
-            raise
+            except sqlite3.Error as error:
+                raise _explained(error, path) from error
+            held.pop_all()
         return file
 
     def jobs(self) -> Iterator[StoredJob]:
@@ -173,6 +166,11 @@ class JournalFile:
         """Yields for each step its number and the rows that were committed with it, in order."""
         for number, joined in self._database.execute("SELECT number, rows FROM steps ORDER BY number"):
             yield number, _split(joined)
+
+    @property
+    def last_number(self) -> int:
+        """Number of the last job that was ever accepted; 0 if there was none."""
+        return self._last_number.value
 
     @property
     def num_changes(self) -> int:
@@ -200,7 +198,6 @@ class JournalFile:
             raise
         self._note(changes, step)
         if last_number > self.last_number:
-            self.last_number = last_number
             self._last_number.set(last_number)
         if rows:
             self._log.append((step, len(joined)))
@@ -290,8 +287,7 @@ class JournalFile:
             )
             self.damage = replace(self.damage, lacks_output=True)
             self._keep_last_number(self.last_number)
-        self.last_number = max(self.last_number, last_number)
-        self._last_number.set(self.last_number)
+        self._last_number.set(max(self.last_number, last_number))
         self._live = dict(execute("SELECT number, since FROM outputs WHERE ended_ns IS NULL").fetchall())
         self._log = deque(execute("SELECT number, length(rows) FROM steps ORDER BY number").fetchall())
         self._log_bytes = sum(size for _, size in self._log)
@@ -341,14 +337,16 @@ class LastNumber:
         self._file.close()
 
 
-def _opened(path: Path, mode: JournalMode, header: bytes, *, is_ours: bool) -> tuple[sqlite3.Connection, Damage]:
+def _opened(
+    held: ExitStack, path: Path, mode: JournalMode, header: bytes, *, is_ours: bool
+) -> tuple[sqlite3.Connection, Damage]:
     """Opens the database; makes it whole first if it is damaged. Raises sqlite3.Error and the errors of `open`.
 
-    `is_ours`: it was a journal, though it may not look as one any more.
+    `held` closes what is opened. `is_ours`: it was a journal, though it may not look as one any more.
     """
     # SQLite deletes the log of a file that is empty.
     log = log_path(path).read_bytes() if log_path(path).exists() else b""
-    database, damage = _connected(path), Damage()
+    database, damage = held.enter_context(closing(_connected(path))), Damage()
     try:
         _set_up(database, mode)
         _, num_frames, _ = database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
@@ -363,23 +361,15 @@ def _opened(path: Path, mode: JournalMode, header: bytes, *, is_ours: bool) -> t
         reason = find_damage(database, header)
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
         if not (is_ours and is_damage(error)):
-            database.close()
             raise
         reason = str(error)
-    except BaseException:
-        database.close()
-        raise
     if not reason:
         return database, damage
     found = rebuild(path, database, reason)
     said = "the journal %s is damaged (%s): what is whole is used, the file is kept as %s"
     logger.error(said, path, reason, kept_path(path))
-    database = _connected(path)
-    try:
-        _set_up(database, mode)
-    except BaseException:
-        database.close()
-        raise
+    database = held.enter_context(closing(_connected(path)))
+    _set_up(database, mode)
     return database, replace(found, lacks_output=found.lacks_output or damage.lacks_output)
 
 
