@@ -153,23 +153,23 @@ class SchedulerLink:
         """
         if self.description is None:
             self.model()
-        if self._absence is None and self._connection is not None:
-            try:
-                return SchedulerDescription.from_pb(await asyncio.to_thread(self._connection.describe))
-            except grpc.RpcError:
-                logger.debug("the scheduler does not describe itself", exc_info=True)
-        assert self.description is not None, "a model has a description"
-        return self.description
+        found = await asyncio.to_thread(self._describe_now)
+        assert found is not None, "a model has a description"
+        return found
 
     def read_state(self) -> ServerState | None:
         """As `describe`, on any thread but the event loop's; None before the first scheduler."""
-        connection, last = self._connection, self.description
+        found = self._describe_now()
+        return None if found is None else found.server
+
+    def _describe_now(self) -> SchedulerDescription | None:
+        connection = self._connection
         if connection is not None and self._absence is None:
             try:
-                return SchedulerDescription.from_pb(connection.describe()).server
+                return SchedulerDescription.from_pb(connection.describe())
             except grpc.RpcError:
                 logger.debug("the scheduler does not describe itself", exc_info=True)
-        return None if last is None else last.server
+        return self.description
 
     def add(self, *samples: Sample) -> None:
         """Adds samples that may have output already, without a look at the queue's bound."""

@@ -78,7 +78,8 @@ class JobReader:
         """
         job, turns, offsets = self._job, self._turns, self._offsets
         with self._deadline(timeout_s):
-            await self._detokenize_up_to_offsets()
+            for sample, offset in zip(job.samples, offsets, strict=True):
+                await sample.detokenize_in_turns(offset)
             while self._unfinished:
                 has_read = False
                 for index in tuple(self._unfinished):
@@ -162,11 +163,6 @@ class JobReader:
             if is_behind or not self._interval_s:
                 self._metrics.coalesced.inc()
         self._sent_at = now
-
-    async def _detokenize_up_to_offsets(self) -> None:
-        """Detokenizes what is before the offsets bit by bit, so that the event loop serves other calls in between."""
-        for sample, offset in zip(self._job.samples, self._offsets, strict=True):
-            await sample.detokenize_in_turns(offset)
 
     def _check_goes_on(self) -> None:
         """Raises the error that ends the job, or DeadlineExceededError. Called when there is nothing more to read."""
