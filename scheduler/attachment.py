@@ -89,8 +89,8 @@ class DraftAttachment:
         except BaseException:
             self._own.close()
             raise
-        self.proposed: Fence = self._own.fence(FenceName.DRAFT_PROPOSED)
-        self.prefilled: Fence = self._own.fence(FenceName.DRAFT_PREFILLED)
+        self.fences: dict[FenceName, Fence] = {name: self._own.fence(name) for name in DRAFT_FENCES}
+        """Those that draft signals."""
         self.stash: Fence = self._given.fence(FenceName.VERIFY_STASH)
         """On a GPU draft can write there, too."""
         self.stamps = self._own.tensor(BufferName.DRAFT_STAMPS)
@@ -137,10 +137,6 @@ class DraftAttachment:
             self._log.send(Role.DRAFT, epoch=self.number, step=command.step)
         self.link.send(command)
 
-    def fence(self, name: FenceName) -> Fence:
-        """One of the fences that draft signals."""
-        return self.proposed if name is FenceName.DRAFT_PROPOSED else self.prefilled
-
     def release(self, step: int) -> None:
         """Ends verify's waits for draft, up to `step`. Draft's late writes may set the fences back.
 
@@ -150,7 +146,7 @@ class DraftAttachment:
             self._verify.release_draft(self._epoch, self.number)
         self.is_released = True
         for name in DRAFT_FENCES if step else ():
-            self.fence(name).release(step)
+            self.fences[name].release(step)
             if self._log.is_enabled:
                 self._log.release(name, step, epoch=self._epoch, attachment=self.number)
 

@@ -22,7 +22,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.wire.step import FenceName, FencePoint, PrefillChunk, StepCommand, WaitPlace
+from slipstream.common.wire.step import DRAFT_FENCES, FenceName, FencePoint, PrefillChunk, StepCommand, WaitPlace
 from slipstream.scheduler.plan import catch_up
 
 if TYPE_CHECKING:
@@ -159,7 +159,8 @@ class Draft:
     def verify_waits(self, ops: FenceOps) -> None:
         """Notes a command that verify was sent."""
         for fence, value, _ in ops.waits:
-            self._awaited[fence] = value
+            if fence in DRAFT_FENCES:  # and none of a grammar worker
+                self._awaited[fence] = value
 
     def did(self, point: FencePoint) -> None:
         """Notes that draft has signalled this point."""
@@ -169,14 +170,14 @@ class Draft:
 
     def has_signalled(self, point: FencePoint) -> bool:
         """Asks the device. A draft may write anything there, and take it back."""
-        return self.attachment.fence(point.fence).poll() >= point.value
+        return self.attachment.fences[point.fence].poll() >= point.value
 
     def look(self) -> None:
         """Asks the device for what is done of `pending`, which takes time on a GPU."""
         looked: FenceName | None = None
         while self.pending and (fence := self.pending[0].fence) is not looked:
             looked = fence
-            self.did(FencePoint(fence, self.attachment.fence(fence).poll()))
+            self.did(FencePoint(fence, self.attachment.fences[fence].poll()))
         if self.pending and (stash := self.pending[0].stash):
             lacked_stash, self.lacks_stash = self.lacks_stash, self.attachment.stash.poll() < stash
             if lacked_stash and not self.lacks_stash:
@@ -187,7 +188,7 @@ class Draft:
     def has_unreleased_waits(self) -> bool:
         """True if verify waits for a signal that has not arrived, and no release can end the wait."""
         return any(
-            not (fence := self.attachment.fence(name)).is_releasable and fence.poll() < value
+            not (fence := self.attachment.fences[name]).is_releasable and fence.poll() < value
             for name, value in self._awaited.items()
         )
 
@@ -225,7 +226,8 @@ class CatchUp:
     @property
     def is_pending(self) -> bool:
         """True until draft has done the last command."""
-        return self.number > 0 and self._draft.attachment.prefilled.poll() < self.number
+        last = FencePoint(FenceName.DRAFT_PREFILLED, self.number)
+        return self.number > 0 and not self._draft.has_signalled(last)
 
     def num_missing(self) -> int:
         """Tokens that draft lacks, and one for each sequence that it does not know at all. A head lacks none."""

@@ -267,7 +267,7 @@ class StepLoop:
         while (backlog := self._speculation.backlog(bound)) is not None:
             self._hand_out()
             draft, oldest = backlog
-            fence, begun_ns = draft.attachment.fence(oldest.fence), time.monotonic_ns()
+            fence, begun_ns = draft.attachment.fences[oldest.fence], time.monotonic_ns()
             while draft is self._speculation.active and not fence.wait_on_host(oldest.value, WATCH_S):
                 self._check_verify()
                 self._speculation.watch(draft, oldest, begun_ns / 1e9)
@@ -281,7 +281,7 @@ class StepLoop:
             fences = f"{FenceName.VERIFY_PUBLISH.name} is {self._results.published}"
             if sent.draft is not None and sent.awaited is not None:
                 fence, value = sent.awaited
-                fences += f", {fence.name} {sent.draft.attachment.fence(fence).poll()} of {value}"
+                fences += f", {fence.name} {sent.draft.attachment.fences[fence].poll()} of {value}"
             reason = f"step {sent.step.number} did not end within {waited:.1f} s"
             raise DeadlineExceededError(f"{reason}: the verify service hangs ({fences})")
 

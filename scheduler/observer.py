@@ -240,7 +240,7 @@ class StepObserver:
     def _has_prefilled(self, number: int, draft: Draft) -> bool:
         """Returns whether the stamps of draft's prefill part are there, which are to be read then."""
         prefilled = FenceName.DRAFT_PREFILLED
-        if draft.attachment.prefilled.poll() < number:
+        if draft.attachment.fences[prefilled].poll() < number:
             return False
         if self._log.is_enabled:
             self._log.fence(LogOp.POLL, prefilled, number, step=number, attachment=draft.number)

@@ -96,9 +96,10 @@ class FakeDraft:
         self.proposed.release(step)
         self.prefilled.release(step)
 
-    def fence(self, name: FenceName) -> FakeFence:
-        """See `DraftAttachment.fence`."""
-        return self.proposed if name is FenceName.DRAFT_PROPOSED else self.prefilled
+    @property
+    def fences(self) -> dict[FenceName, FakeFence]:
+        """See `DraftAttachment.fences`."""
+        return {FenceName.DRAFT_PROPOSED: self.proposed, FenceName.DRAFT_PREFILLED: self.prefilled}
 
     def send(self, command: StepCommand) -> None:
         """See `Link.send`."""
@@ -119,7 +120,7 @@ class FakeDraft:
             parts += [FenceName.DRAFT_PREFILLED] * bool(command.chunks or command.catches_up)
             assert command.ops.signals == tuple(FencePoint(fence, command.step) for fence in parts)
             for fence in parts:
-                self.fence(fence).value = command.step
+                self.fences[fence].value = command.step
             if up_to is None:
                 return
 

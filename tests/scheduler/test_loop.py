@@ -13,7 +13,7 @@ from slipstream.benchmarks import dummy_model
 from slipstream.common.device.cpu.fence import HostFence
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.wire.layout import ring_rows
-from slipstream.common.wire.step import StepCommand
+from slipstream.common.wire.step import FenceName, StepCommand
 from slipstream.scheduler import loop
 from slipstream.scheduler.draft import Draft
 from slipstream.scheduler.metrics import DECODE
@@ -180,7 +180,7 @@ def test_a_slow_draft_is_never_a_whole_ring_behind(run_ahead: int, monkeypatch: 
 
     def look(command: StepCommand) -> StepCommand:
         if command.chunks and not command.slots:
-            behind.append(command.step - epoch.attachments[0].prefilled.poll())
+            behind.append(command.step - epoch.attachments[0].fences[FenceName.DRAFT_PREFILLED].poll())
         return command
 
     def wait_for_draft(up_to: int) -> Any:

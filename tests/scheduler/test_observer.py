@@ -96,7 +96,7 @@ class Stamps:
     def prefill(self, number: int, start: int, end: int) -> None:
         """Draft does its prefill part."""
         self.attachment.stamps[number % SHAPE.ring, PREFILL_PART] = torch.tensor([start, end])
-        self.attachment.prefilled.release(number)
+        self.attachment.fences[FenceName.DRAFT_PREFILLED].release(number)
 
     def result(self, number: int, *before: tuple[int, int]) -> None:
         """The result of a step arrives, with the stamps of the one before: verify's, and the same of draft's parts.

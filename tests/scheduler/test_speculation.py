@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
-from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait
+from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait, WaitPlace
 from slipstream.scheduler.draft import CatchUp, DraftState
 from slipstream.scheduler.observer import SentStep
 from slipstream.scheduler.records import NO_LIMIT, NO_SLOTS, LossCause, SlotLease, Step, StepSlots
@@ -320,6 +320,16 @@ def test_a_draft_that_verify_cannot_be_released_from_ends_the_epoch() -> None:
     attachment.verify_waits(FenceOps((FenceWait(FenceName.DRAFT_PROPOSED, draft_step),), ()))
     with pytest.raises(UnavailableError, match="cannot be released"):
         run.speculation.check()
+
+
+def test_a_wait_for_masks_is_none_for_the_draft() -> None:
+    run, draft, _ = lost_run()
+    draft.prefilled = FakeFence(is_releasable=False)
+    step = run.plan.step
+    draft.draft.verify_waits(FenceOps((FenceWait(FenceName.GRAMMAR_READY, step, WaitPlace.SAMPLING),), ()))
+    draft.fail()
+    run.speculation.check()
+    assert run.listener.causes == [LossCause.DIED]
 
 
 def test_a_step_that_verify_was_not_sent_yet_is_no_reason_to_end_the_epoch() -> None:
