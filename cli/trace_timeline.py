@@ -12,7 +12,7 @@ from slipstream.common.wire.step import FenceName, Role, WaitPlace
 from slipstream.scheduler.metrics import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from slipstream.common.wire.events import Event
     from slipstream.common.wire.trace import ClockSample, Trace, TracedStep
@@ -159,9 +159,10 @@ class Timeline:
         self._host: dict[tuple[Lane, Site, int], Slice] = {}
         self._kernels: dict[tuple[Role, Site, int], Slice] = {}
         roles = [role for role in Role if role.value in self._records]
-        self._add_loop()
+        details = {step.step: _details(step) for step in self._steps}
+        self._add_host("scheduler", Lane.LOOP, _LOOP, lambda step: details.get(step, {}))
         for role in roles:
-            self._add_host(role)
+            self._add_host(role.value, _HOSTS[role], _HOST, lambda step: {"step": step})
             self._add_kernels(role)
         for role in roles:
             self._add_gaps(role)
@@ -185,19 +186,14 @@ class Timeline:
         self.slices.append(Slice(lane, kind, name, begin_ns, end_ns, details))
         return self.slices[-1]
 
-    def _add_loop(self) -> None:
-        details = {step.step: _details(step) for step in self._steps}
-        for site, step, begin, end in self._records["scheduler"]:
-            if site in _LOOP:
-                kind, name = _KINDS.get(site, HOST), f"{_LOOP[site]} {step}"
-                self._host[Lane.LOOP, site, step] = self._add(Lane.LOOP, kind, name, begin, end, details.get(step, {}))
-
-    def _add_host(self, role: Role) -> None:
-        lane = _HOSTS[role]
-        for site, step, begin, end in self._records[role.value]:
-            if site in _HOST:
-                kind, name = _KINDS.get(site, HOST), f"{_HOST[site]} {step}"
-                self._host[lane, site, step] = self._add(lane, kind, name, begin, end, {"step": step})
+    def _add_host(
+        self, process: str, lane: Lane, names: Mapping[Site, str], details_of: Callable[[int], Mapping[str, object]]
+    ) -> None:
+        """Adds what a host thread did, by the names of its sites."""
+        for site, step, begin, end in self._records[process]:
+            if site in names:
+                kind, name = _KINDS.get(site, HOST), f"{names[site]} {step}"
+                self._host[lane, site, step] = self._add(lane, kind, name, begin, end, details_of(step))
 
     def _add_kernels(self, role: Role) -> None:
         """Adds a stream's work by its stamps. A drafter may stamp anything: impossible times are left out or cut."""
