@@ -222,7 +222,8 @@ def swap_draft(
     A new draft service is started beside the old one, catches up, takes over, and is judged; the loser is ended.
     """
     options = shared(SwapOptions, values)
-    _exit_with(run_swap(options, default_state_dir() if state_dir is None else state_dir, as_json=as_json))
+    with naming_options("draft", "algorithm", "num_draft_tokens"):
+        _exit_with(run_swap(options, default_state_dir() if state_dir is None else state_dir, as_json=as_json))
 
 
 @_command()

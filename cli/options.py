@@ -221,7 +221,7 @@ class BenchOptions(Settings, heading="Load"):
 def naming_options(*others: str) -> Iterator[None]:
     """Renames the field in an error of a request to its source: the prompt, or an option of `generate`.
 
-    `others`: further options that are named as their fields.
+    `others`: options of another command, or further ones, that are named as their fields.
     """
     try:
         yield

@@ -37,6 +37,7 @@ from slipstream.protos import scheduler_pb2, scheduler_pb2_grpc
 from slipstream.services.models.head_config import DFLASH, EAGLE3
 from slipstream.services.worker.config import STANDALONE
 from tests.harness.grpc_server import running_server
+from tests.harness.running import slipstream
 from tests.harness.supervised import MakeCommand
 from tests.harness.waiting import until
 
@@ -231,6 +232,13 @@ async def test_what_makes_no_sense_is_refused_by_name(up: Up, field: str, algori
     with pytest.raises(InvalidArgumentError, match=f"^{field}: "):
         await request_swap(up.config.state_dir, up.new.parent / draft, algorithm, SwapTerms())
     assert up.scheduler.swaps == []
+
+
+async def test_a_wrong_draft_is_named_by_its_option(up: Up) -> None:
+    options = ("--draft", str(up.new.parent / "nothing"), "--state-dir", str(up.config.state_dir))
+    found = await asyncio.to_thread(slipstream, "swap-draft", *options)
+    assert found.returncode == 2
+    assert found.stderr.startswith(f"slipstream: error: --draft: got '{up.new.parent / 'nothing'}', accepted: ")
 
 
 async def test_an_algorithm_without_a_model_is_refused(up: Up) -> None:
