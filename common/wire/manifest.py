@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.errors import ManifestError
+from slipstream.common.wire.messages import decode, encode
+from slipstream.common.wire.step import FenceName
+from slipstream.protos import worker_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from slipstream.common.wire.step import FenceName
 
 ALIGNMENT_BYTES = 256
 FENCE_BYTES = 64
@@ -71,6 +72,16 @@ class Placed:
         """Offset of the first byte after it."""
         return self.offset + self.spec.size
 
+    def to_pb(self) -> worker_pb2.Buffer:
+        return encode(worker_pb2.Buffer, self.spec, offset=self.offset, dtype=DTYPE_NAMES[self.spec.dtype])
+
+    @classmethod
+    def from_pb(cls, message: worker_pb2.Buffer) -> Placed:
+        """Raises ManifestError for a dtype that there is not."""
+        if message.dtype not in DTYPES:
+            raise ManifestError(f"buffer {message.name}: dtype {message.dtype!r}, accepted: {', '.join(DTYPES)}")
+        return cls(decode(BufferSpec, message, dtype=DTYPES[message.dtype]), message.offset)
+
 
 @dataclass(frozen=True, slots=True)
 class FenceWord:
@@ -82,6 +93,14 @@ class FenceWord:
     offset: int
     events: tuple[bytes, ...] = ()
     """IPC handles of an "event" fence's ring."""
+
+    @classmethod
+    def from_pb(cls, message: worker_pb2.FenceWord) -> FenceWord:
+        """Raises ManifestError for a fence that there is not."""
+        try:
+            return decode(cls, message, {"fence": FenceName})
+        except ValueError:
+            raise ManifestError(f"fence {message.fence}: there is no such fence") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +116,16 @@ class Manifest:
     fences: tuple[FenceWord, ...]
     handle: bytes = b""
     """The IPC handle of a GPU's memory."""
+
+    def to_pb(self) -> worker_pb2.Manifest:
+        return encode(worker_pb2.Manifest, self)
+
+    @classmethod
+    def from_pb(cls, message: worker_pb2.Manifest) -> Manifest:
+        """Decodes and checks a manifest. Raises ManifestError."""
+        manifest = decode(cls, message, {"buffers": Placed.from_pb, "fences": FenceWord.from_pb})
+        manifest.check()
+        return manifest
 
     def check(self) -> None:
         """Raises ManifestError unless every buffer and fence lies within the arena, aligned and apart.

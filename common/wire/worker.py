@@ -11,7 +11,7 @@ import torch
 
 from slipstream.common.errors import ConfigError, InvalidArgumentError, ManifestError, MismatchError
 from slipstream.common.wire.layout import LENT_WEIGHTS, BufferName, DraftShape, EpochShape
-from slipstream.common.wire.manifest import DTYPE_NAMES, DTYPES, BufferSpec, FenceWord, Manifest, Placed
+from slipstream.common.wire.manifest import DTYPES, Manifest
 from slipstream.common.wire.messages import decode, encode
 from slipstream.common.wire.sequence import MAX_TOP_LOGPROBS, SamplingParams
 from slipstream.common.wire.step import (
@@ -299,8 +299,7 @@ def _enum(kind: type[_Enum], value: object, field: str, accepted: str) -> _Enum:
 
 def description_to_pb(description: WorkerDescription) -> pb.DescribeResponse:
     memory = encode(pb.DeviceMemory, description.memory) if description.memory.total else None
-    weights = None if description.weights is None else manifest_to_pb(description.weights)
-    return encode(pb.DescribeResponse, description, role=description.role.value, memory=memory, weights=weights)
+    return encode(pb.DescribeResponse, description, role=description.role.value, memory=memory)
 
 
 def description_from_pb(message: pb.DescribeResponse) -> WorkerDescription:
@@ -310,7 +309,7 @@ def description_from_pb(message: pb.DescribeResponse) -> WorkerDescription:
 
 
 def _weights_from_pb(message: pb.Manifest) -> Manifest:
-    weights = manifest_from_pb(message)
+    weights = Manifest.from_pb(message)
     names = [placed.spec.name for placed in weights.buffers]
     if not set(names) <= set(LENT_WEIGHTS) or weights.fences:
         accepted = f"{' and '.join(LENT_WEIGHTS)}, without fences"
@@ -318,42 +317,11 @@ def _weights_from_pb(message: pb.Manifest) -> Manifest:
     return weights
 
 
-def manifest_to_pb(manifest: Manifest) -> pb.Manifest:
-    buffers = [
-        encode(pb.Buffer, placed.spec, offset=placed.offset, dtype=DTYPE_NAMES[placed.spec.dtype])
-        for placed in manifest.buffers
-    ]
-    return encode(pb.Manifest, manifest, buffers=buffers)
-
-
-def manifest_from_pb(message: pb.Manifest) -> Manifest:
-    """Decodes and checks a manifest. Raises ManifestError."""
-    buffers = []
-    for buffer in message.buffers:
-        if buffer.dtype not in DTYPES:
-            raise ManifestError(f"buffer {buffer.name}: dtype {buffer.dtype!r}, accepted: {', '.join(DTYPES)}")
-        spec = decode(BufferSpec, buffer, dtype=DTYPES[buffer.dtype])
-        buffers.append(Placed(spec, buffer.offset))
-    manifest = decode(Manifest, message, {"fences": _word_from_pb}, buffers=tuple(buffers))
-    manifest.check()
-    return manifest
-
-
-def _word_from_pb(message: pb.FenceWord) -> FenceWord:
-    try:
-        return decode(FenceWord, message, {"fence": FenceName})
-    except ValueError:
-        raise ManifestError(f"fence {message.fence}: there is no such fence") from None
-
-
 def attachment_to_pb(attachment: Attachment) -> pb.AttachRequest:
     return encode(
         pb.AttachRequest,
         attachment,
         peer=None if attachment.peer is None else description_to_pb(attachment.peer),
-        manifest=manifest_to_pb(attachment.manifest),
-        given=None if attachment.given is None else manifest_to_pb(attachment.given),
-        results=None if attachment.results is None else manifest_to_pb(attachment.results),
         debug=attachment.is_debug,
         **{name: getattr(attachment.shape, name) for name in _SHAPE_FIELDS},
     )
@@ -361,8 +329,8 @@ def attachment_to_pb(attachment: Attachment) -> pb.AttachRequest:
 
 def attachment_from_pb(message: pb.AttachRequest) -> Attachment:
     """Decodes and checks an attachment: of a draft if it has `given`. Raises ManifestError, ConfigError and others."""
-    manifest = manifest_from_pb(message.manifest)
-    given = manifest_from_pb(message.given) if message.HasField("given") else None
+    manifest = Manifest.from_pb(message.manifest)
+    given = Manifest.from_pb(message.given) if message.HasField("given") else None
     shape: EpochShape | DraftShape
     if given is None:
         shape = decode(EpochShape, message)
@@ -410,15 +378,14 @@ def hidden_of(given: Manifest) -> tuple[int, torch.dtype]:
 
 
 def region_to_pb(region: OfferedRegion) -> pb.AttachDraftRequest | pb.AttachGrammarRequest:
-    pieces = {"own": manifest_to_pb(region.own), "given": manifest_to_pb(region.given)}
     if region.draft is None:
-        return encode(pb.AttachGrammarRequest, region, **pieces)
-    return encode(pb.AttachDraftRequest, region, **pieces)
+        return encode(pb.AttachGrammarRequest, region)
+    return encode(pb.AttachDraftRequest, region)
 
 
 def region_from_pb(message: pb.AttachDraftRequest | pb.AttachGrammarRequest) -> OfferedRegion:
     """Decodes the memory between verify and another worker. Raises ManifestError."""
-    own, given = manifest_from_pb(message.own), manifest_from_pb(message.given)
+    own, given = Manifest.from_pb(message.own), Manifest.from_pb(message.given)
     draft = decode(DraftSizes, message.draft) if isinstance(message, pb.AttachDraftRequest) else None
     return decode(OfferedRegion, message, own=own, given=given, draft=draft)
 

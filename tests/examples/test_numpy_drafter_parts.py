@@ -21,7 +21,6 @@ from slipstream.common.wire.layout import GIVEN_FENCES, OWN_FENCES, BufferName, 
 from slipstream.common.wire.manifest import lay_out
 from slipstream.common.wire.sequence import SamplingParams
 from slipstream.common.wire.step import FenceName
-from slipstream.common.wire.worker import manifest_to_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.services.models import json_files as fingerprint
 from slipstream.services.models.sampler import SamplingRows, gumbel_noise_of, sample
@@ -136,7 +135,7 @@ def test_the_longest_match_goes_on(tokens: list[int], expected: list[int]) -> No
 
 def test_the_arena_is_mapped_and_its_fences_wake_across() -> None:
     owner = SharedArenas()
-    arena = Arena(manifest_to_pb(owner.own.manifest), is_writable=True)
+    arena = Arena(owner.own.manifest.to_pb(), is_writable=True)
     tokens = arena.array("draft_tokens", (SHAPE.num_slots, SHAPE.num_draft_tokens))
     tokens[2] = 5
     assert owner.tensor(BufferName.DRAFT_TOKENS)[2].tolist() == [5] * SHAPE.num_draft_tokens
@@ -150,7 +149,7 @@ def test_the_arena_is_mapped_and_its_fences_wake_across() -> None:
 
 def test_the_memory_given_by_verify_is_read_and_waited_for_but_never_written() -> None:
     owner = SharedArenas()
-    given = Arena(manifest_to_pb(owner.given.manifest), is_writable=False)
+    given = Arena(owner.given.manifest.to_pb(), is_writable=False)
     seq_lens, fence = given.array("seq_lens", (SHAPE.num_slots,)), given.fence(pb.FENCE_VERIFY_STASH)
     with pytest.raises(ValueError, match="read-only"):
         seq_lens[1] = 3
@@ -167,7 +166,7 @@ def test_the_memory_given_by_verify_is_read_and_waited_for_but_never_written() -
 @pytest.mark.parametrize("fault", ["kind", "path", "size", "shape", "offset", "missing", "fence kind", "fence offset"])
 def test_a_manifest_that_cannot_be_is_refused(fault: str) -> None:
     owner = SharedArenas()
-    manifest = manifest_to_pb(owner.given.manifest)
+    manifest = owner.given.manifest.to_pb()
     buffer = next(buffer for buffer in manifest.buffers if buffer.name == "seq_lens")
     match fault:
         case "kind":

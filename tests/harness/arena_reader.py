@@ -14,15 +14,15 @@ import threading
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import SlipstreamError
+from slipstream.common.wire.manifest import Manifest
 from slipstream.common.wire.step import FenceName
-from slipstream.common.wire.worker import manifest_from_pb
 from slipstream.protos import worker_pb2 as pb
 
 
 def main(manifest: str) -> None:
     """Runs until the input ends."""
     message = pb.Manifest.FromString(bytes.fromhex(manifest))
-    arena = HostDevice().open_arena(manifest_from_pb(message), read_only=True)
+    arena = HostDevice().open_arena(Manifest.from_pb(message), read_only=True)
     print("ready", flush=True)
     for line in sys.stdin:
         answer: object = "ok"

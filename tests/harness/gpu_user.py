@@ -28,8 +28,8 @@ from slipstream.benchmarks.spin_kernel import SpinKernel
 from slipstream.common.device.cuda.arena import CudaArena
 from slipstream.common.device.cuda.device import CudaDevice
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError
+from slipstream.common.wire.manifest import Manifest
 from slipstream.common.wire.step import FenceName
-from slipstream.common.wire.worker import manifest_from_pb
 from slipstream.protos import worker_pb2 as pb
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class GpuUser:
         """Does what a line says."""
         match line.split(maxsplit=2):
             case ["open", manifest]:
-                self.arena = self.device.open_arena(manifest_from_pb(pb.Manifest.FromString(bytes.fromhex(manifest))))
+                self.arena = self.device.open_arena(Manifest.from_pb(pb.Manifest.FromString(bytes.fromhex(manifest))))
                 return "opened"
             case ["close"]:
                 return self._close()

@@ -15,7 +15,6 @@ from typing import Self, TypeAlias
 
 from slipstream.common.device.interface import Arena
 from slipstream.common.wire.manifest import Manifest
-from slipstream.common.wire.worker import manifest_to_pb
 
 Pair: TypeAlias = "tuple[GpuUser, GpuUser]"
 
@@ -97,7 +96,7 @@ class ArenaReader(OtherProcess):
     @contextmanager
     def of(cls, manifest: Manifest) -> Iterator[Self]:
         """Runs with the arena of a manifest."""
-        with cls.running(manifest_to_pb(manifest).SerializeToString().hex()) as other:
+        with cls.running(manifest.to_pb().SerializeToString().hex()) as other:
             yield other
 
 
@@ -116,7 +115,7 @@ class GpuUser(OtherProcess):
 
     def open(self, manifest: Manifest) -> str:
         """Gives it a manifest, over the wire's encoding."""
-        return self.ask(f"open {manifest_to_pb(manifest).SerializeToString().hex()}")
+        return self.ask(f"open {manifest.to_pb().SerializeToString().hex()}")
 
     def do(self, *lines: str) -> None:
         """Gives it work that is only enqueued."""

@@ -52,8 +52,6 @@ from slipstream.common.wire.worker import (
     command_to_pb,
     description_from_pb,
     description_to_pb,
-    manifest_from_pb,
-    manifest_to_pb,
     measurements_from_pb,
     region_from_pb,
     region_to_pb,
@@ -233,7 +231,7 @@ REGIONS = st.builds(
         (REGIONS, pb.AttachDraftRequest, region_to_pb, region_from_pb),
         (COMMANDS, pb.StepCommand, command_to_pb, command_from_pb),
         (DESCRIPTIONS, pb.DescribeResponse, description_to_pb, description_from_pb),
-        (manifests(), pb.Manifest, manifest_to_pb, manifest_from_pb),
+        (manifests(), pb.Manifest, Manifest.to_pb, Manifest.from_pb),
         (attachments(), pb.AttachRequest, attachment_to_pb, attachment_from_pb),
     ],
     ids=["regions", "commands", "descriptions", "manifests", "attachments"],
@@ -367,10 +365,10 @@ def test_a_peer_that_does_not_fit_is_told_in_everything_that_differs() -> None:
 
 def test_an_unknown_fence_word_is_a_manifest_error() -> None:
     words = (FenceWord(FenceName.DRAFT_PROPOSED, "host", 0),)
-    message = manifest_to_pb(Manifest("file", "p", 64, (), words))
+    message = Manifest("file", "p", 64, (), words).to_pb()
     message.fences[0].fence = 0  # type: ignore[assignment]
     with pytest.raises(ManifestError, match="fence 0"):
-        manifest_from_pb(message)
+        Manifest.from_pb(message)
 
 
 def test_weights_cannot_stand_in_for_other_memory() -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from slipstream.common.device.cpu.shared_file import DIRECTORY, PREFIX
 from slipstream.common.errors import ManifestError, MismatchError, OutOfMemoryError
-from slipstream.common.wire.manifest import DTYPES
-from slipstream.common.wire.worker import command_to_pb, manifest_from_pb
+from slipstream.common.wire.manifest import DTYPES, Manifest
+from slipstream.common.wire.worker import command_to_pb
 from tests.harness.guarded_arena import GuardedArena
 from tests.harness.hosted import (
     FUZZ,
@@ -43,7 +43,7 @@ def test_attachments_are_refused_or_stay_within_what_they_say(hosted: Hosted) ->
             if 2**20 < request.num_pages * request.page_tokens < 2**36:
                 request.num_pages = 2**31  # what fits into the memory of some machines, and takes long to fill
             if error_of(lambda: hosted.worker.stub.Attach(request, timeout=TIMEOUT_S)) is None:
-                memory.main.relay(manifest_from_pb(request.manifest))
+                memory.main.relay(Manifest.from_pb(request.manifest))
                 command = replace(decode(1, hosted.is_draft, 1), epoch=request.epoch)
                 if not hosted.is_draft:
                     command = replace(command, num_draft_tokens=())
@@ -76,8 +76,8 @@ def test_regions_are_refused_or_stay_within_what_they_say(hosted: Hosted) -> Non
                 change(data.draw, region)
             attachment = 0
             if error_of(lambda: hosted.worker.stub.AttachDraft(region, timeout=TIMEOUT_S)) is None:
-                memory.given.relay(manifest_from_pb(region.given))
-                memory.own.relay(manifest_from_pb(region.own))
+                memory.given.relay(Manifest.from_pb(region.given))
+                memory.own.relay(Manifest.from_pb(region.own))
                 attachment = region.attachment
             command = replace(decode(1, False, 1), epoch=request.epoch, attachment=attachment)
             memory.allow_step(command)

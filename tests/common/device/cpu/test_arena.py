@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from slipstream.common.device.cpu.device import HostArena, HostDevice
 from slipstream.common.device.cpu.shared_file import DIRECTORY, PREFIX
 from slipstream.common.errors import DeviceError, FailedPreconditionError, ManifestError, OutOfMemoryError
-from slipstream.common.wire.manifest import BufferSpec
+from slipstream.common.wire.manifest import BufferSpec, Manifest
 from slipstream.common.wire.step import FenceName
-from slipstream.common.wire.worker import manifest_from_pb, manifest_to_pb
 from slipstream.protos import worker_pb2 as pb
 from tests.common.device.conftest import SPECS, MakeStream
 from tests.harness.other_process import ArenaReader
@@ -211,10 +210,10 @@ def _change(draw: st.DrawFn) -> Callable[[pb.Manifest], None]:
 def test_any_manifest_is_refused_or_stays_within_bounds(
     arena: HostArena, change: Callable[[pb.Manifest], None]
 ) -> None:
-    message = manifest_to_pb(arena.manifest)
+    message = arena.manifest.to_pb()
     change(message)
     try:
-        opened = HostArena.open(manifest_from_pb(message))
+        opened = HostArena.open(Manifest.from_pb(message))
     except ManifestError:
         return
     size = os.stat(arena.manifest.path).st_size
