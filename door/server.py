@@ -123,7 +123,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Waits for the next request."""
         super().on_response_complete()
-        if not self.transport.is_closing():
+        # Without that timer it closes, or answers the request that came with this one.
+        if self.timeout_keep_alive_task is not None:
             self._bounds.waiting[self] = None
 
     def pause_writing(self) -> None:

@@ -25,7 +25,7 @@ from slipstream.door.server import MAX_HEAD_BYTES
 from slipstream.gateway.keys import KeyFile, KeyInterceptor
 from tests.harness.certificates import Certificates
 from tests.harness.doors import RunningDoor, running_door
-from tests.harness.example_states import CONTEXT_TOKENS
+from tests.harness.example_states import CONTEXT_TOKENS, TOKENS_PER_STEP
 from tests.harness.generation_server import GenerationServer, generation_server
 from tests.harness.waiting import is_listening, until
 
@@ -184,6 +184,25 @@ async def test_slow_connections_leave_room_for_others(sent: bytes) -> None:
         assert len(door.server.server_state.connections) <= 64
         for writer in writers:
             writer.close()
+
+
+async def test_a_request_that_came_with_another_is_none_that_is_waited_for() -> None:
+    """The answer before it is sent, and the connection that waits is another one."""
+    async with generation_server() as server, running_door(server.address, max_connections=2) as door:
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        reader, writer = await connected(door)
+        body = b'{"prompt": [5, 6], "max_tokens": 9, "stream": true}'
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+        writer.write(b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n" + head + body)
+        await until(lambda: len(server.loop.submitted) == 1)
+        others = [await connected(door) for _ in range(2)]
+        async with asyncio.timeout(10):
+            with suppress(ConnectionError):
+                assert await others[0][0].read() == b""
+            server.loop.pause_tokens = None
+            assert await reader.readuntil(b"data: [DONE]")
+        for one in (writer, *(other for _, other in others)):
+            one.close()
 
 
 async def test_health_is_served_beside_1500_slow_connections(tmp_path: Path) -> None:
