@@ -10,7 +10,6 @@ import socket
 import ssl
 import sys
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,24 +44,13 @@ KEEP_ALIVE_S = 65
 """Time for which a connection may wait for its next request."""
 
 
-@dataclass(slots=True)
-class Bounds:
-    """The bounds of a server's connections."""
-
-    max_connections: int
-    read_timeout_s: float
-    """Time in which a request must have arrived, and an answer be read on."""
-    waiting: dict[BoundedProtocol, None] = field(default_factory=dict)
-    """The connections that wait for a request, the oldest first."""
-
-
 class BoundedProtocol(HttpToolsProtocol):
     """A connection whose requests arrive in time and have a head of bounded length, and whose client reads.
 
     Beyond the most connections, the one is closed that has waited longest for a request.
     """
 
-    def __init__(self, bounds: Bounds, **arguments: Any) -> None:
+    def __init__(self, bounds: DoorServer, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._bounds = bounds
         self._num_head_bytes = 0
@@ -173,7 +161,11 @@ class DoorServer(uvicorn.Server):
                 timeout_graceful_shutdown=int(config.grace_s) or 1,
             )
         )
-        self._bounds = Bounds(most_connections(config.max_connections), config.read_timeout_s)
+        self.max_connections = most_connections(config.max_connections)
+        self.read_timeout_s = config.read_timeout_s
+        """Time in which a request must have arrived, and an answer be read on."""
+        self.waiting: dict[BoundedProtocol, None] = {}
+        """The connections that wait for a request, the oldest first."""
         context = tls_context(config)
         self._sockets = [(one, context) for one in bound_sockets(listener)]
         self._sockets += [(one, None) for one in (bound_sockets(private) if private else ())]
@@ -189,7 +181,7 @@ class DoorServer(uvicorn.Server):
         loop, config = asyncio.get_running_loop(), self.config
         make: Any = partial(
             BoundedProtocol,
-            self._bounds,
+            self,
             config=config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
