@@ -34,7 +34,6 @@ from slipstream.client.requests import (
 )
 from slipstream.common.errors import (
     ConfigError,
-    ConnectionLostError,
     FailedPreconditionError,
     ResourceExhaustedError,
     SlipstreamError,
@@ -365,7 +364,7 @@ class AsyncClient:
 
     def _others(self, output: _Output, error: SlipstreamError) -> Sequence[_Server]:
         """Returns the servers at which an output may go on after an error, in the order in which to try them."""
-        is_gone = isinstance(error, (ConnectionLostError, UnavailableError)) or (
+        is_gone = isinstance(error, UnavailableError) or (
             isinstance(error, ResourceExhaustedError) and error.retry_after_ms != 0
         )
         if output.request is None or not is_gone:

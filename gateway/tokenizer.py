@@ -118,13 +118,14 @@ def _read_directly(path: Path) -> Tokenizer | None:
     token_map = _read_json(path / "special_tokens_map.json")
     if not all(_has_all_tokens(backend, source) for source in (config, token_map, padding)):
         return None
-    model_type = _read_json(path / "config.json").get("model_type")
-    if not _is_taken_as_it_is(backend, model_type, config.get("tokenizer_class")):
+    kind = config.get("tokenizer_class")
+    is_of_qwen2 = _read_json(path / "config.json").get("model_type") == "qwen2" or kind in _QWEN2_CLASSES
+    # For these classes transformers builds a tokenizer of the vocabulary, which must be the same.
+    if not (_is_qwen2(backend) if is_of_qwen2 else kind in _PLAIN_CLASSES):
         return None
     # As in transformers, the older file counts where the newer one does not list the added tokens.
     named = config if "added_tokens_decoder" in config else config | token_map
-    default = _QWEN2_DEFAULT_TOKEN if _is_of_qwen2(model_type, config.get("tokenizer_class")) else None
-    tokens = {} if default is None else dict.fromkeys(_QWEN2_TOKENS, default)
+    tokens = dict.fromkeys(_QWEN2_TOKENS, _QWEN2_DEFAULT_TOKEN) if is_of_qwen2 else {}
     tokens |= {name: value for name, value in (padding | named).items() if name.endswith("_token")}
     special = {name: text for name, value in tokens.items() for text in _special_tokens({name: value})}
     return Tokenizer(backend, chat_template=_chat_template(path, config), special_tokens=special)
@@ -168,17 +169,6 @@ def _is_unusual(path: Path, config: dict[str, Any]) -> bool:
     if any(config.get(name) for name in _UNUSUAL_SETTINGS) or (path / "tekken.json").exists():
         return True
     return (path / "added_tokens.json").exists() and "added_tokens_decoder" not in config
-
-
-def _is_taken_as_it_is(backend: Backend, model_type: object, tokenizer_class: object) -> bool:
-    """Returns whether transformers takes `tokenizer.json` as it is, or builds the same from its vocabulary."""
-    if _is_of_qwen2(model_type, tokenizer_class):
-        return _is_qwen2(backend)
-    return tokenizer_class in _PLAIN_CLASSES
-
-
-def _is_of_qwen2(model_type: object, tokenizer_class: object) -> bool:
-    return model_type == "qwen2" or tokenizer_class in _QWEN2_CLASSES
 
 
 def _is_qwen2(backend: Backend) -> bool:
