@@ -417,14 +417,18 @@ class ModelConfig:
         return replace(self, fp8=weights)
 
     @property
-    def has_llama_layers(self) -> bool:
-        """True if both branches of a layer, attention and a dense MLP, are normed first and added as they are.
+    def has_llama_branches(self) -> bool:
+        """True if both branches of a layer, attention and an MLP or experts, are normed first and added as they are.
 
         Layers of such models are computed by kernels from end to end (`FusedDecoder`).
         """
         is_plain = self.norms == tuple(LLAMA_NORMS) and self.head_norms is not HeadNorms.ALL
-        is_dense = self.experts is None and not self.has_sinks
-        return is_plain and is_dense and self.branch_scale == 1.0 and self.activation is Activation.SILU
+        return is_plain and self.branch_scale == 1.0 and self.activation is Activation.SILU
+
+    @property
+    def has_llama_layers(self) -> bool:
+        """True if the MLPs of such a model are dense: the kernels then take all its weights as they are packed."""
+        return self.has_llama_branches and self.experts is None and not self.has_sinks
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """The experts of a layer. None: its MLP is dense."""

@@ -144,7 +144,8 @@ class DecoderLayer(nn.Module):
         self.output = linear("output", config.q_size, hidden, config.has_output_bias)
         self.attention_post_norm = norm_of_branch("attention_post_norm")
         self.mlp_norm = norm_of_branch("mlp_norm")
-        self._has_mlp = mlp_size > 0
+        self.has_mlp = mlp_size > 0
+        """True if the layer has an MLP: a dense one, or a shared expert."""
         none = cast("Linear", nn.Identity())
         self.gate_up = linear("gate_up", hidden, 2 * mlp_size, config.has_mlp_bias) if mlp_size else none
         self.down = linear("down", mlp_size, hidden, config.has_mlp_bias) if mlp_size else none
@@ -190,15 +191,18 @@ class DecoderLayer(nn.Module):
         return part if self.ranks is None else self.ranks.sum(part)
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._has_mlp:
+        if not self.has_mlp:
             assert self.experts is not None, "a layer has one or the other"
             return cast("torch.Tensor", self.experts(x))
+        output = self.shared(x)
+        return output if self.experts is None else output + self.experts(x)
+
+    def shared(self, x: torch.Tensor) -> torch.Tensor:
+        """The output of the MLP, or of the shared expert beside others: [N, hidden_size] to the same."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         gated = F.silu(gate) if self._activation is Activation.SILU else F.gelu(gate, approximate="tanh")
         output: torch.Tensor = self.down(gated.mul_(up))
-        if self.shared_gate is not None:
-            output = output * sigmoid(self.shared_gate(x))
-        return output if self.experts is None else output + self.experts(x)
+        return output if self.shared_gate is None else output * sigmoid(self.shared_gate(x))
 
     def _scaled(self, branch: torch.Tensor) -> torch.Tensor:
         return branch if self._branch_scale == 1.0 else branch * self._branch_scale

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 _STEEPNESS = 1.702
 """Factor in the sigmoid of bounded gates."""
-_LEAST_SUM = 1e-20
+LEAST_SUM = 1e-20
 """Added to the sum of weights before they are divided by it."""
-ByKernels = Callable[["Experts", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Adds up what experts make of rows, [N, hidden_size], by the choice and the weights of `Experts.route`."""
+ByKernels = Callable[["Experts", torch.Tensor], torch.Tensor]
+"""Does what `Experts` does: [N, hidden_size] to the same."""
 
 
 class Experts(nn.Module):
@@ -68,9 +68,9 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, hidden_size] to the same."""
-        chosen, weights = self.route(x)
         if self.by_kernels is not None:
-            return self.by_kernels(self, x, chosen, weights)
+            return self.by_kernels(self, x)
+        chosen, weights = self.route(x)
         by_choice = self._by_expert(x, chosen)
         return (by_choice.view(*chosen.shape, -1) * weights[..., None].to(x.dtype)).sum(dim=1)
 
@@ -93,7 +93,7 @@ class Experts(nn.Module):
         if scoring is Scoring.SOFTMAX_OF_CHOSEN:
             weights = weights.softmax(dim=-1)
         if config.is_normalised:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + LEAST_SUM)
         return chosen, weights * config.scaling
 
     def pack(self) -> None:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 @triton.jit
 def rms_norm_kernel(
     x: tl.tensor,  # [N, SIZE]
-    delta: tl.tensor,  # [N, SIZE], read if HAS_DELTA
+    deltas: tl.tensor,  # [N, NUM_DELTAS, SIZE]
     weight: tl.tensor,  # [SIZE]
-    summed: tl.tensor,  # [N, SIZE], written if HAS_DELTA: x + delta
+    summed: tl.tensor,  # [N, SIZE], written if NUM_DELTAS: x + deltas
     normed: tl.tensor,  # [N, SIZE], written
-    eps: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr, OVERLAPS: tl.constexpr,
+    eps: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_DELTAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Norms one row. Grid: (N,)."""
     wait_for_previous(OVERLAPS)
@@ -31,8 +31,12 @@ def rms_norm_kernel(
     i = tl.arange(0, BLOCK)
     mask = i < SIZE
     value = tl.load(x + row + i, mask=mask, other=0.0)
-    if HAS_DELTA:
-        value = value.to(tl.float32) + tl.load(delta + row + i, mask=mask, other=0.0).to(tl.float32)
+    if NUM_DELTAS > 0:
+        total = tl.zeros((BLOCK,), tl.float32)
+        for number in tl.static_range(NUM_DELTAS):
+            delta = tl.load(deltas + row * NUM_DELTAS + number * SIZE + i, mask=mask, other=0.0)
+            total += delta.to(tl.float32)
+        value = value.to(tl.float32) + total
         value = value.to(summed.dtype.element_ty)  # later layers add to the rounded value, so that is normalised
         tl.store(summed + row + i, value, mask=mask)
     value = value.to(tl.float32)
@@ -252,7 +256,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds `delta` to `x`, both [N, size], contiguous. Returns the sum, rounded to their dtype, and its norm."""
+    """Adds `delta` to `x`, [N, size], contiguous. Returns the sum, rounded to their dtype, and its norm.
+
+    `delta`: the same shape, or [N, number, size], of which all are added.
+    """
     return _norm(x, delta, weight, eps)
 
 
@@ -264,9 +271,10 @@ def _norm(
     if num_rows:
         assert x.is_contiguous(), "a kernel reads rows side by side"
         assert added.is_contiguous(), "a kernel reads rows side by side"
+        num_deltas = 0 if delta is None else delta.numel() // x.numel()
         rms_norm_kernel[(num_rows,)](
             x, added, weight, summed, normed, eps,
-            SIZE=size, HAS_DELTA=delta is not None, **overlapping(x.device), **_whole_rows(size),
+            SIZE=size, NUM_DELTAS=num_deltas, **overlapping(x.device), **_whole_rows(size),
         )  # fmt: skip
     return summed, normed
 

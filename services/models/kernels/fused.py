@@ -12,7 +12,7 @@ from slipstream.services.models.decoder import Decoder, RMSNorm, Rotating
 from slipstream.services.models.head_config import DFlashConfig, EagleConfig
 from slipstream.services.models.heads import DFlashHead, DraftHead, Eagle3Head, EagleHead, HeadModule
 from slipstream.services.models.kernels.block_ops import add_rms_norm, embed_and_norm, rms_norm, rotation_of, swiglu
-from slipstream.services.models.kernels.grouped import run_experts
+from slipstream.services.models.kernels.grouped import outputs_of_choices, run_experts
 from slipstream.services.models.kernels.paged_attention import JoinedAttention, PagedAttention, paged_attention
 from slipstream.services.models.kernels.products import (
     Scaled,
@@ -22,8 +22,10 @@ from slipstream.services.models.kernels.products import (
     most_rows_of,
     product,
     suits_tiles,
+    sum_product,
     tiled_product,
 )
+from slipstream.services.models.kernels.routing import route
 from slipstream.services.models.linear import Linear
 from slipstream.services.models.packed_ints import PackedInts
 
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 class FusedDecoder(Decoder):
     """`Decoder` by kernels; the launches depend only on shapes, so that it can be captured in a CUDA graph.
 
-    Of layers that are not as Llama's, only attention and experts are by kernels, and the rest by PyTorch.
+    Of layers whose branches are not as Llama's, only attention and experts are by kernels, and the rest by PyTorch.
     """
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -65,7 +67,7 @@ class FusedDecoder(Decoder):
     def _run_layers(
         self, batch: ForwardBatch | JoinedBatch, cache: PagedKV, aux_layers: tuple[int, ...]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        if not self.config.has_llama_layers:
+        if not self.config.has_llama_branches:
             return super()._run_layers(batch, cache, aux_layers)
         rotations, attend = self._prepared(batch, cache)
         # Behind attention's plan, which kernels that overlap read before they wait, has to be one that does not.
@@ -114,18 +116,45 @@ def run_layer(
         qkv = product(attention_input, layer.qkv)
     else:
         qkv = linear(attention_input, layer.qkv)
-    mixed = attend(layer.index, qkv, rotation, layer.head_norms)
+    mixed = attend(layer.index, qkv, rotation, layer.head_norms, layer.sinks)
     x = attend.outputs.of(layer.index, x)
     if not len(x):
         return x, x
     if layer.ranks is not None:
         x, normed = add_rms_norm(x, layer.whole(linear(mixed, layer.output)), layer.mlp_norm.weight, layer.mlp_norm.eps)
-        return add_rms_norm(x, layer.whole(linear(_gated(normed, layer.gate_up), layer.down)), norm.weight, norm.eps)
+        return add_rms_norm(x, layer.whole(_mlp(layer, normed)), norm.weight, norm.eps)
+    if layer.experts is not None:
+        return _add_experts(layer, _sum(x, mixed, layer.output), norm)
     if has_few_rows(x, most_rows):
         x, scaled = add_product(x, mixed, layer.output, layer.mlp_norm)
         return add_product(x, product(scaled, layer.gate_up, is_gated=True), layer.down, norm)
     x, normed = _add_and_norm(x, mixed, layer.output, layer.mlp_norm)
     return _add_and_norm(x, _gated(normed, layer.gate_up), layer.down, norm)
+
+
+def _add_experts(layer: DecoderLayer, x: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds what experts make of x's norm, the shared one included. Returns the sum and its norm."""
+    assert layer.experts is not None, "the layer has experts"
+    routed = route(layer.experts, x, layer.mlp_norm)
+    if layer.shared_gate is not None:
+        x = x + layer.shared(routed.x)
+    elif layer.has_mlp:
+        x = _sum(x, _gated(routed.x, layer.gate_up), layer.down)
+    return add_rms_norm(x, outputs_of_choices(layer.experts, routed), norm.weight, norm.eps)
+
+
+def _mlp(layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
+    """Computes a layer's MLP or experts: [N, hidden_size] to the same."""
+    if layer.experts is None:
+        return linear(_gated(x, layer.gate_up), layer.down)
+    return layer.shared(x) + layer.experts(x) if layer.has_mlp else cast("torch.Tensor", layer.experts(x))
+
+
+def _sum(residual: torch.Tensor, x: torch.Tensor, layer: Linear) -> torch.Tensor:
+    """Computes `residual + layer(x)`: [N, columns]."""
+    if has_few_rows(x, most_rows_of(layer)):
+        return sum_product(residual, x, layer)
+    return tiled_product(x, layer, residual) if suits_tiles(x, layer) else residual + linear(x, layer)
 
 
 def _gated(x: torch.Tensor, layer: Linear) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -16,8 +15,11 @@ from slipstream.services.models.kernels.fp8 import halves
 from slipstream.services.models.kernels.ints import int_sums
 from slipstream.services.models.kernels.launching import overlapping, power_of_two, wait_for_previous
 from slipstream.services.models.kernels.mxfp4 import mxfp4_sums
+from slipstream.services.models.kernels.routing import Routed, by_expert, route
 
 if TYPE_CHECKING:
+    import torch
+
     from slipstream.services.models.experts import Experts
 
 
@@ -142,19 +144,19 @@ def _packed_tile(rows_per_expert: int, size: int, element_size: int) -> _Tile:
     return _Tile(block_m, 64, 64, 4 if block_m <= 32 else 3, 4 if block_m <= 32 else 8)
 
 
-def run_experts(experts: Experts, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Adds up what the chosen experts make of each row: [N, hidden_size] to the same.
+def run_experts(experts: Experts, x: torch.Tensor) -> torch.Tensor:
+    """Adds up what each row's experts make of it: [N, hidden_size] to the same."""
+    return outputs_of_choices(experts, route(experts, x)).sum(dim=1)
 
-    `chosen`: [N, num_chosen] int64. `shares`: the same float32, the weights of their outputs.
-    """
-    config = experts.config
-    by_expert, order = chosen.flatten().sort(stable=True)
-    numbers = torch.arange(config.num_experts, device=x.device)
-    ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+
+def outputs_of_choices(experts: Experts, routed: Routed) -> torch.Tensor:
+    """Computes what each row's experts make of it, times their shares: [N, num_chosen, hidden_size]."""
+    x, chosen, shares, config = routed.x, routed.chosen, routed.shares.contiguous(), experts.config
+    order, ends = by_expert(chosen, config.num_experts)
     gated = x.new_empty(len(order), config.width)
     made = x.new_empty(len(order), x.shape[1])
     for source, weight, ints, bias, output in (
-        (x.contiguous(), experts.gate_up, experts.gate_up_ints, experts.gate_up_bias, gated),
+        (x, experts.gate_up, experts.gate_up_ints, experts.gate_up_bias, gated),
         (gated, experts.down, experts.down_ints, experts.down_bias, made),
     ):
         size, columns, is_gated = source.shape[1], output.shape[1], output is gated
@@ -174,4 +176,4 @@ def run_experts(experts: Experts, x: torch.Tensor, chosen: torch.Tensor, shares:
             IS_MXFP4=ints is not None and ints.is_mxfp4,
             num_warps=tile.num_warps, **overlapping(x.device),
         )  # fmt: skip
-    return made.view(*chosen.shape, -1).sum(dim=1)
+    return made.view(*chosen.shape, -1)

@@ -235,8 +235,13 @@ def product(x: torch.Tensor | Scaled, layer: Linear, *, is_gated: bool = False) 
     return _launch(x, layer, is_gated=is_gated)[0]
 
 
+def sum_product(residual: torch.Tensor, x: torch.Tensor, layer: Linear) -> torch.Tensor:
+    """Computes `residual + layer(x)`, [N, columns], rounded to its dtype."""
+    return _launch(x, layer, residual=residual)[0]
+
+
 def add_product(residual: torch.Tensor, x: torch.Tensor, layer: Linear, norm: RMSNorm) -> tuple[torch.Tensor, Scaled]:
-    """Computes `residual + layer(x)`, [N, columns], rounded to its dtype, and the input of the next `product`."""
+    """Does what `sum_product` does, and returns the input of the next `product` as well."""
     summed, scaled, squares = _launch(x, layer, residual=residual, norm=norm)
     return summed, Scaled(scaled, squares, norm.eps)
 

@@ -19,7 +19,7 @@ TESTS = {
     ("paged_attention", "fp8_pages"): ("attention_kernels", "paged_attention"),
     ("block_ops", "rotate_and_keep"): ("block_ops",),
     ("products",): ("products",),
-    ("grouped",): ("grouped",),
+    ("grouped",): ("grouped", "routing"),
     ("fp8",): ("fp8",),
     ("ints",): ("ints",),
     ("masks",): ("masks",),
