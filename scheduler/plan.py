@@ -32,7 +32,8 @@ any other. A draft catches up outside the order of the steps, with tokens that a
 The scheduler itself waits for publish >= n before it reads the result of step n. Fences cannot order its own reads
 before the next writes of the same ring row: step n is planned once step n-R-1 is consumed, and not before.
 
-`tests/ordering/` derives the same waits from the accesses that commands make to shared memory.
+`tests/ordering/` checks these waits against the accesses that commands make to shared memory: none is missing, none
+needless.
 """
 
 from __future__ import annotations

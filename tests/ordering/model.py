@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from slipstream.common.wire.step import FenceOps
+from slipstream.common.wire.step import FenceOps, FenceWait, WaitPlace
 from slipstream.scheduler.plan import PlanState, consume, initial_state, plan_grammar, plan_step, with_draft
 from slipstream.scheduler.records import DraftTraits
 from tests.ordering.accesses import Command
@@ -20,6 +20,11 @@ from tests.ordering.step_operations import (
 )
 
 DRAFT, GRAMMAR, NUM_LANES = 0, 3, 4
+LAST_PLACES = (WaitPlace.PREFILL_HIDDEN, WaitPlace.SAMPLING, WaitPlace.START)
+"""The last place of waits in a command of draft, verify and the grammar worker."""
+
+Planned = tuple[FenceOps | None, ...]
+"""Waits and signals of the commands of draft, verify and the grammar worker."""
 
 Alteration = Callable[[Command, Operation], Operation | None]
 """Returns the operation to carry out in place of one of a step; None for none."""
@@ -80,21 +85,38 @@ class Model:
 
         Returns what the commands of draft, verify and the grammar worker were told.
         """
-        *planned, self.state = plan_all(self.state, command)
-        draft, verify, grammar = planned
-        operations = step_operations(
-            command,
-            (draft, verify, grammar),
-            self.state.draft,
-            self.state.run_ahead,
-            self.state.consumed,
-            self.attachment,
-            self.grammar,
-        )
+        draft, verify, grammar, self.state = plan_all(self.state, command)
+        operations = self._operations(command, (draft, verify, grammar))
         self._steps[command.step] = command, operations
         self._carry_out(command, operations.send_lanes)
         self.last_sent = command
         return draft, verify, grammar
+
+    def early_waits(self, command: Command) -> list[FenceWait]:
+        """The waits of a step, if it is sent now, that could stand at the next place of their command."""
+        *planned, _ = plan_all(self.state, command)
+        waits = [(worker, wait) for worker, ops in enumerate(planned) if ops is not None for wait in ops.waits]
+        return [
+            wait
+            for worker, wait in waits
+            if wait.place < LAST_PLACES[worker] and not self._has_race_with_later(command, planned, worker, wait)
+        ]
+
+    def _has_race_with_later(
+        self, command: Command, planned: list[FenceOps | None], worker: int, wait: FenceWait
+    ) -> bool:
+        later, ops = wait._replace(place=WaitPlace(wait.place + 1)), planned[worker]
+        assert ops is not None, "it has a wait"
+        moved = FenceOps(tuple(later if other is wait else other for other in ops.waits), ops.signals)
+        twin = self.checker.copy()
+        run(twin, self._operations(command, (*planned[:worker], moved, *planned[worker + 1 :])).send_lanes)
+        return bool(twin.races)
+
+    def _operations(self, command: Command, planned: Planned) -> StepOperations:
+        state = self.state
+        return step_operations(
+            command, planned, state.draft, state.run_ahead, state.consumed, self.attachment, self.grammar
+        )
 
     def consume(self) -> None:
         """The scheduler consumes the oldest step that it has not consumed."""

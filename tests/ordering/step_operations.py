@@ -11,9 +11,8 @@ from slipstream.common.wire.layout import ring_rows
 from slipstream.common.wire.step import FenceName, FenceOps, FencePoint, FenceWait, Role
 from slipstream.scheduler.plan import catch_up
 from slipstream.scheduler.records import DraftTraits
-from tests.ordering.accesses import Access, BufferGroup, Command, Phase, declared_accesses
+from tests.ordering.accesses import Access, BufferGroup, Command, Phase, Rows, declared_accesses
 from tests.ordering.checker import Operation
-from tests.ordering.parts import ROWS_ORDER, row_masks
 
 ATTACHMENT = 1000
 """Number of a draft's attachment where there is one."""
@@ -103,8 +102,7 @@ class _Layout:
         self._step = command.step
         self._draft = draft
         self._declared = declared_accesses(command.form, draft)
-        masks = row_masks(command, ring_rows(run_ahead), consumed)
-        self._rows = {rows: _slots(mask) for rows, mask in zip(ROWS_ORDER, masks, strict=True)}
+        self._rows = _rows_of(command, ring_rows(run_ahead), consumed)
 
     def worker(self, stream: StreamName, ops: FenceOps, phases: tuple[Phase, ...]) -> tuple[Operation, ...]:
         """A worker's command: of each phase the waits, the accesses, and the signal that ends it."""
@@ -163,6 +161,23 @@ class _Layout:
         of_others = {FenceName.VERIFY_PUBLISH: 0} | dict.fromkeys(_OF_GRAMMAR, self._grammar)
         epoch = of_others.get(point.fence, self._attachment)
         return Operation(op, stream, self._step, epoch, fence=point.fence, value=point.value)
+
+
+def _rows_of(command: Command, num_ring_rows: int, consumed: int) -> dict[Rows, tuple[int, ...]]:
+    """The rows that a step touches. `consumed`: the last step consumed when it is sent."""
+    before, row, after = (number % num_ring_rows for number in range(command.step - 1, command.step + 2))
+    return {
+        Rows.SLOTS: _slots(command.rows | command.prompts),
+        Rows.KEPT: _slots(command.kept),
+        Rows.RING: (row,),
+        Rows.DECODE_PART: (2 * row,),
+        Rows.PREFILL_PART: (2 * row + 1,),
+        Rows.PREFILL_PART_BEFORE: (2 * before + 1,),
+        Rows.UNCONSUMED: tuple(number % num_ring_rows for number in range(consumed + 1, command.step)),
+        Rows.MASKED: _slots(command.masked),
+        Rows.SPARE: (after,),
+        Rows.WHOLE: (0,),
+    }
 
 
 def _slots(mask: int) -> tuple[int, ...]:
