@@ -41,7 +41,7 @@ class Plan(Settings):
 
 @dataclass
 class Part:
-    """What all launches of a kernel took in a forward."""
+    """The launches of a kernel in a forward, and their time."""
 
     launches: int = 0
     busy_us: float = 0.0
@@ -154,7 +154,7 @@ def _named(names: Sequence[str]) -> Iterable[str]:
 
 
 @benchmark(Plan)
-async def main(plan: Plan, file: Path | None) -> list[str]:
+async def main(plan: Plan, file: Path | None) -> None:
     """Measures forwards of targets with random weights on a GPU."""
     from slipstream.services.models.kernels.fused import FusedDecoder
 
@@ -189,4 +189,3 @@ async def main(plan: Plan, file: Path | None) -> list[str]:
             )
         del decoder, forward
         torch.cuda.empty_cache()
-    return []

@@ -423,7 +423,7 @@ def _blocking(
 def _reading(
     method: Callable[Concatenate[AsyncClient, P], AsyncGenerator[OutputChunk, None]],
 ) -> Callable[Concatenate[Client, P], Generator[OutputChunk, None, None]]:
-    """The same for a method that returns a generator."""
+    """Makes a method of `Client` of one of `AsyncClient` that returns a generator."""
 
     def read(chunks: AsyncGenerator[OutputChunk, None]) -> Generator[OutputChunk, None, None]:
         try:

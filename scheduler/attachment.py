@@ -90,7 +90,7 @@ class DraftAttachment:
             self._own.close()
             raise
         self.fences: dict[FenceName, Fence] = {name: self._own.fence(name) for name in DRAFT_FENCES}
-        """Those that draft signals."""
+        """The fences that draft signals."""
         self.stash: Fence = self._given.fence(FenceName.VERIFY_STASH)
         """On a GPU draft can write there, too."""
         self.stamps = self._own.tensor(BufferName.DRAFT_STAMPS)

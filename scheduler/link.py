@@ -160,10 +160,14 @@ class Link:
         return measurements_from_pb(self._thread.call(self._attach(meant)))
 
     def attach_region(self, region: OfferedRegion) -> None:
-        """Has verify map the memory of another worker, between its steps. Raises FailedPreconditionError (and its
-        kinds)."""
-        name = "AttachGrammar" if region.draft is None else "AttachDraft"
-        self._call(lambda stub: getattr(stub, name)(region_to_pb(region), timeout=ATTACH_TIMEOUT_S))
+        """Has verify map the memory of another worker, between its steps.
+
+        Raises FailedPreconditionError (and its kinds).
+        """
+        request, is_grammars = region_to_pb(region), region.draft is None
+        self._call(
+            lambda stub: (stub.AttachGrammar if is_grammars else stub.AttachDraft)(request, timeout=ATTACH_TIMEOUT_S)
+        )
 
     def prepare(self, grammar: str) -> None:
         """Has the grammar worker compile a grammar. Raises InvalidArgumentError, or UnavailableError."""

@@ -427,7 +427,10 @@ class ModelConfig:
 
     @property
     def has_llama_layers(self) -> bool:
-        """True if the MLPs of such a model are dense: the kernels then take all its weights as they are packed."""
+        """True if, besides such branches, all MLPs are dense and attention has no sinks.
+
+        The kernels then take the weights as they are packed.
+        """
         return self.has_llama_branches and self.experts is None and not self.has_sinks
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:

@@ -231,14 +231,14 @@ class TargetStep:
     """The command's, perhaps with padding after them."""
     ends: Sequence[PromptEnds] = ()
     region: Region | None = None
-    """Of the draft that takes part."""
+    """The memory of the draft that takes part; None without one."""
     aux_layers: tuple[int, ...] = ()
-    """Layers whose inputs it reads."""
+    """Layers whose inputs that draft reads."""
     _masks: StepMasks | None = field(init=False)
     _has_copied_in: bool = field(init=False, default=False)
     _draft_tokens: torch.Tensor | None = field(init=False, default=None)
     _decoded: list[TargetForward] = field(init=False, default_factory=list)
-    """Of the rows that decode, those of each number of draft tokens together."""
+    """The forwards of the rows that decode: one for each number of draft tokens."""
     _taken_in: DecoderOutput | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:

@@ -45,7 +45,7 @@ class Staging:
         return values
 
     def put_integers(self, values: Sequence[int]) -> torch.Tensor:
-        """As `put`, of integers as int64."""
+        """Stages integers as int64; see `put`."""
         return torch.tensor(values, dtype=torch.int64)
 
     def flush(self) -> None:

@@ -29,7 +29,7 @@ def score_kernel(
     num_rows: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Multiplies every so many rows, normed, with BLOCK_E rows of the weight, which stay in registers.
+    """Scores rows for BLOCK_E experts, whose weights stay in registers; norms each row first if HAS_NORM.
 
     Sums are float32. Grid: (cdiv(NUM_EXPERTS, BLOCK_E), programs that share the rows).
     """
@@ -64,7 +64,7 @@ def choose_kernel(
     scaling: tl.tensor,  # of the shares
     NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
     IS_SOFTMAX: tl.constexpr, IS_SIGMOID: tl.constexpr, HAS_CHOICE_BIAS: tl.constexpr,
-    IS_NORMALISED: tl.constexpr,  # or softmax of the chosen scores, if they are neither
+    IS_NORMALISED: tl.constexpr,  # read if the scores are softmax or sigmoid; else shares are softmax of those chosen
     LEAST: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Chooses the experts of one row, of equal ones the lower. Grid: (N,). See `Experts.route`."""
@@ -131,12 +131,13 @@ def order_kernel(
 
 
 _MOST_SCORED = 512
-"""Rows up to which a kernel computes scores; cuBLAS is faster for more."""
+"""Rows that a kernel scores; for each it reads the weights anew from the cache, so that more are left to cuBLAS."""
 _MOST_COUNTED = 4096
-"""Choices up to which counting all of them for each is faster than sorting."""
+"""Choices that are counted, which is work that grows with their square; more are sorted."""
 _EXPERTS_AT_ONCE, _SHARERS, _SCORE_WARPS = 4, 64, 8
-"""Experts whose weights a program keeps, and programs that share the rows."""
+"""Experts whose weights a program keeps, programs that share the rows at most, and warps of a program."""
 _CHOICES_AT_ONCE = 64
+"""Choices of which a program finds the places."""
 
 
 class Routed(NamedTuple):
