@@ -179,7 +179,7 @@ def test_numbers_that_are_not_finite_choose_experts_that_exist(device: torch.dev
 
 @pytest.mark.parametrize("num_choices", [1, 63, 200, 5000])
 def test_choices_in_the_order_of_their_experts(num_choices: int, device: torch.device) -> None:
-    """Of one expert as they came; also where there are more experts than choices."""
+    """Choices of one expert keep their order, also where there are more experts than choices."""
     generator = torch.Generator().manual_seed(num_choices)
     chosen = torch.randint(0, 70, (num_choices, 1), generator=generator).to(device)
     order, ends = by_expert(chosen, 100)
